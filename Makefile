@@ -1,0 +1,57 @@
+# Each target sets itself up: with Python 3.11 or newer on the machine, `make quickstart` or `make test` is all to type.
+#
+#   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
+#   make test         the fast tests                           make slow     real runs, processes killed mid-write
+#   make lint types   ruff; mypy                               make clean    remove .venv and caches
+#
+# PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+
+BIN := $(VENV)/bin
+# Named by content and place, not by time: a new clone, other pins, other extras or another checkout of the package install
+# anew; a touched file does not. Written last, so an interrupted installation is taken up again.
+STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
+
+.PHONY: quickstart test slow lint types check install clean
+.DEFAULT_GOAL := test
+
+quickstart: $(STAMP)
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow --durations=10
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test
+
+install: $(STAMP)
+
+# The older stamps go first, since only the last installation is in place. A venv without pip was left by an interruption.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: rftdask needs Python 3.11 or newer, and '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>/dev/null || echo not found); name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' lacks the venv module; install the system's package for it (Debian, Ubuntu: python3-venv)" >&2; \
+	  exit 1; }
+	@echo "installing into $(VENV): some minutes and 2 GB the first time"
+	@rm -f $(VENV)/installed-*
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

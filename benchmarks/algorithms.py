@@ -1,0 +1,90 @@
+"""Speed and memory of the algorithms on this machine: `python benchmarks/algorithms.py`.
+
+Three promises are measured: advantages of 100,000 experiences at 1,000,000 experiences/s or more; each loss, forward
+and backward over a [64, 1024] batch, within 1.5 times a minimal PPO loss written inline; and no more than three
+tensors of the logprobs' size kept for backward. Prints one line per function; nothing is asserted, since a busy
+machine is not a bug.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm import ADVANTAGE_FNS, POLICY_LOSS_FNS, AdvantageInputs, LossInputs, make_algorithm
+
+NUM_EXPERIENCES = 100_000
+GROUP_SIZE = 8
+ROWS, WIDTH = 64, 1024
+
+
+def best_of(function: Callable[[], object], repeats: int = 20) -> float:
+    """Shortest of `repeats` runs, in seconds: the others were disturbed."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def advantages() -> None:
+    """Rates of the functions that need rewards alone; 512 tokens a row are the broadcast's cost, which is shown
+    apart."""
+    inputs = AdvantageInputs(
+        rewards_N=torch.randn(NUM_EXPERIENCES),
+        group_N=torch.arange(NUM_EXPERIENCES) // GROUP_SIZE,
+        lengths_N=torch.full((NUM_EXPERIENCES,), 512),
+    )
+    print(f"advantages of {NUM_EXPERIENCES:,} experiences in groups of {GROUP_SIZE}")
+    for name, cls in ADVANTAGE_FNS.items():
+        if set(cls.needs) <= {"lengths_N"}:
+            function = cls()
+            seconds = best_of(lambda function=function: function(inputs), 5)  # type: ignore[misc]
+            print(f"  {name:24} {NUM_EXPERIENCES / seconds / 1e6:6.2f} M experiences/s")
+
+
+def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
+    """The least a PPO loss can be: no mask of garbage, no checks, no metrics, no dual clip."""
+    assert batch.advantages_BT is not None
+    ratio = torch.exp(logprobs - batch.rollout_logprobs_BT)
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    loss = -torch.minimum(ratio * batch.advantages_BT, clipped * batch.advantages_BT)
+    ((loss * batch.loss_mask_BT).sum() / total).backward()
+
+
+def losses() -> None:
+    """Time of each loss as the trainer calls it, against the inline one, and the tensors it keeps."""
+    rollout = -torch.rand(ROWS, WIDTH) - 0.1
+    mask = torch.arange(WIDTH)[None] < torch.randint(WIDTH // 2, WIDTH + 1, (ROWS, 1))
+    logprobs = (rollout + 0.1 * torch.randn(ROWS, WIDTH)).requires_grad_()
+    batch = LossInputs(
+        policy_logprobs_BT=logprobs,
+        rollout_logprobs_BT=rollout,
+        loss_mask_BT=mask,
+        token_weights_BT=mask / mask.sum(),
+        advantages_BT=torch.randn(ROWS, 1).expand(ROWS, WIDTH).contiguous(),
+        ref_logprobs_BT=rollout,
+        expert_mask_B=torch.arange(ROWS) % 8 == 0,
+    )
+    base = best_of(lambda: inline_ppo(logprobs, batch, mask.sum()))
+    print(f"losses over [{ROWS}, {WIDTH}], forward and backward; inline PPO {base * 1e3:.2f} ms")
+    for name in POLICY_LOSS_FNS:
+        kind = {"dpo": "dpo"}.get(name, "grpo")
+        algorithm = make_algorithm(kind, policy_loss_fn=name, kl_loss_fn="none")
+        weights = algorithm.token_weights(mask, expert_mask_B=batch.expert_mask_B)
+        ready = replace(batch, token_weights_BT=weights)
+        seconds = best_of(lambda algorithm=algorithm, ready=ready: algorithm.compute_loss(ready)[0].backward())  # type: ignore[misc]
+        loss, _ = algorithm.compute_loss(ready)
+        assert loss.grad_fn is not None
+        kept = sum(tensor.numel() for tensor in loss.grad_fn.saved_tensors) / logprobs.numel()  # type: ignore[attr-defined]
+        print(f"  {name:24} {seconds * 1e3:6.2f} ms  {seconds / base:4.1f} x  keeps {kept:.0f} tensor(s)")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    advantages()
+    losses()

@@ -1,0 +1,127 @@
+"""The loop's own cost: a run on a local Dask cluster whose engine answers at once and whose train step does nothing.
+
+    python benchmarks/loop.py [--steps 200] [--publishes 100] [--explorers 4]
+
+Prints, for this machine: the overhead of a step in lock-step (explore, commit, ledger, train nothing, publish, load,
+again), the floor under it (the durable writes of one step, alone), the time from a moved pointer until all explorers
+know, and the times before the first rollout and after the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from distributed import get_client
+
+from rftdask import Experiment
+from rftdask.cluster.base import EXPLORER_RESOURCE, Layout, WorkerPlan
+from rftdask.cluster.local import LocalCluster
+from rftdask.storage import open_storage
+from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
+from rftdask.synchronizer.weights import publish_weights
+
+_WRITES_PER_STEP = 5
+"""Durable writes in a step: shard, ledger entry, weights, their manifest, pointer."""
+
+
+def make_config(root: Path, steps: int) -> dict[str, Any]:
+    tasks = root / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": f"{i}=", "response": str(i)}) + "\n" for i in range(64)))
+    taskset = {"path": str(tasks), "format": {"prompt_type": "plaintext"}}
+    return {
+        "name": "loop",
+        "checkpoint_root_dir": str(root / "runs"),
+        "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 2, "kl_loss_fn": "none"},
+        "buffer": {
+            "batch_size": 4,
+            "total_steps": steps,
+            "explorer_input": {"taskset": taskset, "default_reward_fn_type": "accuracy_reward"},
+        },
+        "explorer": {"rollout_model": {"engine_type": "fake"}},
+        "trainer": {"trainer_type": "fake"},
+        "monitor": {"monitor_type": "none"},
+    }
+
+
+def measure_loop(root: Path, steps: int) -> dict[str, float]:
+    """Seconds of a run's parts; the step's overhead is the median over all steps but the first ten."""
+    began = time.time()
+    experiment = Experiment(**make_config(root, steps))
+    experiment.run("none")
+    ended = time.time()
+    trainer = experiment.metrics("trainer").sort_values("step")
+    explorer = experiment.metrics("explorer").sort_values("step")
+    return {
+        "step": float(trainer["step_s"].iloc[10:].median()),
+        "start": float(explorer["time_s"].iloc[0]) - began,
+        "end": ended - float(trainer["time_s"].iloc[-1]),
+    }
+
+
+def measure_writes(root: Path, count: int = 200) -> float:
+    """Seconds for the durable writes of one step, one after another, in this process alone."""
+    storage = open_storage(root / "floor")
+    times = []
+    for number in range(count):
+        began = time.perf_counter()
+        for place in range(_WRITES_PER_STEP):
+            storage.put(f"{place}/{number}", b"x" * 4096)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def wait_in_worker(url: str, version: int) -> float:
+    """Time at which a worker knows of `version`."""
+    SyncHandle(open_storage(url), get_client()).wait_for_version(version, 30)
+    return time.time()
+
+
+def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
+    """For each publication: seconds from the moved pointer until the last of all explorers knows."""
+    storage = open_storage(root / "publish")
+    plans = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), 1) for i in range(explorers))
+    delays = []
+    with LocalCluster(Layout(plans)) as cluster:
+        workers = list(cluster.client.scheduler_info(n_workers=-1)["workers"])
+        start_synchronizer(cluster.client, storage.url, 0.05, "bench", workers[:1])
+        for version in range(1, publishes + 1):
+            futures = [
+                cluster.client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in workers
+            ]
+            time.sleep(0.1 + 0.05 * (version % 7) / 7)  # all wait, at every phase of the polling
+            publish_weights(storage, version, b"weights", "main")
+            moved = time.time()
+            delays.append(max(future.result(timeout=60) for future in futures) - moved)
+    return delays
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--publishes", type=int, default=100)
+    parser.add_argument("--explorers", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rftdask-loop-") as folder:
+        root = Path(folder)
+        loop = measure_loop(root, args.steps)
+        floor = measure_writes(root)
+        delays = sorted(measure_publish(root, args.publishes, args.explorers))
+    print(f"overhead of a step        {1e3 * loop['step']:7.1f} ms   (median of {args.steps - 10} steps in lock-step)")
+    print(f"  its durable writes alone{1e3 * floor:7.1f} ms   ({loop['step'] / floor:.1f} times this floor)")
+    print(
+        f"publish to visible        {1e3 * statistics.mean(delays):7.1f} ms   mean at the last of {args.explorers} "
+        f"explorers, p99 {1e3 * delays[int(0.99 * (len(delays) - 1))]:.1f} ms"
+    )
+    print(f"start to first rollout    {loop['start']:7.2f} s")
+    print(f"last step to exit         {loop['end']:7.2f} s    (summary and report included)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A model that learns on a laptop, in a minute: makes a toy model and its tasks, then runs config/quickstart.yaml.
+
+    python examples/quickstart.py [KEY=VALUE]...
+
+Everything after the first two calls is what any run does; `rftdask run config/quickstart.yaml` continues or repeats it.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from rftdask import Experiment
+from rftdask.monitor.summary import render_summary
+from rftdask.toy import build_toy_model, write_toy_tasks
+
+CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
+
+
+def main(overrides: list[str]) -> None:
+    began = time.monotonic()
+    experiment = Experiment.from_yaml(CONFIG, *overrides)
+    assets = Path(experiment.config.checkpoint_root_dir) / "toy"
+    if not (assets / "model" / "model.safetensors").exists():  # the last file that is written
+        write_toy_tasks(assets)
+        build_toy_model(assets / "model")
+    summary = experiment.run()
+    Console().print(render_summary(summary))
+    seconds = time.monotonic() - began
+    before, after = summary.accuracy_before, summary.accuracy_after
+    print(f"quickstart: accuracy {before:.2f} -> {after:.2f} in {seconds:.0f} s, run: {experiment.url}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,23 @@
+"""rftdask: reinforcement fine-tuning of language models as an elastic batch system on Dask.
+
+The run lives on storage, every process is a cache over it. Start at `Experiment`, or at the command `rftdask`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Experiment", "__version__"]
+
+if TYPE_CHECKING:
+    from rftdask.experiment import Experiment
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that a child process or a config check does not import what only a driver needs.
+    if name == "Experiment":
+        from rftdask.experiment import Experiment
+
+        return Experiment
+    raise AttributeError(f"module 'rftdask' has no attribute {name!r}")

@@ -1,0 +1,234 @@
+"""What an advantage function takes and gives, and statistics of groups without a loop over groups.
+
+Rows are experiences; N of them, in any order. Knows nothing of losses. Invariant: a row that is not valid changes no
+other row's advantage, and no row's advantage depends on the order of the rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.drops import DropReason, count_drops
+from rftdask.algorithm.names import require
+
+ROUNDING = 1e-12
+"""Spread of a group, relative to its mean, below which its rewards are equal; float64 rounds at 1e-16."""
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One batch. Example, two tasks with two rollouts each, rows interleaved:
+    `AdvantageInputs(rewards_N=tensor([1., 0., 0., 1.]), group_N=tensor([0, 1, 0, 1]))`.
+    """
+
+    rewards_N: Tensor
+    """[N] float, reward of the experience (of the last turn, in multi-turn rollouts)."""
+    group_N: Tensor
+    """[N] int64, index of the task the row is a rollout of, 0..G-1."""
+    lengths_N: Tensor | None = None
+    """[N] int64, trained tokens of the row."""
+    valid_N: Tensor | None = None
+    """[N] bool, False for a failed rollout: dropped, and absent from every baseline. None: all valid."""
+    expert_mask_N: Tensor | None = None
+    """[N] bool, True for a demonstration: kept, advantage 0, absent from every baseline. None: none."""
+    rollout_N: Tensor | None = None
+    """[N] int64, index of the rollout the row is a turn of, 0..R-1. None: each row is a rollout."""
+    turn_N: Tensor | None = None
+    """[N] int64, order of the row within its rollout. None: each row is a rollout."""
+    state_N: Tensor | None = None
+    """[N] int64, identity of the environment's state before the turn; negative: unknown. For gigpo."""
+    turn_rewards_N: Tensor | None = None
+    """[N] float, immediate reward of the turn; None: 0 but for the last turn, which has `rewards_N`."""
+    baseline_rewards_N: Tensor | None = None
+    """[N] float, reward of the greedy rollout of the row's task. For remax."""
+    loss_mask_NT: Tensor | None = None
+    """[N, T] bool, True where the token is trained. For token-level functions, with the tensors below."""
+    token_rewards_NT: Tensor | None = None
+    """[N, T] float, reward of each token; None: `rewards_N` on the last trained token."""
+    values_NT: Tensor | None = None
+    """[N, T] float, the critic's value before the token."""
+    rollout_logprobs_NT: Tensor | None = None
+    ref_logprobs_NT: Tensor | None = None
+    teacher_logprobs_NT: Tensor | None = None
+    entropy_NT: Tensor | None = None
+    """[N, T] float, nats."""
+    necs_NT: Tensor | None = None
+    """[N, T] float, normalized entropy change signal of the token. For clipv."""
+    step: int = 0
+    """Training step; part of the seed of functions that draw."""
+    uids: Sequence[str] | None = None
+    """[N] names of the experiences, for error messages."""
+
+    @cached_property
+    def num_groups(self) -> int:
+        """G."""
+        return int(self.group_N.max()) + 1 if len(self.group_N) else 0
+
+    @cached_property
+    def used_N(self) -> Tensor:
+        """[N] bool, the rows that enter baselines: valid and not demonstrations."""
+        used_N = torch.ones_like(self.group_N, dtype=torch.bool) if self.valid_N is None else self.valid_N
+        return used_N if self.expert_mask_N is None else used_N & ~self.expert_mask_N
+
+    def token_rewards(self) -> Tensor:
+        """[N, T] reward of each token: `token_rewards_NT`, or `rewards_N` on the row's last trained token."""
+        if self.token_rewards_NT is not None:
+            return self.token_rewards_NT
+        self.check(("loss_mask_NT",))
+        assert self.loss_mask_NT is not None
+        positions_T = torch.arange(self.loss_mask_NT.shape[1], device=self.loss_mask_NT.device)
+        last_N = torch.where(self.loss_mask_NT, positions_T, -1).amax(-1)
+        return torch.where(positions_T == last_N[:, None], self.rewards_N[:, None], 0.0)
+
+    def check(self, needs: Sequence[str]) -> None:
+        """Raise ValueError if a needed field is missing, or a used row's reward is not finite, naming it."""
+        missing = [name for name in needs if getattr(self, name) is None]
+        require(not missing, f"the advantage function needs {', '.join(missing)}")
+        require(self.rewards_N.shape == self.group_N.shape, "rewards_N and group_N differ in length")
+        require(bool((self.group_N >= 0).all()), "group_N must be >= 0")
+        bad_N = self.used_N & ~torch.isfinite(self.rewards_N)
+        if bool(bad_N.any()):
+            row = int(bad_N.nonzero()[0])
+            uid = f" (experience {self.uids[row]})" if self.uids is not None else ""
+            raise ValueError(
+                f"rewards_N is {float(self.rewards_N[row])} at row {row}{uid}; {int(bad_N.sum())} such rows. Mark "
+                "failed rollouts in valid_N, or repair the reward function"
+            )
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Advantages of all rows of the input, in its order; dropped rows have advantage 0."""
+
+    advantages_N: Tensor
+    """[N] float32; for token-level functions the mean over the row's trained tokens."""
+    drops_N: Tensor
+    """[N] int8, `DropReason` codes."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    advantages_NT: Tensor | None = None
+    """[N, T] float32, of token-level functions; 0 outside the loss mask."""
+    returns_NT: Tensor | None = None
+    """[N, T] float32, targets of the critic; 0 outside the loss mask."""
+    keep_NT: Tensor | None = None
+    """[N, T] bool, False for tokens the function takes out of the loss (clipb, clipv); None: all stay."""
+
+    @property
+    def keep_N(self) -> Tensor:
+        """[N] bool, True for rows to train on."""
+        return self.drops_N == DropReason.KEPT
+
+    def per_token(self, loss_mask_NT: Tensor) -> Tensor:
+        """[N, T] float32 advantages of the tokens; 0 outside the mask."""
+        if self.advantages_NT is not None:
+            return self.advantages_NT * loss_mask_NT
+        return self.advantages_N[:, None] * loss_mask_NT
+
+
+@dataclass(frozen=True)
+class AdvantageFn:
+    """Base of the advantage functions: fields are the arguments, a call gives the advantages of a batch."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Optional fields of `AdvantageInputs` that must be there."""
+    uses_critic: ClassVar[bool] = False
+    uses_groups: ClassVar[bool] = True
+    """Whether the rollouts of a task are compared, so that one alone teaches nothing."""
+    token_level: ClassVar[bool] = False
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Raises: ValueError: a needed field is missing, or a valid row's reward is not finite."""
+        inputs.check(self.needs)
+        with torch.no_grad():
+            return self._compute(inputs)
+
+    def without_drops(self) -> "AdvantageFn":
+        """The same function for rows that are left after its own drops; itself if it drops none.
+
+        With it the advantages of the rows that are left are those that this function gives them.
+        """
+        return self
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        raise NotImplementedError
+
+
+def result(
+    inputs: AdvantageInputs, advantages_N: Tensor, metrics: dict[str, float], drops_N: Tensor | None = None
+) -> AdvantageResult:
+    """Result of a sequence-level function: zeros and codes for rows that are not used, counters, float32."""
+    drops_N = base_drops(inputs) if drops_N is None else drops_N
+    live_N = inputs.used_N & (drops_N == DropReason.KEPT)
+    advantages_N = torch.where(live_N, advantages_N, 0.0).to(torch.float32)
+    return AdvantageResult(advantages_N, drops_N, {**metrics, **count_drops(drops_N)})
+
+
+def base_drops(inputs: AdvantageInputs) -> Tensor:
+    """[N] int8 codes: failed rollouts dropped, all others kept."""
+    drops_N = torch.zeros_like(inputs.group_N, dtype=torch.int8)
+    if inputs.valid_N is not None:
+        drops_N[~inputs.valid_N] = DropReason.INVALID_ROLLOUT
+    return drops_N
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Statistics over the used rows of each group, float64, [G]. An empty group has count 0, mean 0, std 0."""
+
+    count_G: Tensor
+    mean_G: Tensor
+    std_G: Tensor
+    """Sample (n - 1) or population (n) as asked; 0 for one row."""
+
+    @property
+    def singletons(self) -> float:
+        """Number of groups with exactly one used row."""
+        return float((self.count_G == 1).sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the groups that have rows: reward_mean, reward_std; counters singleton_groups, num_groups."""
+        seen_G = self.count_G > 0
+        num = float(seen_G.sum())
+        return {
+            "reward_mean": float(self.mean_G[seen_G].mean()) if num else 0.0,
+            "reward_std": float(self.std_G[seen_G].mean()) if num else 0.0,
+            "num_groups": num,
+            "singleton_groups": self.singletons,
+        }
+
+
+def group_sums(values_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
+    """[G] sums of a float64 [N] by group; float64 so that the order of rows changes nothing a float32 can show."""
+    return torch.zeros(num_groups, dtype=torch.float64, device=values_N.device).index_add_(
+        0, group_N, values_N.double()
+    )
+
+
+def group_stats(
+    values_N: Tensor, group_N: Tensor, used_N: Tensor, num_groups: int, *, sample: bool = True
+) -> GroupStats:
+    """Count, mean and standard deviation of the used rows of each group; two passes, float64."""
+    count_G = group_sums(used_N, group_N, num_groups)
+    values_N = torch.where(used_N, values_N, 0.0).double()
+    mean_G = group_sums(values_N, group_N, num_groups) / count_G.clamp(min=1.0)
+    centered_N = torch.where(used_N, values_N - mean_G[group_N], 0.0)
+    divisor_G = (count_G - 1.0 if sample else count_G).clamp(min=1.0)
+    std_G = (group_sums(centered_N.square(), group_N, num_groups) / divisor_G).sqrt()
+    # Equal rewards have no spread: what is left is the rounding of their mean, which must not be divided by.
+    std_G = torch.where(std_G > ROUNDING * mean_G.abs(), std_G, 0.0)
+    return GroupStats(count_G, mean_G, std_G)
+
+
+def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
+    """[N] int64, rank of each row's key within its group, 0 for the smallest; ties by position."""
+    order_N = torch.argsort(keys_N, stable=True)
+    order_N = order_N[torch.argsort(group_N[order_N], stable=True)]
+    sorted_group_N = group_N[order_N]
+    counts_G = torch.bincount(group_N)
+    starts_G = counts_G.cumsum(0) - counts_G
+    ranks_N = torch.empty_like(order_N)
+    ranks_N[order_N] = torch.arange(len(order_N), device=order_N.device) - starts_G[sorted_group_N]
+    return ranks_N

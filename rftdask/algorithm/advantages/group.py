@@ -1,0 +1,238 @@
+"""Advantages that compare the rollouts of one task: one number per experience.
+
+With r the reward, mu and sigma mean and standard deviation over the valid rollouts of the task. Knows nothing of
+tokens. Invariant: a task with one valid rollout gives a finite advantage: 0 where the baseline is the task's own mean.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import (
+    AdvantageFn,
+    AdvantageInputs,
+    AdvantageResult,
+    base_drops,
+    group_stats,
+    group_sums,
+    ranks_in_group,
+    result,
+)
+from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.names import one_of, require
+
+
+@dataclass(frozen=True)
+class Grpo(AdvantageFn):
+    """(r - mu) / (sigma + epsilon). GRPO, arXiv:2402.03300, section 4.1. A lone rollout: 0, counted in
+    singleton_groups.
+
+    std "none" is r - mu, Dr. GRPO, arXiv:2503.20783. std_cal_level "batch": mean of the task, sigma of the batch's
+    rewards,
+    arXiv:2508.08221. rank_penalty: r (1 - p rank / n), rank by mean logprob within the task, the likeliest last,
+    arXiv:2506.02355.
+    """
+
+    epsilon: float = 1e-6
+    std: str = "sample"
+    """"sample" divides by n - 1, "population" by n, "none" does not divide by sigma."""
+    std_threshold: float | None = None
+    """Drop tasks with sigma at or below it, lone rollouts included; None: drop none."""
+    rank_penalty: float | None = None
+    """p; needs rollout_logprobs_NT and loss_mask_NT. None: no penalty."""
+    std_cal_level: str = "group"
+    """"group" or "batch"."""
+    duplicate_experiences: bool = False
+    """Not supported: an experience is trained at most once."""
+
+    def __post_init__(self) -> None:
+        one_of("std", self.std, ("sample", "population", "none"))
+        one_of("std_cal_level", self.std_cal_level, ("group", "batch"))
+        require(self.epsilon >= 0.0, f"epsilon must be >= 0, got {self.epsilon}")
+        require(
+            not self.duplicate_experiences,
+            "duplicate_experiences would train an experience twice; refill with dapo_dynamic_sampling instead",
+        )
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        rewards_N = inputs.rewards_N.double()
+        if self.rank_penalty is not None:
+            rewards_N = rewards_N * (1.0 - self.rank_penalty * self._likelihood_rank(inputs))
+        stats = group_stats(
+            rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups, sample=self.std != "population"
+        )
+        centered_N = rewards_N - stats.mean_G[inputs.group_N]
+        advantages_N = centered_N
+        if self.std != "none":
+            divisor_N = self._divisor(rewards_N, inputs, stats.std_G)
+            advantages_N = torch.where(divisor_N > 0.0, centered_N / (divisor_N + self.epsilon), 0.0)
+        drops_N = base_drops(inputs)
+        if self.std_threshold is not None:
+            drops_N[inputs.used_N & (stats.std_G <= self.std_threshold)[inputs.group_N]] = DropReason.LOW_STD
+        return result(inputs, advantages_N, stats.metrics(), drops_N)
+
+    def without_drops(self) -> AdvantageFn:
+        return replace(self, std_threshold=None)
+
+    def _divisor(self, rewards_N: Tensor, inputs: AdvantageInputs, std_G: Tensor) -> Tensor:
+        if self.std_cal_level == "group":
+            return std_G[inputs.group_N]
+        batch_N = torch.zeros_like(inputs.group_N)
+        whole = group_stats(rewards_N, batch_N, inputs.used_N, 1, sample=self.std != "population")
+        return whole.std_G[batch_N]
+
+    def _likelihood_rank(self, inputs: AdvantageInputs) -> Tensor:
+        """[N] rank / n of the mean logprob within the task, in [0, 1): the likeliest has the largest."""
+        inputs.check(("rollout_logprobs_NT", "loss_mask_NT"))
+        assert inputs.rollout_logprobs_NT is not None and inputs.loss_mask_NT is not None
+        mask_NT = inputs.loss_mask_NT
+        sums_N = torch.where(mask_NT, inputs.rollout_logprobs_NT, 0.0).sum(-1)
+        means_N = torch.where(inputs.used_N, sums_N / mask_NT.sum(-1).clamp(min=1), torch.inf)
+        counts_G = group_sums(inputs.used_N, inputs.group_N, inputs.num_groups)
+        return ranks_in_group(means_N, inputs.group_N) / counts_G[inputs.group_N].clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class Reinforce(AdvantageFn):
+    """r itself, no baseline. REINFORCE, Williams 1992; used by TOPR, arXiv:2503.14286."""
+
+    uses_groups: ClassVar[bool] = False
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        return result(inputs, inputs.rewards_N, stats.metrics())
+
+
+@dataclass(frozen=True)
+class Rloo(AdvantageFn):
+    """r minus the mean of the task's other rollouts, n / (n - 1) (r - mu). RLOO, arXiv:2402.14740. A lone rollout:
+    0."""
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        count_N = stats.count_G[inputs.group_N]
+        centered_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
+        return result(inputs, centered_N * count_N / (count_N - 1.0).clamp(min=1.0), stats.metrics())
+
+
+@dataclass(frozen=True)
+class Opmd(AdvantageFn):
+    """r - b, b = mu ("mean") or tau log mean exp(r / tau) ("logavgexp"). OPMD, arXiv:2505.17826; Kimi k1.5,
+    arXiv:2501.12599."""
+
+    opmd_baseline: str = "mean"
+    tau: float = 1.0
+    """Temperature of "logavgexp"."""
+
+    def __post_init__(self) -> None:
+        one_of("opmd_baseline", self.opmd_baseline, ("mean", "logavgexp"))
+        require(self.tau > 0.0, f"tau must be > 0, got {self.tau}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        baseline_G = stats.mean_G
+        if self.opmd_baseline == "logavgexp":
+            baseline_G = self._log_mean_exp(inputs, stats.count_G)
+        return result(inputs, inputs.rewards_N - baseline_G[inputs.group_N], stats.metrics())
+
+    def _log_mean_exp(self, inputs: AdvantageInputs, count_G: Tensor) -> Tensor:
+        scaled_N = torch.where(inputs.used_N, inputs.rewards_N, -torch.inf).double() / self.tau
+        peak_G = torch.full_like(count_G, -torch.inf).scatter_reduce(0, inputs.group_N, scaled_N, "amax")
+        peak_G = peak_G.nan_to_num(neginf=0.0)
+        sums_G = group_sums((scaled_N - peak_G[inputs.group_N]).exp(), inputs.group_N, inputs.num_groups)
+        return self.tau * (peak_G + (sums_G / count_G.clamp(min=1.0)).clamp(min=1e-300).log())
+
+
+@dataclass(frozen=True)
+class Asymre(AdvantageFn):
+    """r - (mu + shift): shift < 0 leans on what worked. AsymRE, arXiv:2506.20520. A lone rollout: -shift."""
+
+    baseline_shift: float = -0.1
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        baseline_N = stats.mean_G[inputs.group_N] + self.baseline_shift
+        return result(inputs, inputs.rewards_N - baseline_N, stats.metrics())
+
+
+@dataclass(frozen=True)
+class Drpo(AdvantageFn):
+    """r - mu, with the correct rollouts weighted by brevity among themselves. After DRPO, arXiv:2510.04474, equation 7.
+
+    The weight of a correct rollout (r above `threshold`) is exp(-length / (lambda * max length)) over its mean among
+    the task's correct rollouts; all others weigh 1. A correct answer is never punished for being long, only
+    preferred less. The paper puts these weights into DisCO's discriminative objective; here they multiply Dr. GRPO's
+    advantage.
+    """
+
+    length_lambda: float = 0.5
+    """Temperature of the preference for short answers, in units of the task's longest correct one; large: no
+    preference."""
+    threshold: float = 0.0
+    """A rollout is correct if its reward is above this."""
+
+    needs: ClassVar[tuple[str, ...]] = ("lengths_N",)
+
+    def __post_init__(self) -> None:
+        require(self.length_lambda > 0.0, f"length_lambda must be > 0, got {self.length_lambda}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        assert inputs.lengths_N is not None
+        group_N, num_groups = inputs.group_N, inputs.num_groups
+        stats = group_stats(inputs.rewards_N, group_N, inputs.used_N, num_groups)
+        correct_N = inputs.used_N & (inputs.rewards_N > self.threshold)
+        lengths_N = torch.where(correct_N, inputs.lengths_N, 0).double()
+        longest_G = torch.zeros_like(stats.mean_G).scatter_reduce(0, group_N, lengths_N, "amax")
+        brevity_N = torch.exp(-lengths_N / (self.length_lambda * longest_G[group_N].clamp(min=1.0)))
+        mean_G = group_stats(brevity_N, group_N, correct_N, num_groups).mean_G
+        weight_N = torch.where(correct_N, brevity_N / mean_G[group_N].clamp(min=1e-12), 1.0)
+        return result(inputs, weight_N * (inputs.rewards_N - stats.mean_G[group_N]), stats.metrics())
+
+
+@dataclass(frozen=True)
+class Rec(AdvantageFn):
+    """r - mu, or (r - mu) / (sigma_population + epsilon). REC, arXiv:2509.24203. A lone rollout: 0.
+
+    drop "balance": where more rollouts are below mu than not, drop surplus ones at random (seed and step fix which);
+    mu and sigma are those of the rest.
+    """
+
+    epsilon: float = 1e-6
+    std_normalize: bool = False
+    drop: str | None = None
+    """"balance" or None."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.drop is not None:
+            one_of("drop", self.drop, ("balance",))
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        drops_N = base_drops(inputs)
+        used_N = inputs.used_N
+        if self.drop == "balance":
+            surplus_N = self._surplus_negatives(inputs)
+            drops_N[surplus_N] = DropReason.SURPLUS_NEGATIVE
+            used_N = used_N & ~surplus_N
+        stats = group_stats(inputs.rewards_N, inputs.group_N, used_N, inputs.num_groups, sample=False)
+        advantages_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
+        if self.std_normalize:
+            advantages_N = advantages_N / (stats.std_G[inputs.group_N] + self.epsilon)
+        return result(inputs, advantages_N, stats.metrics(), drops_N)
+
+    def without_drops(self) -> AdvantageFn:
+        return replace(self, drop=None)
+
+    def _surplus_negatives(self, inputs: AdvantageInputs) -> Tensor:
+        """[N] bool: as many rows below mu as exceed the number of the others in the task, drawn at random."""
+        groups = (inputs.group_N, inputs.num_groups)
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        negative_N = inputs.used_N & (inputs.rewards_N < stats.mean_G[inputs.group_N])
+        num_negative_G = group_sums(negative_N, *groups)
+        surplus_G = 2.0 * num_negative_G - stats.count_G
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + inputs.step)
+        draw_N = torch.rand(len(negative_N), generator=generator, dtype=torch.float64).to(negative_N.device)
+        ranks_N = ranks_in_group(torch.where(negative_N, draw_N, 2.0), inputs.group_N)
+        return negative_N & (ranks_N < surplus_G[inputs.group_N])

@@ -1,0 +1,292 @@
+"""Advantages with one number per token: critics, rewards to go, distillation, and filters of tokens.
+
+Knows nothing of losses. Invariant: positions outside the loss mask (prompts, tool output, padding) neither get an
+advantage nor change that of another token: recursions step over them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import (
+    AdvantageFn,
+    AdvantageInputs,
+    AdvantageResult,
+    base_drops,
+    group_stats,
+)
+from rftdask.algorithm.advantages.group import Grpo
+from rftdask.algorithm.drops import count_drops
+from rftdask.algorithm.names import require
+
+
+def whiten(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """(x - mean) / sqrt(sample variance + 1e-8) over the masked positions; 0 elsewhere, and everywhere if there are
+    fewer than two."""
+    count = mask_NT.sum()
+    if count < 2:
+        return torch.zeros_like(values_NT)
+    kept_NT = torch.where(mask_NT, values_NT, 0.0).double()
+    mean = kept_NT.sum() / count
+    centered_NT = torch.where(mask_NT, kept_NT - mean, 0.0)
+    variance = centered_NT.square().sum() / (count - 1)
+    return (centered_NT * torch.rsqrt(variance + 1e-8)).to(values_NT.dtype)
+
+
+def used_mask(inputs: AdvantageInputs) -> Tensor:
+    """[N, T] bool, trained tokens of used rows."""
+    assert inputs.loss_mask_NT is not None
+    return inputs.loss_mask_NT & inputs.used_N[:, None]
+
+
+def token_result(
+    inputs: AdvantageInputs,
+    advantages_NT: Tensor,
+    metrics: dict[str, float] | None = None,
+    returns_NT: Tensor | None = None,
+    keep_NT: Tensor | None = None,
+) -> AdvantageResult:
+    """Result of a token-level function: 0 outside the used mask, row means, counters."""
+    mask_NT = used_mask(inputs)
+    advantages_NT = torch.where(mask_NT, advantages_NT, 0.0).to(torch.float32)
+    means_N = advantages_NT.sum(-1) / mask_NT.sum(-1).clamp(min=1)
+    stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+    drops_N = base_drops(inputs)
+    return AdvantageResult(
+        advantages_N=means_N,
+        drops_N=drops_N,
+        metrics={**stats.metrics(), **(metrics or {}), **count_drops(drops_N)},
+        advantages_NT=advantages_NT,
+        returns_NT=None if returns_NT is None else torch.where(mask_NT, returns_NT, 0.0).to(torch.float32),
+        keep_NT=keep_NT,
+    )
+
+
+@dataclass(frozen=True)
+class Gae(AdvantageFn):
+    """Generalized advantage estimation, whitened over the batch's trained tokens. arXiv:1506.02438; PPO,
+    arXiv:1707.06347.
+
+    delta_t = r_t + gamma V' - V_t, A_t = delta_t + gamma lam A', with V' and A' of the next TRAINED token: tool
+    output and other untrained positions are stepped over. returns = A + V, before whitening.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "values_NT")
+    uses_critic: ClassVar[bool] = True
+    uses_groups: ClassVar[bool] = False
+    token_level: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        assert inputs.values_NT is not None
+        mask_NT = used_mask(inputs)
+        values_NT = torch.where(mask_NT, inputs.values_NT, 0.0).double()
+        rewards_NT = torch.where(mask_NT, inputs.token_rewards(), 0.0).double()
+        advantages_NT = torch.zeros_like(values_NT)
+        next_value_N = values_NT.new_zeros(len(values_NT))
+        next_advantage_N = values_NT.new_zeros(len(values_NT))
+        for t in range(values_NT.shape[1] - 1, -1, -1):
+            delta_N = rewards_NT[:, t] + self.gamma * next_value_N - values_NT[:, t]
+            here_N = delta_N + self.gamma * self.lam * next_advantage_N
+            next_advantage_N = torch.where(mask_NT[:, t], here_N, next_advantage_N)
+            next_value_N = torch.where(mask_NT[:, t], values_NT[:, t], next_value_N)
+            advantages_NT[:, t] = next_advantage_N
+        returns_NT = advantages_NT + values_NT
+        if self.whiten:
+            advantages_NT = whiten(advantages_NT, mask_NT)
+        mean_value = float(values_NT.sum() / mask_NT.sum().clamp(min=1))
+        return token_result(inputs, advantages_NT, {"value_mean": mean_value}, returns_NT)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(AdvantageFn):
+    """Discounted reward to go, whitened over the batch's trained tokens. REINFORCE++, arXiv:2501.03262."""
+
+    gamma: float = 1.0
+    """Discount per trained token."""
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT",)
+    uses_groups: ClassVar[bool] = False
+    token_level: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        mask_NT = used_mask(inputs)
+        returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, self.gamma)
+        return token_result(inputs, whiten(returns_NT, mask_NT), returns_NT=returns_NT)
+
+
+@dataclass(frozen=True)
+class Remax(AdvantageFn):
+    """Reward to go minus the reward of the greedy rollout of the same task. ReMax, arXiv:2310.10505."""
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "baseline_rewards_N")
+    uses_groups: ClassVar[bool] = False
+    token_level: ClassVar[bool] = True
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        assert inputs.baseline_rewards_N is not None
+        mask_NT = used_mask(inputs)
+        returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, 1.0)
+        return token_result(inputs, returns_NT - inputs.baseline_rewards_N[:, None], returns_NT=returns_NT)
+
+
+@dataclass(frozen=True)
+class OnPolicyDistill(AdvantageFn):
+    """c (log p_teacher - log p_sampler): reverse KL to a teacher, token by token. Thinking Machines, "On-Policy
+    Distillation", 2025."""
+
+    kl_coef: float = 1.0
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
+    uses_groups: ClassVar[bool] = False
+    token_level: ClassVar[bool] = True
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        student_NT, teacher_NT = student_and_teacher(inputs)
+        gap_NT = teacher_NT - student_NT
+        mean_kl = float(-gap_NT.sum() / used_mask(inputs).sum().clamp(min=1))
+        return token_result(inputs, self.kl_coef * gap_NT, {"teacher_kl": mean_kl})
+
+
+@dataclass(frozen=True)
+class Jsd(AdvantageFn):
+    """-c (lambda (t - m) + (1 - lambda) (s - m)), m = log(lambda e^t + (1 - lambda) e^s), on the sampled token. GKD,
+    arXiv:2306.13649.
+
+    s and t are the student's and teacher's logprobs divided by the temperature; lambda 0 is s - t, lambda 1 is t - s.
+    """
+
+    lambda_coef: float = 0.5
+    kl_coef: float = 1.0
+    temperature: float = 1.0
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
+    uses_groups: ClassVar[bool] = False
+    token_level: ClassVar[bool] = True
+    ignored_args: ClassVar[tuple[str, ...]] = ("chunk_size",)
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.lambda_coef <= 1.0, f"lambda_coef must be within [0, 1], got {self.lambda_coef}")
+        require(self.temperature > 0.0, f"temperature must be > 0, got {self.temperature}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        student_NT, teacher_NT = (x / self.temperature for x in student_and_teacher(inputs))
+        share = self.lambda_coef
+        if share in (0.0, 1.0):
+            jsd_NT = (student_NT - teacher_NT) * (1.0 - 2.0 * share)
+        else:
+            log_share = torch.tensor([1.0 - share, share], dtype=student_NT.dtype, device=student_NT.device).log()
+            mixture_NT = torch.logaddexp(student_NT + log_share[0], teacher_NT + log_share[1])
+            jsd_NT = share * (teacher_NT - mixture_NT) + (1.0 - share) * (student_NT - mixture_NT)
+        mean = float(torch.where(used_mask(inputs), jsd_NT, 0.0).sum() / used_mask(inputs).sum().clamp(min=1))
+        return token_result(inputs, -self.kl_coef * jsd_NT, {"jsd": mean})
+
+
+@dataclass(frozen=True)
+class ClipB(AdvantageFn):
+    """GRPO without the negative tokens whose s = p (H + log p) is below mean - mu sigma of the batch. Clip_B as in
+    Trinity-RFT.
+
+    s estimates how training the token changes the entropy H; sigma is the population's over all trained tokens.
+    """
+
+    epsilon: float = 1e-6
+    mu: float = 2.5
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT")
+    token_level: ClassVar[bool] = True
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
+        signal_NT = entropy_signal(inputs)
+        centered_NT, sigma = centered_over(signal_NT, mask_NT)
+        low_NT = (centered_NT < -self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
+        dropped_NT = mask_NT & low_NT & (grpo.advantages_N < 0)[:, None]
+        return filtered(inputs, grpo, dropped_NT)
+
+
+@dataclass(frozen=True)
+class ClipV(AdvantageFn):
+    """GRPO without the negative tokens whose d = necs - p (H + log p) is above mu sigma, at most max_frac of all
+    tokens. As in Trinity-RFT."""
+
+    epsilon: float = 1e-6
+    mu: float = 8.5
+    max_frac: float = 1e-4
+    """At most this share of the trained tokens (but at least one) is dropped, the largest d first."""
+
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT", "necs_NT")
+    token_level: ClassVar[bool] = True
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        assert inputs.necs_NT is not None
+        grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
+        excess_NT = torch.where(mask_NT, inputs.necs_NT - entropy_signal(inputs), 0.0)
+        _, sigma = centered_over(excess_NT, mask_NT)
+        high_NT = (excess_NT > self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
+        dropped_NT = mask_NT & high_NT & (grpo.advantages_N < 0)[:, None]
+        most = max(int(self.max_frac * int(mask_NT.sum())), 1)
+        if int(dropped_NT.sum()) > most:
+            ranked = excess_NT.masked_fill(~dropped_NT, -torch.inf).flatten()
+            dropped_NT = torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, ranked.topk(most).indices, True)
+            dropped_NT = dropped_NT.view_as(mask_NT)
+        return filtered(inputs, grpo, dropped_NT)
+
+
+def rewards_to_go(rewards_NT: Tensor, mask_NT: Tensor, gamma: float) -> Tensor:
+    """[N, T] float64, r_t + gamma * (the same of the next trained token)."""
+    returns_NT = torch.zeros_like(rewards_NT, dtype=torch.float64)
+    ahead_N = returns_NT.new_zeros(len(rewards_NT))
+    for t in range(rewards_NT.shape[1] - 1, -1, -1):
+        ahead_N = torch.where(mask_NT[:, t], rewards_NT[:, t] + gamma * ahead_N, ahead_N)
+        returns_NT[:, t] = ahead_N
+    return returns_NT
+
+
+def student_and_teacher(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """[N, T] logprobs of sampler and teacher, 0 outside the used mask. Raises: ValueError: one is not finite within
+    it."""
+    mask_NT = used_mask(inputs)
+    both = []
+    for name in ("rollout_logprobs_NT", "teacher_logprobs_NT"):
+        value_NT = torch.where(mask_NT, getattr(inputs, name), 0.0)
+        bad_N = (~torch.isfinite(value_NT)).any(-1)
+        require(not bool(bad_N.any()), f"{name} is not finite at row {int(bad_N.long().argmax())}")
+        both.append(value_NT)
+    return both[0], both[1]
+
+
+def entropy_signal(inputs: AdvantageInputs) -> Tensor:
+    """[N, T] p (H + log p) on the used mask, 0 elsewhere."""
+    assert inputs.rollout_logprobs_NT is not None and inputs.entropy_NT is not None
+    mask_NT = used_mask(inputs)
+    logprobs_NT = torch.where(mask_NT, inputs.rollout_logprobs_NT, 0.0)
+    return torch.where(mask_NT, logprobs_NT.exp() * (inputs.entropy_NT + logprobs_NT), 0.0)
+
+
+def centered_over(values_NT: Tensor, mask_NT: Tensor) -> tuple[Tensor, float]:
+    """Values minus their mean over the mask, and their population standard deviation over it."""
+    count = mask_NT.sum().clamp(min=1)
+    centered_NT = values_NT - torch.where(mask_NT, values_NT, 0.0).sum() / count
+    sigma = (torch.where(mask_NT, centered_NT, 0.0).square().sum() / count).sqrt()
+    return centered_NT, float(sigma)
+
+
+def filtered(inputs: AdvantageInputs, grpo: AdvantageResult, dropped_NT: Tensor) -> AdvantageResult:
+    """The advantages of `grpo` on every token but the dropped ones."""
+    mask_NT = used_mask(inputs)
+    share = float(dropped_NT.sum() / mask_NT.sum().clamp(min=1))
+    advantages_NT = grpo.advantages_N[:, None].expand(mask_NT.shape)
+    return token_result(inputs, advantages_NT, {"token_filter_frac": share}, keep_NT=~dropped_NT)

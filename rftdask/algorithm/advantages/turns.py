@@ -1,0 +1,163 @@
+"""Advantages of rollouts with several turns: each turn is a row, the task compares rollouts.
+
+Knows nothing of tokens. Invariant: a rollout counts once in its task's baseline, however many turns it has.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import (
+    AdvantageFn,
+    AdvantageInputs,
+    AdvantageResult,
+    base_drops,
+    group_stats,
+    group_sums,
+    ranks_in_group,
+    result,
+)
+from rftdask.algorithm.advantages.group import Grpo
+from rftdask.algorithm.names import one_of, require
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Where each row stands in its rollout; only used rows count."""
+
+    rollout_N: Tensor
+    """[N] int64, 0..R-1."""
+    position_N: Tensor
+    """[N] int64, 0 for the first used turn of the rollout."""
+    count_N: Tensor
+    """[N] float64, used turns of the row's rollout."""
+    num_rollouts: int
+
+    @property
+    def is_last_N(self) -> Tensor:
+        """[N] bool, the last used turn of its rollout."""
+        return self.position_N == self.count_N - 1
+
+    @staticmethod
+    def of(inputs: AdvantageInputs) -> "Turns":
+        """From rollout_N and turn_N; without them each row is a rollout of one turn."""
+        used_N = inputs.used_N
+        rollout_N = torch.arange(len(used_N), device=used_N.device) if inputs.rollout_N is None else inputs.rollout_N
+        num_rollouts = int(rollout_N.max()) + 1 if len(rollout_N) else 0
+        turn_N = torch.zeros_like(rollout_N) if inputs.turn_N is None else inputs.turn_N
+        last = torch.iinfo(torch.int64).max
+        position_N = ranks_in_group(torch.where(used_N, turn_N, last), rollout_N)
+        return Turns(rollout_N, position_N, group_sums(used_N, rollout_N, num_rollouts)[rollout_N], num_rollouts)
+
+
+@dataclass(frozen=True)
+class StepWiseGrpo(AdvantageFn):
+    """GRPO over the rewards of the rollouts' last turns; every turn gets its rollout's advantage. As in rLLM and
+    Trinity-RFT."""
+
+    epsilon: float = 1e-6
+    enable_step_norm: bool = False
+    """Divide by the number of the rollout's turns."""
+    std_cal_level: str = "group"
+    std_threshold: float | None = None
+    """Drop tasks whose sigma is at or below it; None: drop none."""
+    std: str = "sample"
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        self._grpo()
+
+    def without_drops(self) -> AdvantageFn:
+        return replace(self, std_threshold=None)
+
+    def _grpo(self) -> Grpo:
+        return Grpo(
+            epsilon=self.epsilon, std=self.std, std_threshold=self.std_threshold, std_cal_level=self.std_cal_level
+        )
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        turns = Turns.of(inputs)
+        last_N = inputs.used_N & turns.is_last_N
+        ends = self._grpo()(replace(inputs, valid_N=last_N, expert_mask_N=None))
+        index_R = torch.zeros(turns.num_rollouts, dtype=torch.int64, device=last_N.device)
+        index_R[turns.rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
+        source_N = index_R[turns.rollout_N]
+        advantages_N = ends.advantages_N[source_N]
+        if self.enable_step_norm:
+            advantages_N = advantages_N / turns.count_N.clamp(min=1.0)
+        drops_N = torch.where(inputs.used_N, ends.drops_N[source_N], base_drops(inputs))
+        metrics = {key: value for key, value in ends.metrics.items() if not key.startswith("dropped/")}
+        return result(inputs, advantages_N, metrics, drops_N)
+
+
+@dataclass(frozen=True)
+class Gigpo(AdvantageFn):
+    """A_episode + omega A_step. GiGPO, arXiv:2505.10978, equations 3 to 8.
+
+    A_episode compares the rollouts' total rewards within the task; A_step compares the discounted returns of all
+    turns of the task taken from the same environment state. Both are x - mean, divided by sigma + epsilon if fnorm
+    is "std". A state seen once: A_step 0. A lone rollout: A_episode 0.
+    """
+
+    omega: float = 1.0
+    gamma: float = 1.0
+    """Discount per turn."""
+    fnorm: str = "none"
+    """"none" or "std" (sample)."""
+    epsilon: float = 1e-6
+    anchor_scope: str = "task"
+    """Turns compared: "task" (the paper), or "batch": equal states of all tasks."""
+
+    def __post_init__(self) -> None:
+        one_of("fnorm", self.fnorm, ("none", "std"))
+        one_of("anchor_scope", self.anchor_scope, ("task", "batch"))
+        require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
+
+    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        turns = Turns.of(inputs)
+        rewards_N = torch.where(inputs.used_N, self._turn_rewards(inputs, turns), 0.0)
+        totals_R = group_sums(rewards_N, turns.rollout_N, turns.num_rollouts)
+        first_N = inputs.used_N & (turns.position_N == 0)
+        episode_N, stats = self._centered(totals_R[turns.rollout_N], inputs.group_N, first_N, inputs.num_groups)
+        advantages_N = episode_N
+        metrics = stats
+        if inputs.state_N is not None:
+            returns_N = self._discounted(rewards_N, turns)
+            known_N = inputs.used_N & (inputs.state_N >= 0)
+            scope_N = inputs.group_N if self.anchor_scope == "task" else torch.zeros_like(inputs.group_N)
+            _, anchor_N = torch.unique(torch.stack([scope_N, inputs.state_N]), dim=1, return_inverse=True)
+            num_anchors = int(anchor_N.max()) + 1
+            step_N, anchors = self._centered(returns_N, anchor_N, known_N, num_anchors)
+            advantages_N = episode_N + self.omega * torch.where(known_N, step_N, 0.0)
+            metrics = {**stats, "num_anchors": anchors["num_groups"], "singleton_anchors": anchors["singleton_groups"]}
+        return result(inputs, advantages_N, metrics)
+
+    def _centered(
+        self, values_N: Tensor, group_N: Tensor, used_N: Tensor, num_groups: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """[N] value minus its group's mean (statistics over `used_N` rows), normalized; 0 where the group has one
+        row."""
+        stats = group_stats(values_N, group_N, used_N, num_groups)
+        divisor_N = stats.std_G[group_N] if self.fnorm == "std" else torch.ones_like(values_N)
+        centered_N = (values_N - stats.mean_G[group_N]) / (divisor_N + self.epsilon)
+        return torch.where(stats.count_G[group_N] > 1, centered_N, 0.0), stats.metrics()
+
+    @staticmethod
+    def _turn_rewards(inputs: AdvantageInputs, turns: Turns) -> Tensor:
+        if inputs.turn_rewards_N is not None:
+            return inputs.turn_rewards_N.double()
+        return torch.where(turns.is_last_N, inputs.rewards_N.double(), 0.0)
+
+    def _discounted(self, rewards_N: Tensor, turns: Turns) -> Tensor:
+        """[N] sum over later turns k of gamma^(k - t) r_k; one vector operation per turn number."""
+        returns_N = torch.zeros_like(rewards_N)
+        ahead_R = rewards_N.new_zeros(turns.num_rollouts)
+        last = int((turns.count_N - 1).max()) if len(rewards_N) else -1
+        for position in range(last, -1, -1):
+            rows = ((turns.position_N == position) & (turns.position_N < turns.count_N)).nonzero().squeeze(-1)
+            returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
+            ahead_R[turns.rollout_N[rows]] = returns_N[rows]
+        return returns_N

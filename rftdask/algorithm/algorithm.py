@@ -1,0 +1,194 @@
+"""An algorithm: the composition of its parts, and the one place where they are added up.
+
+loss = sum over tokens of weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy). Knows nothing
+of where batches come from. Invariant: with weights made once for the whole batch, losses, gradients and metrics of its
+micro-batches add up to the batch's.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult
+from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.entropy import EntropyBonus
+from rftdask.algorithm.kl import KlFn
+from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What `make_algorithm` gives. Usage, for one batch:
+
+    advantages = algorithm.compute_advantages(AdvantageInputs(...))
+    weights_NT = algorithm.token_weights(loss_mask_NT, max_tokens=...)        # once, over the whole batch
+    for rows in micro_batches:
+        loss, metrics = algorithm.compute_loss(LossInputs(..., token_weights_BT=weights_NT[rows]))
+        loss.backward()                                                       # gradients and metrics add up
+    """
+
+    name: str
+    schema: str
+    """Rows it trains on: "experience", "sft", "cpt" or "dpo"."""
+    repeat_times: int
+    """Default number of rollouts of a task."""
+    loss_agg_mode: str
+    sample_strategy: str
+    """Default rule that forms batches."""
+    advantage_fn: AdvantageFn | None
+    """None: the loss takes no advantages."""
+    policy_loss_fn: PolicyLoss
+    kl_loss_fn: KlFn
+    kl_penalty_fn: KlFn
+    """KL taken off the rewards before the advantages."""
+    entropy_loss_fn: EntropyBonus
+    correction: Correction
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether values are needed."""
+        return self.advantage_fn is not None and self.advantage_fn.uses_critic
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether ref_logprobs are needed: by the KL loss, the KL penalty or the policy loss."""
+        return self.kl_loss_fn.is_active or self.kl_penalty_fn.is_active or self.policy_loss_fn.uses_reference
+
+    @property
+    def use_entropy(self) -> bool:
+        """Whether entropy_BT is needed by the loss."""
+        return self.entropy_loss_fn.is_active
+
+    def without_drops(self) -> "Algorithm":
+        """The algorithm for rows that its advantage function has not dropped; see `AdvantageFn.without_drops`."""
+        return self if self.advantage_fn is None else replace(self, advantage_fn=self.advantage_fn.without_drops())
+
+    def token_weights(
+        self,
+        loss_mask_BT: Tensor,
+        *,
+        max_tokens: int | None = None,
+        expert_mask_B: Tensor | None = None,
+        sequence_BT: Tensor | None = None,
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Weights of the WHOLE batch's tokens, [B, T]; cut them up together with the batch.
+
+        Args:
+            loss_mask_BT: [B, T] bool, all rows of all ranks and micro-batches.
+            max_tokens: longest response that may be sampled; for seq-mean-token-sum-norm.
+            expert_mask_B: [S] bool, demonstrations; for the mixtures.
+            sequence_BT: [B, T] int64, sequence of each token if rows are packed.
+            step: training step; for schedules of the mixture.
+        Raises: ValueError: something the mode or the loss needs is missing.
+        """
+        return self.policy_loss_fn.token_weights(
+            loss_mask_BT,
+            self.loss_agg_mode,
+            max_tokens=max_tokens,
+            expert_mask_B=expert_mask_B,
+            sequence_BT=sequence_BT,
+            step=step,
+            dtype=dtype,
+        )
+
+    def compute_advantages(self, inputs: AdvantageInputs, *, kl_coef: float | None = None) -> AdvantageResult:
+        """Advantages of a whole batch, the KL penalty taken off the rewards first (`kl_coef`: its adaptive
+        coefficient).
+
+        Raises: ValueError: the algorithm has no advantages, or something it needs is missing or not finite.
+        """
+        if self.advantage_fn is None:
+            raise ValueError(f"algorithm {self.name!r} has no advantage function")
+        if not self.kl_penalty_fn.is_active:
+            return self.advantage_fn(inputs)
+        inputs.check(("loss_mask_NT", "rollout_logprobs_NT", "ref_logprobs_NT"))
+        assert inputs.loss_mask_NT is not None and inputs.rollout_logprobs_NT is not None
+        assert inputs.ref_logprobs_NT is not None
+        mask_NT = inputs.loss_mask_NT & inputs.used_N[:, None]
+        kl_NT = self.kl_penalty_fn.per_token(
+            inputs.rollout_logprobs_NT.masked_fill(~mask_NT, 0.0), inputs.ref_logprobs_NT.masked_fill(~mask_NT, 0.0)
+        )
+        coef = self.kl_penalty_fn.kl_coef if kl_coef is None else kl_coef
+        changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_NT.sum(-1)}
+        if self.advantage_fn.token_level:
+            changes = {"token_rewards_NT": inputs.token_rewards() - coef * kl_NT}
+        result = self.advantage_fn(replace(inputs, **changes))
+        mean_kl = float(kl_NT.sum() / mask_NT.sum().clamp(min=1))
+        return replace(result, metrics={**result.metrics, "kl_penalty": mean_kl, "kl_penalty_coef": coef})
+
+    def compute_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar loss of a micro-batch, ready for backward(), and detached scalar metrics that add over micro-batches.
+
+        Metrics are token-weighted sums: loss, policy_loss, kl, entropy (of what is active), those of the policy
+        loss, and weight_sum, by which a sum is divided to get a mean (it is 1 for the mean aggregations). Positions
+        outside the loss mask contribute exactly 0, whatever they hold. One tensor of the logprobs' size is kept for
+        backward().
+
+        Raises: ValueError: nan or infinity at a trained position, naming it; something the parts need is missing.
+        """
+        clean = inputs.cleaned()
+        if not (torch.is_grad_enabled() and _needs_grad(inputs)):
+            with torch.no_grad():
+                return self._total(clean)
+        logprobs_BT = clean.policy_logprobs_BT.detach().requires_grad_()
+        entropy_BT = clean.entropy_BT
+        leaves = [logprobs_BT]
+        if self.use_entropy and entropy_BT is not None:
+            entropy_BT = entropy_BT.detach().requires_grad_()
+            leaves.append(entropy_BT)
+        loss, metrics = self._total(replace(clean, policy_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT))
+        gradients = torch.autograd.grad(loss, leaves)
+        outside_BT = ~inputs.loss_mask_BT
+        masked = [gradient.masked_fill(outside_BT, 0.0) for gradient in gradients]
+        sources = [inputs.policy_logprobs_BT, inputs.entropy_BT][: len(leaves)]
+        return _WithGradient.apply(loss.detach(), *sources, *masked), metrics
+
+    def _total(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token_BT, metrics = self.policy_loss_fn(inputs)
+        if self.correction.is_active:
+            factors_BT, more = self.correction.factors(inputs)
+            per_token_BT = per_token_BT * factors_BT
+            metrics |= more
+        metrics["policy_loss"] = inputs.weighted(per_token_BT)
+        if self.kl_loss_fn.is_active:
+            if inputs.ref_logprobs_BT is None:
+                raise ValueError(
+                    f"algorithm {self.name!r} has a KL loss: it needs ref_logprobs_BT (or kl_loss_fn: none)"
+                )
+            kl_BT = self.kl_loss_fn.per_token(inputs.policy_logprobs_BT, inputs.ref_logprobs_BT, inputs.old_logprobs_BT)
+            metrics["kl"] = inputs.weighted(kl_BT)
+            coef = self.kl_loss_fn.kl_coef if inputs.kl_coef is None else inputs.kl_coef
+            per_token_BT = per_token_BT + coef * kl_BT
+        if self.entropy_loss_fn.is_active:
+            entropy_BT = self.entropy_loss_fn.per_token(inputs)
+            metrics["entropy"] = inputs.weighted(entropy_BT)
+            per_token_BT = per_token_BT - self.entropy_loss_fn.entropy_coef * entropy_BT
+        loss = (per_token_BT * inputs.token_weights_BT).sum()
+        metrics["loss"] = loss.detach()
+        metrics["weight_sum"] = inputs.token_weights_BT.sum()
+        return loss, metrics
+
+
+def _needs_grad(inputs: LossInputs) -> bool:
+    entropy_BT = inputs.entropy_BT
+    return inputs.policy_logprobs_BT.requires_grad or (entropy_BT is not None and entropy_BT.requires_grad)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradients are known already: keeps one tensor per source instead of the loss's intermediate
+    results."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *sources_and_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources_and_gradients[len(sources_and_gradients) // 2 :])
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        return (None, *(grad_output * gradient for gradient in gradients), *(None for _ in gradients))

@@ -1,0 +1,179 @@
+"""What is compared: random batches, and a case that pairs one of our functions with a peer's.
+
+Knows no peer. Invariant: both sides of a case see the same numbers, in the same dtype, and neither sees the other's
+result.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.loss_inputs import LossInputs
+
+MAX_TOKENS = 12
+"""Width of the batches, and the longest response."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one comparison; all [B, T] but where said. `policy` requires grad."""
+
+    policy: Tensor
+    old: Tensor
+    """Of the trainer before the update."""
+    sampler: Tensor
+    """Of the inference engine."""
+    ref: Tensor
+    mask: Tensor
+    """bool."""
+    advantages: Tensor
+    """Equal along a row."""
+    rewards: Tensor
+    """[B]"""
+    groups: Tensor
+    """[B] int64, each at least two rows."""
+    values: Tensor
+
+    @property
+    def float_mask(self) -> Tensor:
+        """The mask in the dtype of the numbers, as most peers want it."""
+        return self.mask.to(self.policy.dtype)
+
+
+def sample_batch(seed: int, dtype: torch.dtype, *, kind: str) -> Batch:
+    """A batch of 8 rows. kind: "padded" (right padding), "holes" (tool output within), "short" (single-token rows),
+    "empty" (two rows without a trained token), "extreme" (log-ratios up to +-15)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (8, MAX_TOKENS)
+
+    def draw(scale: float) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    lengths = torch.randint(2, MAX_TOKENS + 1, (8, 1), generator=generator)
+    if kind == "short":
+        lengths[:4] = 1
+    mask = torch.arange(MAX_TOKENS)[None] < lengths
+    if kind == "holes":
+        mask = mask & (torch.rand(shape, generator=generator) > 0.3)
+        mask[:, 0] = True
+    if kind == "empty":
+        mask[2:4] = False
+    policy = -draw(1.0).abs() - 0.01
+    advantages = draw(1.0)[:, :1].expand(shape)
+    spread = 5.0 if kind == "extreme" else 0.3
+    fields = {
+        "policy": policy,
+        "old": policy + draw(spread).clamp(-15.0, 15.0),
+        "ref": policy + draw(spread),
+        "advantages": advantages.clone(),
+        "values": draw(1.0),
+    }
+    fields["sampler"] = fields["old"] + draw(0.2)
+    cast = {name: value.to(dtype) for name, value in fields.items()}
+    cast["policy"] = cast["policy"].requires_grad_()
+    rewards = torch.randn(8, generator=generator, dtype=torch.float64).to(dtype)
+    return Batch(mask=mask, rewards=rewards, groups=torch.tensor([0, 1, 0, 1, 2, 2, 2, 0]), **cast)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of our functions against one of a peer's. Both give a tensor: a loss (then gradients are compared, too) or
+    advantages."""
+
+    what: str
+    ours: Callable[[Batch], Tensor]
+    theirs: Callable[[Batch], Tensor]
+    kinds: tuple[str, ...] = ("padded", "holes", "short", "empty", "extreme")
+    differs: str = ""
+    """How the peer differs; empty: the two must agree."""
+    tolerance_64: float = 1e-10
+    """Absolute and relative, in float64; in float32 it is 1e-6. A peer that adds 1e-8 to denominators cannot do
+    better."""
+    float32_only: bool = False
+    """The peer computes in float32 whatever it is given."""
+    compare_value: bool = True
+    """False where only the gradients are meant to agree."""
+
+
+def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any) -> Callable[[Batch], Tensor]:
+    """Our loss of a batch: an algorithm without KL and entropy unless given; `correct`: the sampler's logprobs are
+    recorded."""
+    algorithm = make_algorithm(algorithm_type, **{"kl_loss_fn": "none", **parts})
+
+    def ours(batch: Batch) -> Tensor:
+        return algorithm.compute_loss(loss_inputs(batch, algorithm, correct=correct))[0]
+
+    return ours
+
+
+def loss_inputs(batch: Batch, algorithm: Algorithm, *, correct: bool = False, **more: Any) -> LossInputs:
+    """The batch as LossInputs with the algorithm's weights."""
+    inputs = LossInputs(
+        policy_logprobs_BT=batch.policy,
+        rollout_logprobs_BT=batch.sampler if correct else batch.old,
+        loss_mask_BT=batch.mask,
+        token_weights_BT=algorithm.token_weights(batch.mask, max_tokens=MAX_TOKENS, dtype=batch.policy.dtype),
+        advantages_BT=batch.advantages,
+        ref_logprobs_BT=batch.ref,
+        proximal_logprobs_BT=batch.old if correct else None,
+    )
+    return replace(inputs, **more)
+
+
+def packed(algorithm: Algorithm) -> Callable[[Batch], Tensor]:
+    """Our loss with two sequences packed into a row, to be compared with a peer's padded one."""
+
+    def loss(batch: Batch) -> Tensor:
+        width = batch.mask.shape[1]
+        sequence = torch.arange(8)[:, None].expand(8, width).reshape(4, -1)
+        reshaped = {
+            name: value.reshape(4, -1) for name, value in vars(batch).items() if value.shape == batch.mask.shape
+        }
+        two = replace(batch, **reshaped)
+        weights = algorithm.token_weights(
+            two.mask, max_tokens=MAX_TOKENS, sequence_BT=sequence, dtype=batch.policy.dtype
+        )
+        inputs = loss_inputs(two, algorithm, sequence_BT=sequence, token_weights_BT=weights)
+        return algorithm.compute_loss(inputs)[0]
+
+    return loss
+
+
+def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[[Batch], Tensor]:
+    """Our advantages of a batch, [B, T]."""
+    function = ADVANTAGE_FNS[name](**(args or {}))
+
+    def ours(batch: Batch) -> Tensor:
+        inputs = AdvantageInputs(
+            rewards_N=batch.rewards,
+            group_N=batch.groups,
+            loss_mask_NT=batch.mask,
+            values_NT=batch.values,
+            rollout_logprobs_NT=batch.old,
+            teacher_logprobs_NT=batch.ref,
+            baseline_rewards_N=batch.rewards.flip(0),
+        )
+        return function(inputs).per_token(batch.mask)
+
+    return ours
+
+
+def token_rewards(batch: Batch) -> Tensor:
+    """[B, T] reward on the last trained token of each row."""
+    return AdvantageInputs(batch.rewards, batch.groups, loss_mask_NT=batch.mask).token_rewards()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An installed framework: its distribution's name and a function that imports it and lists the cases."""
+
+    name: str
+    distribution: str
+    cases: Callable[[], list[Case]] = field(repr=False)

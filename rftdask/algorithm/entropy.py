@@ -1,0 +1,60 @@
+"""The entropy bonus: which tokens count, and how much.
+
+The loss is lowered by coefficient * entropy, through the same token weights as the policy loss. Knows nothing of
+logits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.loss_inputs import LossInputs
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """Every trained token counts. Williams and Peng, 1991; Mnih et al., arXiv:1602.01783."""
+
+    entropy_coef: float = 0.0
+    """Factor of the entropy, in loss units per nat; 0: the entropy need not be computed."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the entropy is needed."""
+        return self.entropy_coef != 0.0
+
+    def per_token(self, inputs: LossInputs) -> Tensor:
+        """[B, T] entropy that counts. Raises: ValueError: the batch has no entropy."""
+        if inputs.entropy_BT is None:
+            raise ValueError(
+                f"entropy_coef is {self.entropy_coef}, but entropy_BT is missing; compute it from the logits"
+            )
+        return inputs.entropy_BT
+
+
+@dataclass(frozen=True)
+class MixEntropyBonus(EntropyBonus):
+    """Only tokens the policy sampled itself count; demonstrations do not. Used by MIX and CHORD."""
+
+    def per_token(self, inputs: LossInputs) -> Tensor:
+        entropy_BT = super().per_token(inputs)
+        if inputs.expert_mask_B is None:
+            return entropy_BT
+        return torch.where(inputs.spread(inputs.expert_mask_B), 0.0, entropy_BT)
+
+
+@dataclass(frozen=True)
+class NoEntropyBonus(EntropyBonus):
+    """No entropy term, whatever the coefficient."""
+
+    @property
+    def is_active(self) -> bool:
+        return False
+
+
+ENTROPY_FNS: dict[str, type[EntropyBonus]] = {
+    "default": EntropyBonus,
+    "mix": MixEntropyBonus,
+    "none": NoEntropyBonus,
+}

@@ -1,0 +1,148 @@
+"""Estimators of the distance to the reference policy, per token, and the controller of their coefficient.
+
+With d = log p_policy - log p_ref on the sampled token. Knows nothing of aggregation or of who computed the logprobs.
+Invariant: equal logprobs give exactly 0.
+Source: J. Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.names import require
+
+MAX_LOG_RATIO = 20.0
+"""Bound of a log-ratio before exp: e^20 = 4.9e8 is finite in float32 with room for products."""
+
+
+@dataclass(frozen=True)
+class KlFn:
+    """Base of the KL parts. Usage: `k2.per_token(policy_logprobs, ref_logprobs)` is [B, T], zero or more where it is
+    squared."""
+
+    kl_coef: float = 0.001
+    """Factor of the KL in the loss or in the reward, >= 0; the first coefficient if adaptive."""
+    adaptive: bool = False
+    """Move the coefficient so that the measured KL approaches `target_kl`."""
+    target_kl: float | None = None
+    """Aim of the adaptive controller, nats per token."""
+    horizon: float | None = None
+    """Experiences over which the adaptive controller reacts."""
+    max_kl: float | None = None
+    """Bound of the absolute value of a token's estimate; None: unbounded."""
+
+    uses_reference: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.kl_coef >= 0.0, f"kl_coef must be >= 0, got {self.kl_coef}")
+        require(self.max_kl is None or self.max_kl > 0.0, f"max_kl must be > 0, got {self.max_kl}")
+        if self.adaptive:
+            given = self.target_kl is not None and self.horizon is not None
+            require(given, "adaptive needs target_kl and horizon")
+            require(bool(self.target_kl and self.target_kl > 0), f"target_kl must be > 0, got {self.target_kl}")
+            require(bool(self.horizon and self.horizon > 0), f"horizon must be > 0, got {self.horizon}")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this part contributes to the loss, and so needs the reference's logprobs."""
+        return self.uses_reference and (self.kl_coef != 0.0 or self.adaptive)
+
+    def per_token(self, policy_logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
+        """Estimate for each token, same shape; differentiable in `policy_logprobs`."""
+        value = self._estimate(policy_logprobs - ref_logprobs, policy_logprobs, old_logprobs)
+        return value if self.max_kl is None else value.clamp(-self.max_kl, self.max_kl)
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def next_coef(self, coef: float, measured_kl: float, num_experiences: int) -> float:
+        """Coefficient of the next step: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon); fixed: `coef`.
+
+        Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593, section 2.2.
+        """
+        if not self.adaptive or self.target_kl is None or self.horizon is None:
+            return coef
+        error = min(max(measured_kl / self.target_kl - 1.0, -0.2), 0.2)
+        return coef * (1.0 + error * num_experiences / self.horizon)
+
+
+@dataclass(frozen=True)
+class NoKl(KlFn):
+    """No KL term, no reference policy."""
+
+    uses_reference: ClassVar[bool] = False
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return torch.zeros_like(difference)
+
+
+@dataclass(frozen=True)
+class K1(KlFn):
+    """d. Unbiased as a value, of any sign; its gradient in a loss has expectation 0, so use it as a reward penalty."""
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return difference
+
+
+@dataclass(frozen=True)
+class K2(KlFn):
+    """d^2 / 2. As a loss its gradient is that of the reverse KL."""
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return 0.5 * difference.square()
+
+
+@dataclass(frozen=True)
+class K3(KlFn):
+    """exp(-d) - 1 + d, never negative; d below -20 counts as -20, without gradient. GRPO, arXiv:2402.03300, equation
+    4."""
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return _k3(difference)
+
+
+@dataclass(frozen=True)
+class LowVarKl(KlFn):
+    """K3 bounded to +-10."""
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return _k3(difference).clamp(-10.0, 10.0)
+
+
+@dataclass(frozen=True)
+class AbsKl(KlFn):
+    """|d|, the absolute log-ratio."""
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        return difference.abs()
+
+
+@dataclass(frozen=True)
+class CorrectedK3(KlFn):
+    """clip(r, 0, 2) * K3, r = p_policy / p_old: unbiased when the token was sampled by the old policy.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
+    """
+
+    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        if old_logprobs is None:
+            return _k3(difference)
+        return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=2.0) * _k3(difference)
+
+
+def _k3(difference: Tensor) -> Tensor:
+    bounded = difference.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
+
+
+KL_FNS: dict[str, type[KlFn]] = {
+    "none": NoKl,
+    "k1": K1,
+    "k2": K2,
+    "k3": K3,
+    "low_var_kl": LowVarKl,
+    "abs": AbsKl,
+    "corrected_k3": CorrectedK3,
+}

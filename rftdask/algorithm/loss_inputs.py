@@ -1,0 +1,196 @@
+"""What a loss takes: the tensors of one micro-batch, and the base class of the policy losses.
+
+Knows nothing of models, batches on storage or optimizers. Invariant: after `cleaned()` every trained position is
+finite and every other position is 0 in all tensors, so no loss needs to think of padding or garbage.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm import aggregation
+from rftdask.algorithm.names import require
+
+_PER_TOKEN = (
+    "policy_logprobs_BT",
+    "rollout_logprobs_BT",
+    "advantages_BT",
+    "ref_logprobs_BT",
+    "proximal_logprobs_BT",
+    "entropy_BT",
+)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch: B rows of T scored positions. A position is aligned with the token it scores; padding has
+    loss_mask False.
+
+    Rows are sequences, unless `sequence_BT` says that rows are packed. Position (b, t) of every tensor is about the
+    same token.
+    """
+
+    policy_logprobs_BT: Tensor
+    """[B, T] float, log p of the token under the current weights; requires grad."""
+    rollout_logprobs_BT: Tensor
+    """[B, T] float, recorded when the token was sampled. SFT and DPO do not read it: give the policy's, detached."""
+    loss_mask_BT: Tensor
+    """[B, T] bool, True where the token is trained."""
+    token_weights_BT: Tensor
+    """[B, T] float32, this micro-batch's part of `Algorithm.token_weights` of the whole batch."""
+    advantages_BT: Tensor | None = None
+    """[B, T] float, or [B, 1] to broadcast; None for losses without advantages."""
+    ref_logprobs_BT: Tensor | None = None
+    """[B, T] float, under the frozen reference; None without a reference."""
+    entropy_BT: Tensor | None = None
+    """[B, T] float, entropy of the policy's next-token distribution in nats; may require grad."""
+    expert_mask_B: Tensor | None = None
+    """[S] bool per sequence, True for a demonstration (MIX, CHORD); None: no demonstrations."""
+    proximal_logprobs_BT: Tensor | None = None
+    """[B, T] float, under the trainer's weights before this batch's first update; None: not recomputed."""
+    sequence_BT: Tensor | None = None
+    """[B, T] int64, sequence of each token, 0..S-1, when rows are packed; None: row b is sequence b."""
+    kl_coef: float | None = None
+    """Current coefficient of the adaptive KL controller; None: the KL part's own."""
+    uids: Sequence[str] | None = None
+    """[S] names of the experiences, for error messages; None: row numbers are used."""
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """S, the number of sequences in this micro-batch."""
+        if self.sequence_BT is None:
+            return self.policy_logprobs_BT.shape[0]
+        return int(self.sequence_BT.max()) + 1 if self.sequence_BT.numel() else 0
+
+    @property
+    def old_logprobs_BT(self) -> Tensor:
+        """Denominator of the ratio: the proximal policy if it was recomputed, else what was recorded when sampling."""
+        return self.rollout_logprobs_BT if self.proximal_logprobs_BT is None else self.proximal_logprobs_BT
+
+    def advantages(self) -> Tensor:
+        """[B, T] advantages. Raises: ValueError: the batch has none."""
+        if self.advantages_BT is None:
+            raise ValueError("this loss needs advantages_BT; run the algorithm's advantage_fn first")
+        return self.advantages_BT
+
+    def sequence_sums(self, values_BT: Tensor) -> Tensor:
+        """[S] sums over the trained tokens of each sequence."""
+        return aggregation.sequence_sums(values_BT * self.loss_mask_BT, self.sequence_BT, self.num_sequences)
+
+    def sequence_means(self, values_BT: Tensor) -> Tensor:
+        """[S] means over the trained tokens of each sequence; 0 for a sequence without any."""
+        lengths_S = self.sequence_sums(torch.ones_like(values_BT))
+        return self.sequence_sums(values_BT) / lengths_S.clamp(min=1.0)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """[B, T] view of a value per sequence."""
+        return aggregation.spread(values_S, self.loss_mask_BT, self.sequence_BT)
+
+    def weighted(self, values_BT: Tensor) -> Tensor:
+        """Scalar sum(values * token_weights), detached: a metric that adds over micro-batches to the batch's value."""
+        return (number(values_BT.detach()) * self.token_weights_BT).sum()
+
+    def cleaned(self) -> "LossInputs":
+        """The same batch with 0 at every position outside the loss mask, in every tensor.
+
+        Raises: ValueError: shapes that do not fit; nan or infinity at a trained position, naming tensor and experience.
+        """
+        shape = self.policy_logprobs_BT.shape
+        require(self.loss_mask_BT.dtype == torch.bool, f"loss_mask_BT must be bool, not {self.loss_mask_BT.dtype}")
+        require(
+            self.loss_mask_BT.shape == shape, f"loss_mask_BT is {tuple(self.loss_mask_BT.shape)}, not {tuple(shape)}"
+        )
+        require(
+            self.token_weights_BT.shape == shape,
+            f"token_weights_BT is {tuple(self.token_weights_BT.shape)}, policy_logprobs_BT {tuple(shape)}",
+        )
+        given: dict[str, Tensor] = {}
+        for name in _PER_TOKEN:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value.shape != shape:
+                require(
+                    name == "advantages_BT" and value.shape == (shape[0], 1),
+                    f"{name} is {tuple(value.shape)}, policy_logprobs_BT {tuple(shape)}",
+                )
+                value = value.expand(shape)
+            given[name] = value
+        return dataclasses.replace(self, **self._masked(given))
+
+    def _masked(self, given: dict[str, Tensor]) -> dict[str, Any]:
+        """The tensors with 0 outside the loss mask. Raises: ValueError: nan or infinity inside."""
+        kept_BT = number(self.loss_mask_BT)
+        clean = {name: value * kept_BT for name, value in given.items()}
+        # One number shows whether all is finite (a sum with nan or infinity never is): one device sync, not one a
+        # tensor. Usually all is, outside of the mask too; a product is then several times faster than a fill.
+        if math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
+            return clean
+        clean = {name: value.masked_fill(~self.loss_mask_BT, 0.0) for name, value in given.items()}
+        self._raise_if_not_finite(clean)
+        return clean
+
+    def _raise_if_not_finite(self, clean: dict[str, Tensor]) -> None:
+        for name, value in clean.items():
+            bad = (~torch.isfinite(value)).nonzero()
+            if len(bad) == 0:
+                continue
+            row, position = (int(index) for index in bad[0])
+            sequence = row if self.sequence_BT is None else int(self.sequence_BT[row, position])
+            who = f"row {row}" if self.sequence_BT is None else f"row {row}, sequence {sequence}"
+            uid = f" (experience {self.uids[sequence]})" if self.uids is not None else ""
+            raise ValueError(
+                f"{name} is {float(value[row, position])} at {who}, position {position}{uid}; {len(bad)} such trained "
+                "positions in this micro-batch. Drop the experience or repair what produced it; it is not trained"
+            )
+
+
+def number(values: Tensor) -> Tensor:
+    """Values to calculate with: a mask as 0 and 1, read as the bytes they are; products with bool are several times
+    slower."""
+    return values.view(torch.uint8) if values.dtype == torch.bool else values
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Base of the policy losses: fields are the arguments, a call gives the loss of every token.
+
+    Usage: `loss_BT, metrics = Ppo()(inputs.cleaned())`, then `(loss_BT * inputs.token_weights_BT).sum()`.
+    """
+
+    uses_advantages: ClassVar[bool] = True
+    uses_reference: ClassVar[bool] = False
+    schema: ClassVar[str] = "experience"
+    """Rows this loss can read besides sft rows: "experience", "dpo" (pairs) or "any"."""
+    only_agg_mode: ClassVar[str | None] = None
+    """The one aggregation under which the loss is what its paper says; None: any."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Per-token loss [B, T] and metrics; each metric is a token-weighted sum, so it adds over micro-batches.
+
+        `inputs` must be cleaned. Positions outside the loss mask may hold any finite value: their weight is 0.
+        """
+        raise NotImplementedError
+
+    def token_weights(
+        self,
+        loss_mask_BT: Tensor,
+        mode: str,
+        *,
+        max_tokens: int | None = None,
+        expert_mask_B: Tensor | None = None,
+        sequence_BT: Tensor | None = None,
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Weights of the whole batch's tokens in this loss, [B, T]; see `aggregation.token_weights`."""
+        del expert_mask_B, step
+        return aggregation.token_weights(
+            loss_mask_BT, mode, max_tokens=max_tokens, sequence_BT=sequence_BT, dtype=dtype
+        )

@@ -1,0 +1,222 @@
+"""Operators over a batch of experiences, between sampling and training: filters, reward shaping, statistics.
+
+Table in, table out: every row stays, a dropped one carries a reason. Knows nothing of storage or tasksets.
+Invariant: an operator looks only at rows that are still kept, so a failed or dropped rollout influences nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import group_stats, group_sums
+from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.names import build, one_of, require
+
+SHAPING_OPS = ("ADD", "SUB", "MUL", "DIV")
+
+
+@dataclass(frozen=True)
+class ExperienceTable:
+    """N experiences. Example: `ExperienceTable(tensor([1., 0.]), tensor([0, 0]), truncated_N=tensor([False,
+    True]))`."""
+
+    rewards_N: Tensor
+    """[N] float; nan: no reward."""
+    group_N: Tensor
+    """[N] int64, index of the task, 0..G-1."""
+    drops_N: Tensor | None = None
+    """[N] int8, `DropReason` codes; None: all kept."""
+    truncated_N: Tensor | None = None
+    """[N] bool, the response hit the length limit."""
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] float numbers of each experience by name, nan where it has none, for example {"accuracy": ...}."""
+
+    @property
+    def reasons_N(self) -> Tensor:
+        """[N] int8 codes."""
+        return torch.zeros_like(self.group_N, dtype=torch.int8) if self.drops_N is None else self.drops_N
+
+    @property
+    def keep_N(self) -> Tensor:
+        """[N] bool."""
+        return self.reasons_N == DropReason.KEPT
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return int(self.group_N.max()) + 1 if len(self.group_N) else 0
+
+    def dropping(self, rows_N: Tensor, reason: DropReason) -> tuple["ExperienceTable", dict[str, float]]:
+        """The table without the rows that are kept so far and in `rows_N`, and a counter of them."""
+        rows_N = rows_N & self.keep_N
+        table = replace(self, drops_N=self.reasons_N.masked_fill(rows_N, int(reason)))
+        return table, {f"dropped/{reason.name.lower()}": float(rows_N.sum())}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Base: `table, metrics = operator(table)`."""
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RewardFilter(Operator):
+    """Drop experiences with a reward below the threshold."""
+
+    threshold: float = 0.0
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        return table.dropping(table.rewards_N < self.threshold, DropReason.REWARD_RANGE)
+
+
+@dataclass(frozen=True)
+class InvalidRewardFilter(Operator):
+    """Drop experiences whose reward is missing, nan or infinite."""
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        return table.dropping(~torch.isfinite(table.rewards_N), DropReason.INVALID_ROLLOUT)
+
+
+@dataclass(frozen=True)
+class RewardStdFilter(Operator):
+    """Drop tasks whose rewards have a population standard deviation at or below the threshold, lone rollouts
+    included."""
+
+    threshold: float = 0.0
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        stats = group_stats(table.rewards_N, table.group_N, table.keep_N, table.num_groups, sample=False)
+        flat_G = (stats.std_G <= self.threshold) | (stats.count_G < 2)
+        table, metrics = table.dropping(flat_G[table.group_N], DropReason.LOW_STD)
+        return table, {**stats.metrics(), **metrics}
+
+
+@dataclass(frozen=True)
+class DapoDynamicSampling(Operator):
+    """Keep a task only if some but not all of its rollouts are correct. DAPO, arXiv:2503.14476, section 3.2.
+
+    Correct: the statistic `metric_key` (the reward, where an experience has none) is above the threshold.
+    """
+
+    metric_key: str = "accuracy"
+    correct_threshold: float = 0.0
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        scores_N = table.rewards_N
+        if self.metric_key in table.stats:
+            given_N = table.stats[self.metric_key]
+            scores_N = torch.where(torch.isnan(given_N), scores_N, given_N)
+        keep_N = table.keep_N
+        size_G = group_sums(keep_N, table.group_N, table.num_groups)
+        correct_G = group_sums(keep_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
+        none_G, all_G = correct_G == 0, correct_G == size_G
+        counts = {"all_wrong": none_G & (size_G > 0), "all_correct": all_G & (size_G > 0)}
+        metrics = {f"num_groups_{name}": float(groups_G.sum()) for name, groups_G in counts.items()}
+        table, dropped = table.dropping((none_G | all_G)[table.group_N], DropReason.LOW_STD)
+        return table, {**metrics, **dropped}
+
+
+@dataclass(frozen=True)
+class MaskResponseTruncated(Operator):
+    """Drop truncated responses from the loss. DAPO's overlong filtering, arXiv:2503.14476, section 3.4."""
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        require(table.truncated_N is not None, "mask_response_truncated needs truncated_N")
+        assert table.truncated_N is not None
+        return table.dropping(table.truncated_N, DropReason.TRUNCATED)
+
+
+@dataclass(frozen=True)
+class RewardShapingMapper(Operator):
+    """reward <- reward (+ - * /) weight * statistic, rule after rule; an experience without the statistic keeps its
+    reward.
+
+    Example: `reward_shaping_configs=[{"stats_key": "quality", "op_type": "ADD", "weight": 0.5}]`. Division by 0
+    changes nothing.
+    """
+
+    reward_shaping_configs: list[dict[str, Any]] | tuple[dict[str, Any], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for rule in self.reward_shaping_configs or ():
+            unknown = set(rule) - {"stats_key", "op_type", "weight"}
+            require(not unknown, f"a reward shaping rule takes stats_key, op_type and weight, not {sorted(unknown)}")
+            require(bool(rule.get("stats_key")), "a reward shaping rule needs a stats_key")
+            one_of("op_type", rule.get("op_type", "ADD"), SHAPING_OPS)
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        rewards_N = table.rewards_N
+        for rule in self.reward_shaping_configs or ():
+            given_N = table.stats.get(rule["stats_key"])
+            if given_N is not None:
+                rewards_N = _shaped(rewards_N, rule.get("op_type", "ADD"), rule.get("weight", 1.0) * given_N)
+        change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
+        mean = float(change_N.mean()) if len(change_N) else 0.0
+        return replace(table, rewards_N=rewards_N), {"reward_change_mean": mean}
+
+
+def _shaped(rewards_N: Tensor, op: str, value_N: Tensor) -> Tensor:
+    results = {
+        "ADD": rewards_N + value_N,
+        "SUB": rewards_N - value_N,
+        "MUL": rewards_N * value_N,
+        "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
+    }
+    return torch.where(torch.isnan(value_N), rewards_N, results[op])
+
+
+@dataclass(frozen=True)
+class PassRateCalculator(Operator):
+    """Mean reward of each task's kept rollouts, for selectors that learn; changes no row.
+
+    Metrics: shares of tasks with a pass rate within (0, 1), below 1, above 0. The rates themselves: `pass_rates`.
+    """
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        _, rates_K = pass_rates(table)
+        shares = {
+            "pass_rate_mean": rates_K,
+            "pass_rate_valid_frac": ((rates_K > 0) & (rates_K < 1)).double(),
+            "pass_rate_below_one_frac": (rates_K < 1).double(),
+            "pass_rate_above_zero_frac": (rates_K > 0).double(),
+        }
+        return table, {name: float(value.mean()) if len(rates_K) else 0.0 for name, value in shares.items()}
+
+
+def pass_rates(table: ExperienceTable) -> tuple[Tensor, Tensor]:
+    """Group indices [K] that have kept rows with a finite reward, and their mean rewards [K], float64."""
+    used_N = table.keep_N & torch.isfinite(table.rewards_N)
+    stats = group_stats(table.rewards_N, table.group_N, used_N, table.num_groups)
+    groups_K = (stats.count_G > 0).nonzero().squeeze(-1)
+    return groups_K, stats.mean_G[groups_K]
+
+
+OPERATORS: dict[str, type[Operator]] = {
+    "reward_filter": RewardFilter,
+    "invalid_reward_filter": InvalidRewardFilter,
+    "reward_std_filter": RewardStdFilter,
+    "dapo_dynamic_sampling": DapoDynamicSampling,
+    "mask_response_truncated": MaskResponseTruncated,
+    "reward_shaping_mapper": RewardShapingMapper,
+    "pass_rate_calculator": PassRateCalculator,
+}
+
+
+def make_operator(name: str, args: Mapping[str, Any] | None = None) -> Operator:
+    """The operator of that name. Raises: ValueError: unknown name or arguments."""
+    return build("operator", name, OPERATORS, args)
+
+
+def run_operators(operators: Sequence[Operator], table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+    """All operators in order; counters of the same name add up."""
+    metrics: dict[str, float] = {}
+    for operator in operators:
+        table, more = operator(table)
+        for name, value in more.items():
+            metrics[name] = metrics.get(name, 0.0) + value if name.startswith("dropped/") else value
+    return table, metrics

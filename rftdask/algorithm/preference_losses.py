@@ -1,0 +1,96 @@
+"""Losses over pairs of a chosen and a rejected response: DPO and its kin.
+
+Sequences 2i and 2i + 1 are one pair, chosen first. Knows nothing of who preferred. Invariant: one logit per pair, so
+the loss of a pair does not depend on the others; a pair with an empty side weighs 0 as a whole.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rftdask.algorithm import aggregation
+from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.names import one_of, require
+
+
+@dataclass(frozen=True)
+class Dpo(PolicyLoss):
+    """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing. DPO, arXiv:2305.18290, equation 7.
+
+    d = sum over tokens of log p_policy - log p_ref, of the chosen minus the same of the rejected. loss_type "hinge":
+    max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo": (d' - 1 / (2 beta))^2 with d' from the means over tokens, IPO,
+    arXiv:2310.12036, normalized by length as in TRL. Label smoothing: cDPO, Mitchell 2023.
+
+    Every token of both sides carries the loss of its pair; weights seq-mean-token-mean make the sum the mean over
+    pairs. Metrics are means over pairs: reward_chosen, reward_rejected (beta times the side's log-ratio),
+    reward_accuracy.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    loss_type: str = "sigmoid"
+
+    uses_advantages: ClassVar[bool] = False
+    uses_reference: ClassVar[bool] = True
+    schema: ClassVar[str] = "dpo"
+    only_agg_mode: ClassVar[str | None] = "seq-mean-token-mean"
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0.0, f"beta must be > 0, got {self.beta}")
+        require(
+            0.0 <= self.label_smoothing < 0.5, f"label_smoothing must be within [0, 0.5), got {self.label_smoothing}"
+        )
+        one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
+        require(
+            self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing belongs to loss_type 'sigmoid'"
+        )
+
+    def token_weights(
+        self,
+        loss_mask_BT: Tensor,
+        mode: str,
+        *,
+        max_tokens: int | None = None,
+        expert_mask_B: Tensor | None = None,
+        sequence_BT: Tensor | None = None,
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        lengths_S = aggregation.sequence_sums(loss_mask_BT.to(dtype), sequence_BT)
+        require(len(lengths_S) % 2 == 0, f"pairs need an even number of sequences, got {len(lengths_S)}")
+        whole_S = (lengths_S.view(-1, 2) > 0).all(-1).repeat_interleave(2)
+        mask_BT = loss_mask_BT & aggregation.spread(whole_S, loss_mask_BT, sequence_BT)
+        return aggregation.token_weights(mask_BT, mode, sequence_BT=sequence_BT, dtype=dtype)
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        if inputs.ref_logprobs_BT is None:
+            raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
+        require(inputs.num_sequences % 2 == 0, f"pairs need an even number of sequences, got {inputs.num_sequences}")
+        difference_BT = inputs.policy_logprobs_BT - inputs.ref_logprobs_BT
+        summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
+        ratios_P2 = summed(difference_BT).view(-1, 2)
+        delta_P = ratios_P2[:, 0] - ratios_P2[:, 1]
+        values_P = {
+            "reward_chosen": self.beta * ratios_P2[:, 0],
+            "reward_rejected": self.beta * ratios_P2[:, 1],
+            "reward_accuracy": (delta_P > 0).to(delta_P.dtype),
+        }
+        metrics = {name: inputs.weighted(self._to_tokens(inputs, value_P)) for name, value_P in values_P.items()}
+        return self._to_tokens(inputs, self.per_pair(delta_P)), metrics
+
+    def per_pair(self, delta_P: Tensor) -> Tensor:
+        """[P] loss of each pair from the difference of its log-ratios, [P]."""
+        if self.loss_type == "hinge":
+            return torch.relu(1.0 - self.beta * delta_P)
+        if self.loss_type == "ipo":
+            return (delta_P - 1.0 / (2.0 * self.beta)).square()
+        logits_P = self.beta * delta_P
+        smoothing = self.label_smoothing
+        return -(1.0 - smoothing) * functional.logsigmoid(logits_P) - smoothing * functional.logsigmoid(-logits_P)
+
+    @staticmethod
+    def _to_tokens(inputs: LossInputs, values_P: Tensor) -> Tensor:
+        return inputs.spread(values_P.repeat_interleave(2))

@@ -1,0 +1,190 @@
+"""Batch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
+
+Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows to train, in the order of the ledger."""
+
+    tokens: np.ndarray
+    """[S] int32, rows after another."""
+    lengths: np.ndarray
+    """[N] int64, L_i."""
+    prompt_lengths: np.ndarray
+    """[N] int64."""
+    rollout_logprobs: np.ndarray
+    """[Q] float32; zeros where nothing was sampled (supervised rows)."""
+    loss_mask: np.ndarray
+    """[Q] bool."""
+    rewards: np.ndarray
+    """[N] float32."""
+    groups: np.ndarray
+    """[N] int64: number of the group of each row, from 0."""
+    temperatures: np.ndarray
+    """[N] float32."""
+    min_policy_versions: np.ndarray
+    """[N] int64."""
+    rollouts: np.ndarray
+    """[N] int64: number of the rollout that each row is a turn of, from 0."""
+    turns: np.ndarray
+    """[N] int64: place of the row in its rollout."""
+    experts: np.ndarray
+    """[N] bool: rows of a dataset, which have neither rewards nor logprobs nor a policy version."""
+    uids: tuple[str, ...]
+    baselines: np.ndarray | None = None
+    """[N] float32: reward of the greedy rollout of the row's task; None where there are no such rollouts."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there are rollouts among the rows."""
+        return not self.experts.all()
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        return self.lengths - self.prompt_lengths
+
+    def group_reward_stds(self) -> np.ndarray:
+        """[G] population standard deviation of the rewards within each group of rollouts."""
+        groups, rewards = self.groups[~self.experts], self.rewards[~self.experts]
+        _, groups = np.unique(groups, return_inverse=True)
+        counts = np.bincount(groups)
+        means = np.bincount(groups, rewards) / counts
+        return np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+
+    def row_tokens(self) -> list[np.ndarray]:
+        """[L_i] of every row, views."""
+        return np.split(self.tokens, np.cumsum(self.lengths)[:-1])
+
+    def row_logprobs(self) -> list[np.ndarray]:
+        """[R_i] of every row, views."""
+        return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths)[:-1])
+
+    def row_masks(self) -> list[np.ndarray]:
+        """[R_i] of every row, views."""
+        return np.split(self.loss_mask, np.cumsum(self.response_lengths)[:-1])
+
+
+_GROUP_KEY = ["taskset", "epoch", "task_index"]
+
+
+def _flat(column: pa.ChunkedArray, dtype: type) -> np.ndarray:
+    array = column.combine_chunks()
+    return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
+
+
+def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Batch:
+    """The rows of `table` (schema of experiences), in its order; groups are numbered by first appearance.
+
+    baselines: rows whose rewards are the baselines of their groups.
+    """
+    tokens = table.column("tokens").combine_chunks()
+    lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+    prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
+    responses = lengths - prompt_lengths
+    return Batch(
+        tokens=_flat(table.column("tokens"), np.int32),
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        rollout_logprobs=_flat(table.column("rollout_logprobs"), np.float32),
+        loss_mask=_expand_masks(table.column("loss_mask_runs"), responses),
+        rewards=table.column("reward").to_numpy(zero_copy_only=False).astype(np.float32),
+        groups=_numbers(table, _GROUP_KEY),
+        temperatures=table.column("temperature").to_numpy().astype(np.float32),
+        min_policy_versions=table.column("min_policy_version").to_numpy().astype(np.int64),
+        rollouts=_numbers(table, [*_GROUP_KEY, "rollout"]),
+        turns=table.column("turn").to_numpy().astype(np.int64),
+        experts=np.zeros(len(table), bool),
+        uids=tuple(table.column("uid").to_pylist()),
+        baselines=None if baselines is None else _baseline_rewards(table, baselines),
+    )
+
+
+def _baseline_rewards(table: pa.Table, baselines: pa.Table) -> np.ndarray:
+    """[N] float32 reward of the baseline of each row's group (of its last turn); nan where there is none."""
+    keys = [zip(*(t.column(c).to_pylist() for c in _GROUP_KEY), strict=True) for t in (baselines, table)]
+    rewards = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
+    return np.array([rewards.get(key, np.nan) for key in keys[1]], dtype=np.float32)
+
+
+def _numbers(table: pa.Table, names: list[str]) -> np.ndarray:
+    """[N] int64, which of the values of these columns together the row has, numbered by first appearance."""
+    columns = [np.unique(table.column(c).to_numpy(zero_copy_only=False), return_inverse=True)[1] for c in names]
+    stacked = np.stack(columns, axis=1)
+    _, first, inverse = np.unique(stacked, axis=0, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.reshape(-1)]
+
+
+def _expand_masks(runs: pa.ChunkedArray, response_lengths: np.ndarray) -> np.ndarray:
+    """[Q] bool from run lengths; rows without runs are all True."""
+    array = runs.combine_chunks()
+    counts = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+    if not counts.any():
+        return np.ones(int(response_lengths.sum()), dtype=bool)
+    flat = np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
+    # A row without runs becomes one run of its whole length.
+    where = np.repeat(np.cumsum(counts) - counts, counts == 0)
+    flat = np.insert(flat, where, response_lengths[counts == 0])
+    counts = np.where(counts == 0, 1, counts)
+    in_row = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(in_row % 2 == 0, flat)
+
+
+def supervised_batch(
+    rows: Sequence[tuple[Sequence[int], int, Sequence[bool] | None]], uids: Sequence[str], group_size: int = 1
+) -> Batch:
+    """A batch of (tokens, prompt length, loss mask or None) without rollouts: logprobs and rewards are zeros.
+
+    group_size: rows that belong together, next to each other; 2 for pairs.
+    """
+    lengths = np.array([len(tokens) for tokens, _, _ in rows], dtype=np.int64)
+    prompts = np.array([prompt for _, prompt, _ in rows], dtype=np.int64)
+    responses = lengths - prompts
+    masks = [
+        np.ones(r, bool) if m is None else np.asarray(m, bool) for (_, _, m), r in zip(rows, responses, strict=True)
+    ]
+    count = len(rows)
+    return Batch(
+        tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens, _, _ in rows]),
+        lengths=lengths,
+        prompt_lengths=prompts,
+        rollout_logprobs=np.zeros(int(responses.sum()), np.float32),
+        loss_mask=np.concatenate(masks),
+        rewards=np.zeros(count, np.float32),
+        groups=np.arange(count, dtype=np.int64) // group_size,
+        temperatures=np.ones(count, np.float32),
+        min_policy_versions=np.zeros(count, np.int64),
+        rollouts=np.arange(count, dtype=np.int64),
+        turns=np.zeros(count, np.int64),
+        experts=np.ones(count, bool),
+        uids=tuple(uids),
+    )
+
+
+def join_batches(first: Batch, second: Batch) -> Batch:
+    """The rows of both, the first one's first; no group and no rollout is in both."""
+    arrays = {
+        f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])
+        for f in fields(Batch)
+        if f.name not in ("groups", "rollouts", "uids", "baselines")
+    }
+    for name in ("groups", "rollouts"):
+        ours = getattr(first, name)
+        arrays[name] = np.concatenate([ours, getattr(second, name) + (ours.max() + 1 if len(ours) else 0)])
+    if first.baselines is not None:
+        arrays["baselines"] = np.concatenate([first.baselines, np.zeros(len(second), np.float32)])
+    return Batch(**arrays, uids=first.uids + second.uids)

@@ -1,0 +1,103 @@
+"""Shard: one immutable Parquet file of experiences, whose name says what a planner needs and whose bytes prove
+themselves.
+
+A shard holds the whole of one rollout batch: part `batch` of explore step `explore_step`, all its groups, in the order
+of the tasks. So what is done can be read off a listing, and a batch run twice gives two shards of the same (step,
+batch), of which the reader takes one. This module knows no storage.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rftdask.buffer.experience import SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.errors import DamagedError, DataError
+
+_NAME = re.compile(r"(\d{8,})-(\d{4,})-([0-9a-f]+)-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.parquet")
+
+
+@dataclass(frozen=True, order=True)
+class ShardName:
+    """What a shard's file name says.
+
+    Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is part 3 of explore step 12, written by 9f3a...,
+    with 64 rows sampled by versions 10 to 11; crc32 of the file last.
+    """
+
+    explore_step: int
+    batch: int
+    writer: str
+    num_rows: int
+    min_policy_version: int
+    max_policy_version: int
+    crc32: int
+
+    @cached_property
+    def text(self) -> str:
+        return (
+            f"{self.explore_step:08d}-{self.batch:04d}-{self.writer}-n{self.num_rows}"
+            f"-v{self.min_policy_version}-{self.max_policy_version}-{self.crc32:08x}.parquet"
+        )
+
+    @classmethod
+    def try_parse(cls, text: str) -> ShardName | None:
+        """The parsed name, or None for a file that is not ours."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        step, batch, writer, rows, low, high, crc = match.groups()
+        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16))
+        return name if name.text == text else None  # other zeros or digits would name another path
+
+
+def encode_shard(
+    experiences: Sequence[Experience], *, explore_step: int, batch: int, writer: str, run: str = "", codec: str = "lz4"
+) -> tuple[ShardName, bytes]:
+    """The shard's name and bytes. `codec`: lz4 for file systems, zstd for object stores."""
+    table = experiences_to_table(experiences, run)
+    sink = io.BytesIO()
+    pq.write_table(
+        table,
+        sink,
+        compression=codec,
+        compression_level=1 if codec == "zstd" else None,
+        use_dictionary=False,
+        write_statistics=False,
+        use_byte_stream_split=["rollout_logprobs.list.element"],
+        row_group_size=1 << 20,
+        write_page_checksum=True,
+    )
+    data = sink.getvalue()
+    low = min((e.min_policy_version for e in experiences), default=0)
+    high = max((e.max_policy_version for e in experiences), default=0)
+    return ShardName(explore_step, batch, writer, len(experiences), low, high, zlib.crc32(data)), data
+
+
+def decode_shard(name: ShardName, data: bytes) -> pa.Table:
+    """The rows, verified. Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema."""
+    if zlib.crc32(data) != name.crc32:
+        raise DamagedError(
+            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
+        )
+    try:
+        table = pq.read_table(pa.BufferReader(data), use_threads=False, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not a Parquet file: {error}") from error
+    version = (table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()
+    if version.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
+        raise DataError(
+            f"shard {name.text}: schema version {version or 'unknown'}, this rftdask reads {SCHEMA_VERSION}; "
+            "use the version that wrote the run (run.json names it)"
+        )
+    missing = set(SCHEMA.names) - set(table.column_names)
+    if missing or table.num_rows != name.num_rows:
+        raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")
+    return table

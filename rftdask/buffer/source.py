@@ -1,0 +1,336 @@
+"""Source: hands the trainer the batch of a step, from the experience log or from a dataset, and writes it in the ledger
+first.
+
+Invariant: the batch of a step is what the ledger says. If it says nothing yet, the batch is formed, written down, and
+only then handed out; so a resumed trainer gets the very same batches, and two trainers cannot both form one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from rftdask.buffer.batch import Batch, batch_from_table, join_batches, supervised_batch
+from rftdask.buffer.curation import BASELINE, Curation, with_rewards
+from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
+from rftdask.buffer.experience import SCHEMA, Status
+from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups
+from rftdask.buffer.shard import ShardName
+from rftdask.errors import DamagedError, DataError, FencedError, RoleError, WaitTimeout
+
+_FIRST_POLL_S = 0.002
+_POLL_GROWTH = 1.4
+_MAX_TABLES = 256
+"""Shards kept in memory between indexing and training; others are read again, so a long log costs no more memory."""
+
+
+class BatchSource(ABC):
+    """Where a trainer's batches come from."""
+
+    @abstractmethod
+    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+        """The batch of `step` (1-based; steps are asked for in order), or None when there will be no more.
+
+        Raises: WaitTimeout: it did not come in time; FencedError: another trainer works on this lineage.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """What a checkpoint must keep to go on after the last batch handed out; JSON types."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    rule: SampleRule
+    tasks_per_batch: int
+    """Tasks in a rollout batch: gives the slot of a group from its shard."""
+    max_read_timeout_s: float
+    poll_interval_s: float = 0.05
+    """Longest pause between two looks at the log."""
+
+
+class LogSource(BatchSource):
+    """Batches from the experience log, by a `SampleRule`, less what the curation drops.
+
+    A batch may be without any row, if all are too stale or the curation leaves none: its step changes no weights.
+    """
+
+    def __init__(
+        self,
+        log: ExperienceLog,
+        ledger: Ledger,
+        options: LogOptions,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        curation: Curation | None = None,
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._log = log
+        self._ledger = ledger
+        self._options = options
+        self._should_stop = should_stop
+        self._curation = curation or Curation()
+        self._demonstrations = demonstrations
+        self._cursor = Cursor()
+        self._waiting: dict[Position, Group] = {}
+        self._tables: dict[str, pa.Table] = {}
+        self._seen: set[str] = set()
+        self._replay_until = ledger.last_step()
+
+    def state_dict(self) -> dict[str, object]:
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self._cursor = Cursor.from_state_dict(state)
+
+    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+        entry = self._ledger.read(step)
+        if entry is not None and step > self._replay_until:
+            raise FencedError(
+                f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
+            )
+        if entry is None:
+            selection = self._wait_for_groups(step)
+            if selection is None:
+                return None
+            entry = self._write_entry(step, selection)
+        batch = self._read_batch(entry)
+        self._forget(entry)
+        return entry, batch
+
+    def _wait_for_groups(self, step: int) -> Selection | None:
+        deadline = time.monotonic() + self._options.max_read_timeout_s
+        pause = _FIRST_POLL_S
+        while True:
+            sealed_at = self._log.sealed_at()  # before the listing: what was committed before the seal is then listed
+            self._index_new_shards()
+            selection = select_groups(self._waiting, self._cursor, step - 1, self._options.rule)
+            if selection is not None:
+                return selection
+            if sealed_at is not None and self._nothing_more(sealed_at):
+                return None
+            if self._should_stop():
+                return None
+            if time.monotonic() > deadline:
+                raise WaitTimeout(self._who_is_missing(step))
+            time.sleep(pause)
+            pause = min(pause * _POLL_GROWTH, self._options.poll_interval_s)
+
+    def _nothing_more(self, sealed_at: int) -> bool:
+        open_positions = (
+            (explore_step, slot)
+            for explore_step in range(self._cursor.low, sealed_at + 1)
+            for slot in range(self._options.rule.tasks_per_step)
+        )
+        return all(p in self._waiting or p in self._cursor for p in open_positions)
+
+    def _who_is_missing(self, step: int) -> str:
+        need = self._options.rule.groups_per_batch
+        return (
+            f"batch {step} did not come in {self._options.max_read_timeout_s:.0f} s: "
+            f"{len(self._waiting)} groups are waiting, {need} are needed, the oldest open explore step is "
+            f"{self._cursor.low}. Is an explorer running? "
+            "(buffer.trainer_input.experience_buffer.max_read_timeout)"
+        )
+
+    def _index_new_shards(self) -> None:
+        for name in self._log.shards(self._cursor.low):
+            if name.text not in self._seen:
+                self._seen.add(name.text)
+                self._index_shard(name)
+
+    def _index_shard(self, name: ShardName) -> None:
+        try:
+            table = self._log.read(name)
+        except DamagedError as error:
+            self._log.quarantine(name, str(error))
+            self._seen.discard(name.text)  # the same writer may make it again, to the byte
+            return
+        for group in groups_of_shard(table, name, self._options.tasks_per_batch):
+            # A settled or waiting position makes this group a repeat: its batch ran twice, one of the two is taken.
+            if group.position not in self._cursor and group.position not in self._waiting:
+                self._waiting[group.position] = group
+                if len(self._tables) < _MAX_TABLES:
+                    self._tables[name.text] = table
+
+    def _write_entry(self, step: int, selection: Selection) -> LedgerEntry:
+        if not selection.use and not selection.stale:
+            raise RoleError(self._nothing_trainable(step, selection))
+        drops: list[Rows] = []
+        for group in selection.use + selection.stale + selection.empty:
+            drops.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
+        drops.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
+        use, dropped = self._curate(step, selection.use)
+        if self._demonstrations is not None:
+            use.append(self._demonstrations.rows(step))
+        entry = LedgerEntry(
+            step=step,
+            lineage=self._ledger.lineage,
+            use=tuple(use),
+            drop=(*drops, *dropped),
+            positions=selection.settled,
+        )
+        self._ledger.write(entry)
+        return entry
+
+    def _curate(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
+        """What is trained of the groups, and what is dropped, by reason."""
+        table = self._rows([Rows(group.source, group.trainable_rows) for group in groups])
+        reasons = iter(self._curation.reasons(table, step))
+        use: list[Rows] = []
+        drop: list[Rows] = []
+        for group in groups:
+            by_reason: dict[str, list[int]] = {}
+            for row in group.trainable_rows:
+                by_reason.setdefault(next(reasons), []).append(row)
+            for reason, rows in by_reason.items():
+                (drop if reason else use).append(Rows(group.source, tuple(rows), reason))
+        return use, drop
+
+    def _nothing_trainable(self, step: int, selection: Selection) -> str:
+        errors = [e for e in self._table(selection.empty[0].source).column("error").to_pylist() if e]
+        return (
+            f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
+            f"first error: {errors[0] if errors else 'none recorded'}"
+        )
+
+    def _read_batch(self, entry: LedgerEntry) -> Batch:
+        own = self._trained_rows([rows for rows in entry.use if not rows.of_dataset])
+        baselines = [rows for rows in entry.drop if rows.reason == BASELINE]
+        batch = batch_from_table(own, self._trained_rows(baselines) if baselines else None)
+        for rows in entry.use:
+            if rows.of_dataset:
+                batch = join_batches(batch, self._demonstrated(rows, entry.step))
+        return batch
+
+    def _demonstrated(self, rows: Rows, step: int) -> Batch:
+        if self._demonstrations is None:
+            raise DataError(f"{self._ledger.path(step)} names {rows.source}, and no demonstrations are configured")
+        return self._demonstrations.batch(rows, step)
+
+    def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """The rows of the log with the rewards they are trained with."""
+        table = self._rows(parts)
+        return with_rewards(table, self._curation.rewards(table))
+
+    def _rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """The rows of the log, one after another."""
+        tables = [self._table(rows.source).take(pa.array(rows.rows, pa.int64())) for rows in parts]
+        return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+
+    def _table(self, source: str) -> pa.Table:
+        if source not in self._tables:
+            name = ShardName.try_parse(source)
+            if name is None:
+                raise DamagedError(f"ledger of lineage {self._ledger.lineage} names {source!r}, which is no shard")
+            self._tables[source] = self._log.read(name)
+        return self._tables[source]
+
+    def _forget(self, entry: LedgerEntry) -> None:
+        for position in entry.positions:
+            self._waiting.pop(position, None)
+        self._cursor.settle(entry.positions, self._options.rule.tasks_per_step)
+        in_use = {group.source for group in self._waiting.values()}
+        self._tables = {source: table for source, table in self._tables.items() if source in in_use}
+
+
+def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> list[Group]:
+    """The groups of a shard, in the order of its tasks."""
+    numbers = batch_groups(table)
+    status = table.column("status").to_pylist()
+    versions = table.column("min_policy_version").to_pylist()
+    groups = []
+    for number in range(int(numbers.max()) + 1 if len(numbers) else 0):
+        rows = [int(row) for row in np.flatnonzero(numbers == number)]
+        good = tuple(row for row in rows if Status(status[row]).trainable)
+        reasons = sorted({status[row] for row in rows if row not in good})
+        others = tuple((reason, tuple(r for r in rows if r not in good and status[r] == reason)) for reason in reasons)
+        oldest = min((versions[row] for row in good), default=0)
+        position = (name.explore_step, name.batch * tasks_per_batch + number)
+        groups.append(Group(position, name.text, good, others, oldest))
+    return groups
+
+
+def batch_groups(table: pa.Table) -> np.ndarray:
+    """[N] int64 number of each row's group within the shard; rows of a group lie together."""
+    keys = [table.column(c).to_numpy(zero_copy_only=False) for c in ("taskset", "epoch", "task_index")]
+    if not len(keys[0]):
+        return np.zeros(0, np.int64)
+    starts = np.zeros(len(keys[0]), bool)
+    for key in keys:
+        starts[1:] |= key[1:] != key[:-1]
+    return np.cumsum(starts).astype(np.int64)
+
+
+class DatasetSource(BatchSource):
+    """Batches of supervised rows: batch k is a pure function of the dataset, the seed and k."""
+
+    def __init__(
+        self,
+        rows: ReadRows,
+        num_rows: int,
+        fingerprint: str,
+        ledger: Ledger,
+        *,
+        batch_size: int,
+        total_epochs: int,
+        shuffle_seed: int | None,
+        group_size: int = 1,
+    ) -> None:
+        """`shuffle_seed` None keeps the order of the dataset; group_size: sequences that `rows` gives for each row."""
+        self._rows = rows
+        self._order = RowOrder(num_rows, shuffle_seed)
+        self._group_size = group_size
+        self._source = f"dataset:{fingerprint}"
+        self._ledger = ledger
+        self._batch_size = batch_size
+        self._total_rows = num_rows * total_epochs
+        self._replay_until = ledger.last_step()
+
+    def state_dict(self) -> dict[str, object]:
+        return {"source": self._source}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        if state["source"] != self._source:
+            raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {self._source}")
+
+    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+        entry = self._ledger.read(step)
+        if entry is None:
+            numbers = self._numbers(step)
+            if numbers is None:
+                return None
+            entry = LedgerEntry(step, self._ledger.lineage, (Rows(self._source, numbers),))
+            self._ledger.write(entry)
+        elif step > self._replay_until:
+            raise FencedError(
+                f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
+            )
+        if any(rows.source != self._source for rows in entry.use):
+            raise DataError(
+                f"{self._ledger.path(step)} was written for {entry.use[0].source}, the dataset is {self._source} now"
+            )
+        numbers = entry.use[0].rows
+        first = (step - 1) * self._batch_size
+        uids = [
+            f"{self._source}/{first + i}/{n}" + (f"/{part}" if self._group_size > 1 else "")
+            for i, n in enumerate(numbers)
+            for part in range(self._group_size)
+        ]
+        return entry, supervised_batch(self._rows(numbers), uids, self._group_size)
+
+    def _numbers(self, step: int) -> tuple[int, ...] | None:
+        start = (step - 1) * self._batch_size
+        if start + self._batch_size > self._total_rows:
+            return None
+        return tuple(self._order.at(i) for i in range(start, start + self._batch_size))

@@ -1,0 +1,38 @@
+"""Task: a prompt and its scorer, read from a taskset. Its identity is (taskset, epoch, index)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt to roll out.
+
+    Example: Task(taskset="gsm8k", epoch=0, index=17, prompt="Weng earns $12 an hour ...", truth="10",
+    workflow="math_workflow")
+    """
+
+    taskset: str
+    epoch: int
+    index: int
+    """Row in the taskset, before any shuffling."""
+    prompt: str = ""
+    """The prompt column as text ("" when the row holds messages)."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Chat messages, ready to render: system prompt included. For a plaintext prompt: empty."""
+    truth: str = ""
+    """The reference answer as text, "" if the taskset has none."""
+    workflow: str = "simple_workflow"
+    reward_fn: str = ""
+    """Name of the reward function; "" leaves it to the workflow's default."""
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    reward_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The whole dataset row, for workflows that need more."""
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.taskset}/{self.epoch}/{self.index}"

@@ -1,0 +1,46 @@
+"""The tokenizer of the policy, with the chat template the config gives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rftdask.config import Config
+from rftdask.errors import DataError
+
+
+class _NoTokenizer:
+    """For the fake engine, which has no model: one token per byte."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Any, *, skip_special_tokens: bool) -> str:
+        return bytes(token % 256 for token in tokens).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return "\n".join(str(message["content"]) for message in messages)
+
+
+def load_tokenizer(config: Config) -> Any:
+    """Raises: DataError: the model folder has no tokenizer, or the template file is not there."""
+    if config.explorer.rollout_model.engine_type == "fake":
+        return _NoTokenizer()
+    # Late: importing transformers takes most of a second.
+    from transformers import AutoTokenizer
+
+    path = config.model.model_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.model_path {path!r} gives no tokenizer: {error}".splitlines()[0]) from error
+    if config.model.custom_chat_template is not None:
+        tokenizer.chat_template = config.model.custom_chat_template
+    elif config.model.chat_template_path is not None:
+        file = Path(config.model.chat_template_path)
+        if not file.is_file():
+            raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
+        tokenizer.chat_template = file.read_text()
+    return tokenizer

@@ -1,0 +1,220 @@
+"""The command line. Thin: each command is one call. Exit codes: 0 all of it was done, 1 a role failed, 2 the user can
+mend it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from rftdask.config import load_config, make_plan
+from rftdask.errors import FencedError, RftError, UserError
+
+app = typer.Typer(
+    name="rftdask",
+    help="Reinforcement fine-tuning of language models as an elastic batch system on Dask.\n\n"
+    "The run lives on storage: running the same command again continues it, whatever happened before.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, for example config/quickstart.yaml")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file: trainer.total_steps=20"),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run")]
+
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_STOPPED = 130
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
+) -> None:
+    """Run a configuration to its end, or continue it. Ctrl-C ends with a checkpoint (exit code 130)."""
+    checked = load_config(config, overrides or [])
+    _warn(checked.warnings)
+    # Late: the other commands need neither Dask nor pandas.
+    from rich.console import Console
+
+    from rftdask.experiment import Experiment
+    from rftdask.monitor.summary import render_summary
+
+    experiment = Experiment(checked)
+    try:
+        summary = experiment.run(progress=progress)  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
+        raise typer.Exit(EXIT_STOPPED) from None
+    Console().print(render_summary(summary))
+    if summary.status != "finished":
+        typer.echo("stopped with a checkpoint; the same command continues", err=True)
+        raise typer.Exit(EXIT_STOPPED)
+
+
+@app.command()
+def validate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
+    checked = load_config(config, overrides or [])
+    _warn(checked.warnings)
+    typer.echo(checked.to_yaml())
+    typer.echo(make_plan(checked).render())
+
+
+@app.command()
+def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
+    """Say where a run stands, from its files: works from anywhere, also when the run is dead."""
+    from rftdask.status import read_status, to_json
+
+    stages = read_status(run)
+    if as_json:
+        typer.echo(json.dumps(to_json(stages), indent=1))
+        return
+    for stage in stages:
+        typer.echo(f"{stage.name}  {stage.mode}  {stage.algorithm}  {stage.state}  {stage.folder}")
+        for label, value in _status_lines(stage):
+            typer.echo(f"  {label:<12}{value}")
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write the report of a run, one self-contained HTML page, and print where it is."""
+    from rftdask.experiment import Experiment
+
+    typer.echo(Experiment.open(run).report())
+
+
+@app.command()
+def conformance() -> None:
+    """Compare every loss and advantage with those of other frameworks; exit code 1 if one is not as documented."""
+    # Late: it imports torch, and every framework that is installed.
+    import warnings
+
+    from rftdask.algorithm.conformance import failures, format_table, run_conformance
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the frameworks warn of when they are imported is theirs
+        rows = run_conformance()
+    typer.echo(format_table(rows))
+    if failures(rows):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def experiences(
+    run: Run,
+    sql: Annotated[str, typer.Option(help="Over the tables of docs/lineage.md; without it, an overview")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="All rows as CSV")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON")] = False,
+) -> None:
+    """Ask what became of the experiences of a run, in SQL over its files."""
+    from rich.console import Console
+
+    from rftdask.lineage.sql import OVERVIEW, query, to_csv, to_json, to_terminal
+    from rftdask.lineage.tables import RunTables
+
+    tables = RunTables(run)
+    found = query(tables, sql or OVERVIEW)
+    _warn(tuple(f"left out: {problem}" for problem in tables.problems))
+    if as_csv or as_json:
+        typer.echo(to_csv(found) if as_csv else to_json(found), nl=as_json)
+    else:
+        Console().print(to_terminal(found))
+
+
+@app.command()
+def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/turn")]) -> None:
+    """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
+    from rftdask.lineage.trace import trace as read_trace
+
+    typer.echo(read_trace(run, uid).render())
+
+
+@app.command()
+def view(
+    run: Run,
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser")] = True,
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write one page instead of serving")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Experiences in the page of --html")] = 100,
+) -> None:
+    """Browse the experiences of a run with their tokens, in pages that only this machine sees."""
+    from pathlib import Path
+
+    from rftdask.lineage.browse import Browser
+    from rftdask.lineage.pages import static_page
+    from rftdask.lineage.serve import serve
+
+    if html:
+        Path(html).write_text(static_page(Browser(run), limit), encoding="utf-8", errors="replace")
+        typer.echo(html)
+    else:
+        serve(run, port, open_browser=browser, say=typer.echo)
+
+
+@app.command()
+def doctor(url: Annotated[str, typer.Argument(metavar="URL", help="Where runs are to be kept")]) -> None:
+    """Check in about 15 s whether a storage keeps what runs rely on, and what it costs. Exit code 1 if it does not."""
+    from rftdask.storage.doctor import check_storage
+
+    report = check_storage(url)
+    typer.echo(report.render())
+    if not report.is_safe:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _status_lines(stage: object) -> list[tuple[str, str]]:
+    from rftdask.status import StageStatus
+
+    assert isinstance(stage, StageStatus)
+    if stage.state == "not started":
+        return []
+    counts = ", ".join(f"{number:,} {name}" for name, number in stage.experiences.items())
+    lines = [
+        (
+            "step",
+            f"{stage.step or 0} in the ledger, checkpoint {stage.checkpoint or 'none'}, published "
+            f"{stage.published or 'none'}",
+        ),
+        (
+            "explored",
+            f"{stage.explore_step or 0} steps{', complete' if stage.sealed else ''}; {counts}" if counts else "",
+        ),
+        ("reward", "" if stage.reward is None else f"{stage.reward:.3f}"),
+        ("accuracy", "" if stage.accuracy is None else f"{stage.accuracy:.1%}"),
+        ("roles", ", ".join(f"{role}: {who}" for role, who in stage.roles.items())),
+        ("last sign", "" if stage.last_sign_s is None else f"{stage.last_sign_s:.0f} s ago"),
+        ("PROBLEMS", "; ".join(stage.problems)),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _warn(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def main() -> None:
+    """Entry point of the command `rftdask`."""
+    try:
+        app()
+    except (UserError, FencedError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_USER)
+    except RftError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Cluster: where the Dask workers of a run are, and what each is for. A role's tasks go to the workers that hold its
+resource.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from distributed import Client
+
+from rftdask.config import Config
+from rftdask.errors import UserError
+
+CONTROL_RESOURCE = "control"
+TRAINER_RESOURCE = "trainer"
+EXPLORER_RESOURCE = "explorer"
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One Dask worker process."""
+
+    name: str
+    resources: tuple[str, ...]
+    threads: int
+    """Cores that the child process of its role may use."""
+    gpu: int | None = None
+    """Number of the one GPU it sees; None: there are none."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All workers of a run.
+
+    Example, 2 cores: workers=(WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0",
+    ("explorer",), 1))
+    """
+
+    workers: tuple[WorkerPlan, ...]
+
+    def threads_of(self, resource: str) -> int:
+        """Cores of each worker with the resource; 1 if there is none."""
+        return next((worker.threads for worker in self.workers if resource in worker.resources), 1)
+
+
+class Cluster(ABC):
+    """A running set of workers. Use as a context manager; `close` is idempotent and leaves no process."""
+
+    client: Client
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; found without loading CUDA into the driver."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(glob.glob("/dev/nvidia[0-9]*"))]
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs to place roles on: cluster.gpu_per_node of this machine, or all of them. Raises: UserError: too few."""
+    wanted, there = config.cluster.gpu_per_node, len(visible_gpus())
+    if wanted > there:
+        raise UserError(f"cluster.gpu_per_node is {wanted}, and {there} GPUs can be seen here; 0 takes what there is")
+    return wanted or there
+
+
+def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layout:
+    """The workers that all stages need, sharing `num_cpus` cores: roles that work at the same time get cores of their
+    own, and each a GPU of its own where there are any.
+
+    The light control role (synchronizer) shares the trainer's worker, which only watches its child.
+    Raises: UserError: more roles than cores or GPUs.
+    """
+    ranks = 1 if any(stage.mode in ("both", "train") for stage in stages) else 0
+    explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
+    roles = ranks + explorers
+    if roles > max(num_cpus, 2):
+        raise UserError(
+            f"cluster: {ranks} trainer + {explorers} explorers (explorer.rollout_model.engine_num) = {roles} processes "
+            f"that compute, and there are {num_cpus} cores (cluster.num_cpus); lower engine_num to "
+            f"{max(1, num_cpus - ranks)}"
+        )
+    if num_gpus and roles > num_gpus:
+        raise UserError(
+            f"cluster: {ranks} trainer + {explorers} explorers (explorer.rollout_model.engine_num) = {roles} processes "
+            f"with a GPU each, and there are {num_gpus} GPUs (cluster.gpu_per_node); lower engine_num to "
+            f"{max(1, num_gpus - ranks)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    threads = max(1, num_cpus // max(1, roles))
+    trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
+    engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(explorers))
+    workers = [replace(worker, gpu=number if num_gpus else None) for number, worker in enumerate((*trainers, *engines))]
+    workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
+    return Layout(tuple(workers))

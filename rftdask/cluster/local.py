@@ -1,0 +1,82 @@
+"""A cluster on this machine: a Dask scheduler in this process and one worker process for each role."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+
+from rftdask.cluster.base import Cluster, Layout, WorkerPlan, visible_gpus
+from rftdask.errors import WaitTimeout
+
+_START_DEADLINE_S = 120
+
+DASK_CONFIG: dict[str, Any] = {
+    # A preempted worker is not a poisonous task: attempts are counted by us.
+    "distributed.scheduler.allowed-failures": 100,
+    "distributed.scheduler.worker-ttl": "120s",
+    # Idle workers must not take the cores from those who compute.
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.gil.enabled": False,
+    "distributed.admin.system-monitor.interval": "10s",
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.tick.limit": "60s",
+    "distributed.comm.retry.count": 3,
+    "distributed.worker.multiprocessing-method": "spawn",
+}
+
+
+class LocalCluster(Cluster):
+    """Scheduler and workers on this machine.
+
+    Example: with LocalCluster(layout) as cluster: cluster.client.submit(...)
+    """
+
+    def __init__(self, layout: Layout, dashboard_address: str | None = None) -> None:
+        """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
+        self._restore = dask.config.set(DASK_CONFIG)
+        dashboard = dashboard_address is not None
+        scheduler = {
+            "cls": Scheduler,
+            "options": {
+                "host": "127.0.0.1",
+                "dashboard": dashboard,
+                "dashboard_address": dashboard_address or "127.0.0.1:0",
+            },
+        }
+        workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
+        self._cluster = SpecCluster(scheduler=scheduler, workers=workers, silence_logs=40, shutdown_on_close=True)
+        self.client = Client(self._cluster)  # the default client: actor calls look for it
+        try:
+            self.client.wait_for_workers(len(workers), timeout=_START_DEADLINE_S)
+        except TimeoutError as error:
+            self.close()
+            raise WaitTimeout(f"the {len(workers)} local workers did not start in {_START_DEADLINE_S} s") from error
+
+    @staticmethod
+    def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
+        # What the worker sees its child sees, which then finds one GPU and calls it the first.
+        env = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": visible_gpus()[worker.gpu]}
+        return {
+            "cls": Nanny,
+            "options": {
+                "name": worker.name,
+                "nthreads": 1,
+                "host": "127.0.0.1",
+                "dashboard": False,
+                "dashboard_address": None,
+                # The data is in child processes, which the nanny does not see.
+                "memory_limit": 0,
+                "silence_logs": logging.CRITICAL,
+                "preload": ["rftdask.cluster.preload"],
+                "resources": dict.fromkeys(worker.resources, 1),
+                "env": env,
+            },
+        }
+
+    def close(self) -> None:
+        self.client.close(timeout=5)
+        self._cluster.close(timeout=10)
+        self._restore.__exit__(None, None, None)

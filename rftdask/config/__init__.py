@@ -1,0 +1,7 @@
+"""Configuration of a run: YAML in, a checked and immutable `Config` out. Needs neither torch nor Dask."""
+
+from rftdask.config.load import load_config, replace
+from rftdask.config.plan import Plan, RolePlan, StagePlan, make_plan
+from rftdask.config.schema_run import Config
+
+__all__ = ["Config", "Plan", "RolePlan", "StagePlan", "load_config", "make_plan", "replace"]

@@ -1,0 +1,175 @@
+"""What every section of the configuration is made of: frozen models, frozen dicts and the state of a key.
+
+A key's state stands in its annotation (`Annotated[int, Later("vLLM engines")]`) and nowhere else: the checks, the
+tests and the documentation read it from there. A key without a mark does what its docstring says. This module knows
+no key. Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Later:
+    """Refused when set to something else than the default: the feature is not there yet.
+
+    On a section it holds for every key inside that has no mark of its own.
+    """
+
+    feature: str
+    """What is missing, as it ends the sentence "not available in this release: ..."."""
+    values: tuple[Any, ...] | None = None
+    """These values are refused; they are not in the type of the key. None: every value but the default."""
+    allowed: tuple[Any, ...] = ()
+    """With `values` None: not refused either, because it means the same as the default."""
+
+    def refuses(self, value: Any, default: Any) -> bool:
+        """Whether setting `value` asks for the missing feature. Both are plain data."""
+        if self.values is not None:
+            return value in self.values
+        return value != default and value not in self.allowed
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Accepted and without effect: one warning with the reason when set to something else than the default."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Never set by a user: the reference system fills it, or we compute it where it is needed."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """Never read from a file: secrets come from environment variables. Its value is never shown."""
+
+    instead: str
+    """What to do instead."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """None or absent means: computed from other keys when the configuration is loaded. Afterwards it has a value."""
+
+    rule: str
+    zero: bool = False
+    """0 means the same as None."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An old name of another key of the same section: its value moves there, with a warning."""
+
+    to: str
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Old values: each is replaced by a new one, with a warning that gives the reason."""
+
+    values: Mapping[str, str] = field(hash=False)
+    reason: str
+
+
+Mark = Later | Ignored | Derived | Secret | Filled | Renamed | Aliases
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that cannot be changed after it was made. Pickles; equal to a plain dict with the same items."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TypeError("a configuration cannot be changed; make a new one with rftdask.config.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """Dicts become FrozenDict and lists become tuples, at every depth; anything else is returned as it is."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+Free = Annotated[dict[str, Any], AfterValidator(freeze)]
+"""A dict whose keys belong to somebody else: a workflow, a reward function, a loss."""
+
+
+def no_items() -> Any:
+    """An empty Free, as a default that cannot be changed either."""
+    return Field(default_factory=FrozenDict)
+
+
+def absent(**bounds: Any) -> Any:
+    """The default of a key marked Filled: None until the configuration is complete. `bounds` as for pydantic.Field."""
+    return Field(default=None, **bounds)
+
+
+Count = Annotated[int, Field(ge=1)]
+"""A whole number, at least 1."""
+Natural = Annotated[int, Field(ge=0)]
+"""A whole number, at least 0."""
+Seconds = Annotated[float, Field(gt=0)]
+"""A duration in seconds, more than 0."""
+
+
+class Section(BaseModel):
+    """Base of all sections. Unknown keys fail; nothing can be changed after validation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def marks_of(info: FieldInfo) -> list[Mark]:
+    """The marks in a key's annotation, in the order written. Usually none or one."""
+    return [item for item in info.metadata if isinstance(item, Mark)]
+
+
+def default_of(info: FieldInfo) -> Any:
+    """The default of a key, made anew; None for a key that must be given."""
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
+def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
+    """("section" | "list" | "dict", class) when the key holds a section, a list or a dict of them; else None."""
+    annotation: Any = info.annotation
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(item for item in get_args(annotation) if item is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section", annotation
+    for origin, kind, position in ((tuple, "list", 0), (dict, "dict", 1)):
+        if get_origin(annotation) is origin:
+            item = get_args(annotation)[position]
+            if isinstance(item, type) and issubclass(item, Section):
+                return kind, item
+    return None
+
+
+def plain(value: Any) -> Any:
+    """Sections and frozen containers as plain dicts and lists, keys that are not the user's left out."""
+    if isinstance(value, Section):
+        fields = type(value).model_fields
+        return {key: plain(getattr(value, key)) for key, info in fields.items() if not _is_not_the_users(info)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _is_not_the_users(info: FieldInfo) -> bool:
+    return any(isinstance(mark, Derived | Secret | Renamed) for mark in marks_of(info))

@@ -1,0 +1,132 @@
+"""From a YAML file or a mapping to a checked Config: read, check each key, fill, check across keys, once per stage.
+
+Knows the order of these steps and no key beyond `stages` and `name`. Invariant: either a Config that keeps every rule,
+or one ConfigError with all mistakes; nothing is created or changed anywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from rftdask.config.base import plain
+from rftdask.config.check import Checker
+from rftdask.config.rules import RULES, Fills, fill, stages_differ, warn
+from rftdask.config.schema_run import Config
+from rftdask.config.source import Problem, escape, read_tree
+from rftdask.errors import ConfigError
+
+_STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read and check a configuration.
+
+    Args:
+        source: path of a YAML file, or its content as a mapping; `${model.model_path}` and `${oc.env:VAR,default}`
+            are resolved.
+        overrides: "key.sub=value", the value as YAML; list items as key[0].sub. The last one wins.
+    Raises: ConfigError: with every mistake found, sorted by path.
+    """
+    problems: list[Problem] = []
+    tree = read_tree(source, overrides, problems)
+    if tree is None:
+        raise _error(problems, source)
+    unreadable = {path for path, _ in problems}
+    checker = Checker(Config)
+    cleaned = checker.clean(tree)
+    draft = checker.validate(cleaned)
+    if "stages" not in unreadable and draft.stages:
+        config = _with_stages(draft, cleaned, checker)
+    else:
+        config = _complete(cleaned, checker, unreadable)
+    problems += [problem for problem in checker.problems if problem[0] not in unreadable]
+    if problems:
+        raise _error(problems, source)
+    return config
+
+
+def replace(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A new Config with keys changed, checked like any other: `replace(config, {"model.model_path": "..."})`.
+
+    Values are taken literally, "${" included. List items cannot be addressed, lists can be replaced.
+    What was computed from a changed key when `config` was loaded stays as it is; change it too, or set it to None.
+    Raises: ConfigError.
+    """
+    tree = config.to_dict()
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = escape(value)
+    return load_config(tree)
+
+
+def _complete(cleaned: dict[str, Any], checker: Checker[Config], unreadable: set[str]) -> Config:
+    """The Config of a cleaned tree without stages: absent keys filled, then checked across keys."""
+    tree = deepcopy(cleaned)
+    _set(tree, fill(checker.validate(tree)))
+    config = checker.validate(tree)
+    broken = {path for path, _ in checker.problems} | unreadable
+    for reads, rule in RULES:
+        if not any(_touches(path, key) for path in broken for key in reads):
+            checker.problems.extend(rule(config))
+    if not checker.problems:
+        checker.warnings.extend(warn(config))
+    config._warnings = _lines(checker.warnings)
+    return config
+
+
+def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker[Config]) -> Config:
+    """The Config of a tree with stages, each of which is checked as a Config of its own."""
+    base = {key: value for key, value in cleaned.items() if key != "stages"}
+    stages = []
+    inherited = tuple(checker.warnings)
+    for index, stage in enumerate(draft.stages):
+        parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
+        own = Checker(Config)
+        tree = own.clean(_merged({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
+        stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
+        where = f"stages[{index}] ({stage.stage_name})"
+        checker.problems.extend((f"{where}: {path}", message) for path, message in own.problems)
+        new = [warning for warning in own.warnings if warning not in inherited]
+        checker.warnings.extend((f"{where}: {path}", message) for path, message in new)
+        stages[-1]._warnings = _lines([*inherited, *new])
+    checker.problems.extend(stages_differ(draft))
+    _set(cleaned, fill(draft))
+    config = checker.validate(cleaned)
+    config._stages = tuple(stages)
+    config._unfilled = plain(draft)
+    config._warnings = _lines(checker.warnings)
+    return config
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`, field by field: sections are merged, anything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _set(tree: dict[str, Any], fills: Fills) -> None:
+    for loc, value in fills.items():
+        node: Any = tree
+        for part in loc[:-1]:
+            node = node[part] if isinstance(part, int) else node.setdefault(part, {})
+        node[loc[-1]] = value
+
+
+def _touches(path: str, key: str) -> bool:
+    """Whether two paths are the same, or one is above the other."""
+    return path == key or any(a.startswith((b + ".", b + "[")) for a, b in ((path, key), (key, path)))
+
+
+def _lines(items: Sequence[Problem]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{path}: {message}" if path else message for path, message in sorted(items)))
+
+
+def _error(problems: list[Problem], source: str | Path | Mapping[str, Any]) -> ConfigError:
+    return ConfigError(list(_lines(problems)), "" if isinstance(source, Mapping) else str(source))

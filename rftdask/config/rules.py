@@ -1,0 +1,432 @@
+"""Rules that join keys of several sections: what an absent key is filled with, and which values go together.
+
+Pure: a Config in, values or messages out. Each rule names the keys it reads; it is left out when one of them is broken.
+Every refusal shows its arithmetic.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.base import default_of
+from rftdask.config.mixture import (
+    EXPERT_RATIO,
+    demonstrations,
+    expert_ratio,
+    is_share,
+    num_experts,
+    num_own_rollouts,
+    with_experts,
+)
+from rftdask.config.schema_buffer import TasksetConfig
+from rftdask.config.schema_explorer import ExplorerConfig
+from rftdask.config.schema_run import Config
+from rftdask.config.source import Problem
+
+Fills = dict[tuple[str | int, ...], Any]
+"""Location -> value for a key that was absent."""
+
+
+def fill(config: Config) -> Fills:
+    """Values for the absent keys marked Filled. `config` has None there; what cannot be computed is left out."""
+    fills: Fills = {}
+    _fill_lengths(config, fills)
+    _fill_batches(config, fills)
+    _fill_synchronizer(config, fills)
+    _fill_gradient_norm(config, fills)
+    response = config.model.max_response_tokens or fills.get(("model", "max_response_tokens"))
+    repeat_times = config.algorithm.repeat_times or fills["algorithm", "repeat_times"]
+    source = config.buffer.explorer_input
+    here: tuple[str | int, ...] = ("buffer", "explorer_input")
+    if source.taskset is not None:
+        _fill_taskset(config, source.taskset, (*here, "taskset"), "taskset_0", repeat_times, response, fills)
+    for i, taskset in enumerate(source.tasksets):
+        _fill_taskset(config, taskset, (*here, "tasksets", i), f"taskset_{i}", repeat_times, response, fills)
+    for i, taskset in enumerate(source.eval_tasksets):
+        _fill_taskset(config, taskset, (*here, "eval_tasksets", i), f"eval_taskset_{i}", 1, response, fills)
+    return fills
+
+
+def _fill_lengths(config: Config, fills: Fills) -> None:
+    total, prompt, response = (
+        config.model.max_model_len,
+        config.model.max_prompt_tokens,
+        config.model.max_response_tokens,
+    )
+    if total is None and prompt is not None and response is not None:
+        fills["model", "max_model_len"] = prompt + response
+    if total is not None and prompt is None:
+        fills["model", "max_prompt_tokens"] = total - response if response is not None else total // 2
+    if total is not None and response is None:
+        fills["model", "max_response_tokens"] = total - (prompt if prompt is not None else total // 2)
+
+
+def _fill_batches(config: Config, fills: Fills) -> None:
+    info = ALGORITHMS[config.algorithm.algorithm_type]
+    repeat_times = config.algorithm.repeat_times
+    if repeat_times is None:
+        repeat_times = fills["algorithm", "repeat_times"] = info.repeat_times
+    strategy = config.algorithm.sample_strategy
+    if strategy is None:
+        strategy = fills["algorithm", "sample_strategy"] = info.sample_strategy
+    if config.buffer.train_batch_size is None:
+        rollouts = config.buffer.batch_size * (repeat_times if info.schema == "experience" else 1)
+        ratio = expert_ratio(config) if strategy == "mix" else 0.0
+        fills["buffer", "train_batch_size"] = with_experts(rollouts, ratio)
+    source = config.buffer.trainer_input
+    if source.experience_buffer.storage_type is None:
+        storage_type = "queue" if info.schema == "experience" else "file"
+        fills["buffer", "trainer_input", "experience_buffer", "storage_type"] = storage_type
+    for name, buffer in source.auxiliary_buffers.items():
+        if buffer.storage_type is None:
+            fills["buffer", "trainer_input", "auxiliary_buffers", name, "storage_type"] = "file"
+
+
+def _fill_synchronizer(config: Config, fills: Fills) -> None:
+    for key in ("explorer_sync_interval", "trainer_sync_interval"):
+        if getattr(config.synchronizer, key) is None:
+            fills["synchronizer", key] = config.synchronizer.sync_interval
+    bound = (config.algorithm.sample_strategy_args or {}).get("max_staleness")
+    strategy = config.algorithm.sample_strategy or ALGORITHMS[config.algorithm.algorithm_type].sample_strategy
+    if strategy in _BOUNDED and config.synchronizer.max_staleness is None:
+        fills["synchronizer", "max_staleness"] = bound if _is_natural(bound) else None
+
+
+def _fill_gradient_norm(config: Config, fills: Fills) -> None:
+    ours, reference = config.trainer.grad_clip, config.algorithm.optimizer.clip_grad
+    if ours is None:
+        fills["trainer", "grad_clip"] = 1.0 if reference is None else reference
+    if reference is None:
+        fills["algorithm", "optimizer", "clip_grad"] = 1.0 if ours is None else ours
+
+
+def _fill_taskset(
+    config: Config,
+    taskset: TasksetConfig,
+    loc: tuple[str | int, ...],
+    name: str,
+    repeat_times: int,
+    max_tokens: int | None,
+    fills: Fills,
+) -> None:
+    source = config.buffer.explorer_input
+    workflow = source.default_workflow_type
+    if "eval_tasksets" in loc:
+        workflow = source.default_eval_workflow_type or workflow
+    values = {
+        ("name",): name,
+        ("repeat_times",): repeat_times,
+        ("default_workflow_type",): workflow,
+        ("default_reward_fn_type",): source.default_reward_fn_type,
+        ("rollout_args", "temperature"): config.model.temperature,
+        ("rollout_args", "top_p"): config.model.top_p,
+        ("rollout_args", "top_k"): config.model.top_k,
+        ("rollout_args", "max_tokens"): max_tokens,
+    }
+    for keys, value in values.items():
+        holder = taskset.rollout_args if keys[0] == "rollout_args" else taskset
+        if getattr(holder, keys[-1]) is None and value is not None:
+            fills[loc + keys] = value
+
+
+_BOUNDED = ("staleness_control", "mix")
+"""Sample strategies that take a max_staleness."""
+
+_EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
+"""Moving the default is not worth a warning."""
+
+Rule = Callable[[Config], Iterator[Problem]]
+RULES: list[tuple[tuple[str, ...], Rule]] = []
+"""(keys it reads, the rule)."""
+
+
+def rule(*reads: str) -> Callable[[Rule], Rule]:
+    """Registers a rule that yields (path, message) for every refusal."""
+
+    def register(function: Rule) -> Rule:
+        RULES.append((reads, function))
+        return function
+
+    return register
+
+
+@rule("model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens", "model.min_response_tokens")
+def _lengths_fit(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.max_model_len is None:
+        yield "model.max_model_len", "required, unless max_prompt_tokens and max_response_tokens are both given"
+        return
+    needed = model.max_prompt_tokens + model.max_response_tokens
+    if needed > model.max_model_len:
+        yield (
+            "model.max_model_len",
+            f"max_prompt_tokens {model.max_prompt_tokens} + max_response_tokens {model.max_response_tokens} = {needed} "
+            f"exceeds max_model_len {model.max_model_len}; lower one of them or raise max_model_len",
+        )
+    if model.min_response_tokens > model.max_response_tokens:
+        yield (
+            "model.min_response_tokens",
+            f"{model.min_response_tokens} exceeds max_response_tokens {model.max_response_tokens}",
+        )
+
+
+@rule("mode", "algorithm.algorithm_type")
+def _mode_fits_algorithm(config: Config) -> Iterator[Problem]:
+    schema = config.algorithm.schema_type
+    if schema != "experience" and config.mode in ("both", "explore"):
+        yield (
+            "mode",
+            f"{config.mode} makes rollouts, and {config.algorithm.algorithm_type} learns from a dataset; "
+            "use mode train (bench to evaluate its checkpoints)",
+        )
+
+
+@rule("mode", "algorithm.algorithm_type", "buffer.explorer_input")
+def _data_fits_mode(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    at = "buffer.explorer_input"
+    if source.taskset is not None and source.tasksets:
+        yield f"{at}.tasksets", "given beside taskset; give one of them"
+    explores = config.mode in ("both", "explore") and config.algorithm.schema_type == "experience"
+    if explores and not source.train_tasksets:
+        yield f"{at}.taskset.path", f"required in mode {config.mode}: the tasks to explore"
+    if config.mode == "bench" and not source.eval_tasksets:
+        yield f"{at}.eval_tasksets", "required in mode bench: what to evaluate"
+    names = [taskset.name for taskset in (*source.train_tasksets, *source.eval_tasksets)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield at, f"{names.count(name)} tasksets are named {name!r}; each needs a name of its own"
+
+
+@rule("mode", "algorithm.algorithm_type", "buffer.trainer_input")
+def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
+    if config.mode != "train":
+        return
+    buffer = config.buffer.trainer_input.experience_buffer
+    at = "buffer.trainer_input.experience_buffer"
+    algorithm = config.algorithm.algorithm_type
+    if config.algorithm.schema_type == "experience" and buffer.storage_type == "file":
+        yield f"{at}.storage_type", f"{algorithm} learns from rollouts, which are in the experience log; use queue"
+    if config.algorithm.schema_type != "experience" and buffer.storage_type != "file":
+        yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file"
+    if config.algorithm.schema_type != "experience" and not buffer.path:
+        yield f"{at}.path", f"required for {algorithm}: the dataset to learn from"
+
+
+@rule(
+    "algorithm.algorithm_type",
+    "algorithm.repeat_times",
+    "algorithm.sample_strategy",
+    "algorithm.sample_strategy_args",
+    "buffer.train_batch_size",
+    "buffer.batch_size",
+)
+def _groups_are_whole(config: Config) -> Iterator[Problem]:
+    if config.algorithm.schema_type != "experience":
+        return
+    size, group = config.buffer.train_batch_size, config.algorithm.repeat_times
+    own, experts = num_own_rollouts(config), num_experts(config)
+    if experts and (own < group or own % group):
+        yield (
+            "buffer.train_batch_size",
+            f"{size} - {experts} demonstrations (expert_data_ratio {expert_ratio(config)}) = {own} rollouts, which is "
+            f"no multiple of algorithm.repeat_times {group}, and groups are never split; leave it out for "
+            "the size that fits batch_size",
+        )
+    elif not experts and size % group:
+        below, above = size // group * group, (size // group + 1) * group
+        yield (
+            "buffer.train_batch_size",
+            f"{size} is not a multiple of algorithm.repeat_times {group}, and groups are never split; "
+            f"use {f'{below} or {above}' if below else above}",
+        )
+
+
+@rule("algorithm.optimizer.clip_grad", "trainer.grad_clip")
+def _one_gradient_norm(config: Config) -> Iterator[Problem]:
+    ours, reference = config.trainer.grad_clip, config.algorithm.optimizer.clip_grad
+    if ours != reference:
+        yield (
+            "trainer.grad_clip",
+            f"{ours} differs from algorithm.optimizer.clip_grad {reference}, and both are the same limit; give one",
+        )
+
+
+@rule("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
+def _one_staleness(config: Config) -> Iterator[Problem]:
+    args = config.algorithm.sample_strategy_args
+    if config.algorithm.sample_strategy not in _BOUNDED or not args or "max_staleness" not in args:
+        return
+    at = "algorithm.sample_strategy_args.max_staleness"
+    bound, ours = args["max_staleness"], config.synchronizer.max_staleness
+    if not _is_natural(bound):
+        yield at, f"{bound!r} is not a whole number of at least 0"
+    elif ours is not None and ours != bound:
+        yield at, f"{bound} differs from synchronizer.max_staleness {ours}, and both are the same bound; give one"
+
+
+@rule("algorithm.sample_strategy", "algorithm.sample_strategy_args")
+def _strategy_arguments_are_known(config: Config) -> Iterator[Problem]:
+    known = {
+        "staleness_control": {"max_staleness"},
+        "mix": {"max_staleness", "expert_data_ratio", "sft_dataset_name"},
+    }.get(config.algorithm.sample_strategy or "default", set())
+    for key in sorted(set(config.algorithm.sample_strategy_args or {}) - known):
+        takes = ", ".join(sorted(known)) or "no arguments"
+        yield (
+            f"algorithm.sample_strategy_args.{key}",
+            f"unknown key; sample_strategy {config.algorithm.sample_strategy or 'default'} takes {takes}",
+        )
+
+
+@rule("mode", "algorithm", "buffer.trainer_input")
+def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
+    algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
+    mixes = ALGORITHMS[algorithm].sample_strategy == "mix"
+    if mixes != (strategy == "mix"):
+        yield (
+            "algorithm.sample_strategy",
+            f"{strategy} does not go with {algorithm}; "
+            + ("leave it out" if mixes else "mix is for the algorithms mix and mix_chord"),
+        )
+    if strategy != "mix":
+        return
+    ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
+    if not is_share(ratio):
+        yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number from 0 to below 1"
+    buffer = config.buffer.trainer_input.auxiliary_buffers.get(demonstrations(config))
+    at = f"buffer.trainer_input.auxiliary_buffers.{demonstrations(config)}"
+    if config.mode in ("both", "train") and (buffer is None or not buffer.path):
+        yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
+    elif buffer is not None and buffer.storage_type != "file":
+        yield f"{at}.storage_type", "demonstrations are a dataset; use file"
+
+
+@rule("mode", "algorithm", "explorer.auxiliary_models")
+def _teacher_is_there(config: Config) -> Iterator[Problem]:
+    models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
+    algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
+    if config.algorithm.needs_teacher and config.mode in ("both", "train"):
+        if len(models) != 1 or not models[0].model_path:
+            yield at, f"{algorithm} learns from one teacher; give [{{model_path: ...}}]"
+    elif models and not config.algorithm.needs_teacher:
+        yield (
+            at,
+            f"models beside the policy are not available in this release, but for a teacher, which {algorithm} has not",
+        )
+
+
+@rule("buffer.explorer_input", "algorithm.algorithm_type", "algorithm.repeat_times")
+def _only_eval_repeats(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    places = [f"tasksets[{i}]" for i in range(len(source.tasksets))] if source.taskset is None else ["taskset"]
+    for place, taskset in zip(places, source.train_tasksets, strict=True):
+        if taskset.repeat_times != config.algorithm.repeat_times:
+            yield (
+                f"buffer.explorer_input.{place}.repeat_times",
+                f"{taskset.repeat_times} differs from algorithm.repeat_times {config.algorithm.repeat_times}, "
+                "which decides for training; leave it out",
+            )
+
+
+@rule("buffer")
+def _selectors_go_together(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    at = "buffer.explorer_input"
+    selectors = [taskset.data_selector for taskset in source.train_tasksets]
+    types = {selector.selector_type for selector in selectors}
+    if "random" in types and len(types) > 1:
+        yield at, f"random cannot be mixed with other selectors ({', '.join(sorted(types))}); use one for all tasksets"
+    seeds = sorted({s.seed for s in selectors if s.selector_type in ("shuffle", "random")})
+    if len(seeds) > 1:
+        yield at, f"data_selector.seed differs between tasksets ({seeds}); give one, their orders differ anyway"
+    for selector in selectors:
+        if selector.selector_type == "offline_easy2hard" and not selector.feature_keys:
+            yield at, "data_selector.feature_keys is required for offline_easy2hard: columns that tell the difficulty"
+        if selector.selector_type == "difficulty_based" and len(selector.feature_keys) != 2:
+            yield at, "data_selector.feature_keys must be two columns for difficulty_based: weak and strong pass rates"
+        if selector.selector_type != "difficulty_based" and selector.kwargs:
+            yield at, f"data_selector.kwargs: {selector.selector_type} takes no arguments"
+
+
+@rule("buffer")
+def _difficulty_is_for_tasks(config: Config) -> Iterator[Problem]:
+    source, buffers = config.buffer.explorer_input, config.buffer.trainer_input
+    types = [taskset.data_selector.selector_type for taskset in source.train_tasksets]
+    if "difficulty_based" in types and len(types) > 1:
+        yield (
+            "buffer.explorer_input",
+            f"difficulty_based is for one taskset, and there are {len(types)}; merge them or use shuffle",
+        )
+    others = [("eval_tasksets", taskset.data_selector) for taskset in source.eval_tasksets]
+    others += [(b.name, b.data_selector) for b in (buffers.experience_buffer, *buffers.auxiliary_buffers.values())]
+    for where, selector in others:
+        if selector.selector_type in ("offline_easy2hard", "difficulty_based"):
+            yield "buffer", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def stages_differ(config: Config) -> Iterator[Problem]:
+    """(path, message) of stages that would share a folder. Not in RULES: it is about the stages together."""
+    names = [stage.stage_name for stage in config.stages]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield "stages", f"{names.count(name)} stages are named {name!r}; each needs a name of its own"
+
+
+def warn(config: Config) -> Iterator[Problem]:
+    """(path, message) of what is accepted and may surprise."""
+    info = ALGORITHMS[config.algorithm.algorithm_type]
+    buffer = config.buffer
+    if info.grouped and config.algorithm.repeat_times < 2 and config.mode != "bench":
+        yield (
+            "algorithm.repeat_times",
+            f"{config.algorithm.repeat_times}: {config.algorithm.algorithm_type} compares the rollouts of a task, "
+            "so a lone one teaches nothing; use 2 or more",
+        )
+    if buffer.total_steps is not None and buffer.total_epochs != 1:
+        yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
+    if info.schema == "experience" and buffer.trainer_input.experience_buffer.path:
+        yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
+    interval, wanted = eval_interval(config), config.explorer.eval_interval
+    if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
+        yield (
+            "explorer.eval_interval",
+            f"{wanted} is not a multiple of explorer_sync_interval "
+            f"{config.synchronizer.explorer_sync_interval}: evaluated every {interval} steps",
+        )
+    yield from _idle_boundaries(config)
+    if config.model.critic_model_path and not info.critic:
+        yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
+    if config.trainer.trainer_strategy in ("fsdp", "fsdp2"):
+        yield "trainer.trainer_strategy", f"{config.trainer.trainer_strategy} is the same as single with one rank"
+    if config.model.custom_chat_template and config.model.chat_template_path:
+        yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
+    if not config.continue_from_checkpoint and config.mode == "bench":
+        yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _idle_boundaries(config: Config) -> Iterator[Problem]:
+    """In style fixed no side waits for what the other cannot have made; but then some boundaries bring nothing new."""
+    sync = config.synchronizer
+    if config.mode != "both" or sync.sync_style != "fixed":
+        return
+    rollouts = config.buffer.batch_size * config.algorithm.repeat_times
+    made = sync.explorer_sync_interval * rollouts
+    needed = sync.trainer_sync_interval * num_own_rollouts(config)
+    if made < needed:
+        yield (
+            "synchronizer.explorer_sync_interval",
+            "not every synchronization brings new weights: between two of them the explorer makes "
+            f"explorer_sync_interval {sync.explorer_sync_interval} x batch_size {config.buffer.batch_size} x "
+            f"repeat_times {config.algorithm.repeat_times} = {made} experiences, and new weights need "
+            f"trainer_sync_interval {sync.trainer_sync_interval} x train_batch_size {num_own_rollouts(config)} = "
+            f"{needed}; with {-(-needed // rollouts)} each would",
+        )
+
+
+def eval_interval(config: Config) -> int:
+    """Explore steps between evaluations: a multiple of the explorer's synchronization interval, at least one."""
+    every = config.synchronizer.explorer_sync_interval
+    return max(config.explorer.eval_interval // every, 1) * every

@@ -1,0 +1,80 @@
+"""Ways through a schema of sections: every key, the key at a place, where a name is used. Knows no key."""
+
+from collections.abc import Iterator
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from rftdask.config.base import Derived, Renamed, Secret, Section, child_of, marks_of
+
+Location = tuple[str | int, ...]
+"""Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""
+
+
+def join(loc: Location) -> str:
+    """("tasksets", 0, "path") -> "tasksets[0].path"."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def walk(schema: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below `schema` with its dotted path, sections before their keys; those in a list as name[].key."""
+    for key, info in schema.model_fields.items():
+        where = f"{path}.{key}" if path else key
+        yield where, info
+        child = child_of(info)
+        if child:
+            yield from walk(child[1], where + {"section": "", "list": "[]", "dict": ".<name>"}[child[0]])
+
+
+def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]:
+    """The deepest key of the schema on the way along `loc`, and its location."""
+    found: tuple[Location, FieldInfo] | None = None
+    cls: type[Section] | None = schema
+    for depth, part in enumerate(loc):
+        if cls is None:
+            break
+        if isinstance(part, str) and part in cls.model_fields:
+            info = cls.model_fields[part]
+            found = loc[: depth + 1], info
+            child = child_of(info)
+            cls = child[1] if child else None
+    assert found is not None, loc
+    return found
+
+
+def settable_keys(cls: type[Section]) -> list[str]:
+    """The keys of a section that are the user's."""
+    hidden = Derived | Secret | Renamed
+    return [k for k, info in cls.model_fields.items() if not any(isinstance(mark, hidden) for mark in marks_of(info))]
+
+
+@cache
+def sections_with(schema: type[Section]) -> dict[str, list[str]]:
+    """Key name -> paths of the sections that have it."""
+    index: dict[str, list[str]] = {}
+    for path, info in walk(schema):
+        section, _, key = path.rpartition(".")
+        if not any(isinstance(mark, Derived) for mark in marks_of(info)):
+            index.setdefault(key, []).append(section or "the top level")
+    return index
+
+
+def is_number(info: FieldInfo) -> bool:
+    """Whether a key holds an int or float (YAML's true is neither)."""
+    types = set(_types(info.annotation))
+    return bool(types & {int, float}) and bool not in types
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _types(part)
+    elif get_origin(annotation) is Annotated:
+        yield from _types(get_args(annotation)[0])
+    else:
+        yield annotation

@@ -1,0 +1,103 @@
+"""Section `algorithm`: what is optimized and by which rule. Names of functions are checked by rftdask.algorithm."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rftdask.config.algorithms import ALGORITHMS, ALIASES, BASELINE_ADVANTAGES, TEACHER_ADVANTAGES
+from rftdask.config.base import Aliases, Count, Filled, Free, Later, Renamed, Section, absent
+
+_TWINS = Aliases(ALIASES, "the *_verl twins are deprecated")
+
+
+class OptimizerConfig(Section):
+    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are optimizer steps."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = Field(default=-1, ge=-1)
+    """Steps of linear warm-up from 0. -1: `lr_warmup_steps_ratio` decides."""
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Warm-up as a share of all steps, used when `lr_warmup_steps` is -1."""
+    min_lr_ratio: float = Field(default=0.01, ge=0, le=1)
+    """Where the cosine schedule ends, as a share of `lr`."""
+    warmup_style: Annotated[Any, Renamed("lr_scheduler_type")] = None
+    """Old name of `lr_scheduler_type`."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Schedule after the warm-up."""
+    optimizer_type: Literal["adam", "adamw"] = "adam"
+    """Both names mean AdamW: weight decay is decoupled from the gradient."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
+    """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""
+
+
+class AlgorithmConfig(Section):
+    """`algorithm`: a name chooses defaults for everything else in the section; None means the algorithm's default."""
+
+    algorithm_type: Annotated[
+        Literal[tuple(sorted(ALGORITHMS))],  # type: ignore[valid-type]  # the table is the one list of names
+        _TWINS,
+    ] = "grpo"
+    """Name of the algorithm, one of `rftdask.config.algorithms.ALGORITHMS`."""
+    repeat_times: Annotated[Count, Filled("the algorithm's default")] = absent()
+    """Rollouts of each task, the size of a group. None: the algorithm's default (grpo 8)."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning rate schedule."""
+    sample_strategy: Annotated[
+        Literal["default", "staleness_control", "mix"],
+        Filled("the algorithm's default"),
+        Aliases({"warmup": "default"}, "warmup is deprecated"),
+    ] = absent()
+    """How batches are made: default (oldest rollouts first), staleness_control (none too old), or mix (mix, mix_chord:
+    demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts)."""
+    sample_strategy_args: Free | None = None
+    """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
+    sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in."""
+    advantage_fn: Annotated[str | None, _TWINS] = None
+    """Name of the advantage function."""
+    advantage_fn_args: Free | None = None
+    """Its arguments; those not given keep their defaults."""
+    kl_penalty_fn: str | None = None
+    """Name of the KL estimate subtracted from the reward; "none" for no penalty."""
+    kl_penalty_fn_args: Free | None = None
+    """Its arguments, for example {kl_coef: 0.001}."""
+    policy_loss_fn: str | None = None
+    """Name of the policy loss."""
+    policy_loss_fn_args: Free | None = None
+    """Its arguments, for example {clip_range: 0.2}; those not given keep their defaults."""
+    kl_loss_fn: str | None = None
+    """Name of the KL estimate added to the loss; "none" for no such term, then no reference model is loaded."""
+    kl_loss_fn_args: Free | None = None
+    """Its arguments, for example {kl_coef: 0.001}."""
+    entropy_loss_fn: str | None = None
+    """Name of the entropy term; "none" for no such term."""
+    entropy_loss_fn_args: Free | None = None
+    """Its arguments, for example {entropy_coef: 0.0}."""
+    loss_agg_mode: str | None = None
+    """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean, ..."""
+    enable_router_replay: Annotated[bool, Later("router replay of mixture-of-experts models")] = False
+    """Replay in training the expert choices made in the rollout."""
+    bypass_old_logprobs: bool = True
+    """True: ratios are taken to the log-probabilities recorded in the rollout. False: to those of the trainer's weights
+    before the step, so that every ratio begins at 1."""
+    rollout_correction: Free | None = None
+    """Importance correction between engine and trainer, for example {method: truncate, level: token, high: 2.0}."""
+
+    @property
+    def schema_type(self) -> str:
+        """What the algorithm trains on: experience, sft, dpo or cpt."""
+        return ALGORITHMS[self.algorithm_type].schema
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it learns from the log-probabilities of a second model."""
+        return (self.advantage_fn or self.algorithm_type) in TEACHER_ADVANTAGES
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every task has one more, greedy rollout, whose reward is the baseline of the others."""
+        return (self.advantage_fn or self.algorithm_type) in BASELINE_ADVANTAGES

@@ -1,0 +1,234 @@
+"""Section `buffer`: tasks in, experiences out. Names of workflows and rewards are checked by rftdask.explorer."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rftdask.config.base import (
+    Count,
+    Derived,
+    Filled,
+    Free,
+    Ignored,
+    Later,
+    Natural,
+    Seconds,
+    Section,
+    absent,
+    no_items,
+)
+
+_IMAGES = Later("images and videos")
+
+
+class FormatConfig(Section):
+    """`format`: which column of a dataset means what."""
+
+    prompt_type: Literal["messages", "plaintext"] = "messages"
+    """sft: messages (a chat in `messages_key`) or plaintext (`prompt_key` and `response_key`). dpo: the same, with
+    `chosen_key` and `rejected_key` in place of the response. cpt: plaintext in `prompt_key`, whatever is set here."""
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+    response_key: str = "response"
+    """Column of the response or the true answer."""
+    system_prompt_key: str | None = None
+    """Column of a system prompt for each row."""
+    system_prompt: str | None = None
+    """One system prompt for all rows."""
+    messages_key: str = "message"
+    """Column of the chat, a list of {role, content}."""
+    tools_key: str = "tools"
+    """Column of the tools, a list of JSON schemas."""
+    image_key: Annotated[str | None, _IMAGES] = None
+    """Column of images."""
+    video_key: Annotated[str | None, _IMAGES] = None
+    """Column of videos."""
+    reply_prefix: str | None = None
+    """Text the response begins with; it is part of the prompt."""
+    workflow_key: str = ""
+    """Column that names the workflow of a row. Empty: the taskset's workflow."""
+    reward_fn_key: str = ""
+    """Column that names the reward function of a row. Empty: the taskset's reward function."""
+    chosen_key: str = "chosen"
+    """dpo: column of the better response."""
+    rejected_key: str = "rejected"
+    """dpo: column of the worse response."""
+    enable_concatenated_multi_turn: Annotated[bool, Later("sft on all turns of a chat at once")] = False
+    """Train every assistant turn of a chat in one sequence."""
+    chat_template: Annotated[str | None, Later("a chat template for one dataset")] = None
+    """Chat template of this dataset."""
+    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
+    """Value given to the chat template."""
+
+
+class RolloutArgs(Section):
+    """`rollout_args`: sampling of one taskset. None: what `model` says."""
+
+    temperature: Annotated[float, Filled("model.temperature")] = absent(ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Filled("model.top_p")] = absent(gt=0, le=1)
+    """Probability mass sampled from."""
+    top_k: Annotated[int, Filled("model.top_k")] = absent(ge=-1)
+    """Number of tokens sampled from; -1 is all."""
+    logprobs: Annotated[Natural, Ignored("the log-probability of every sampled token is always recorded")] = 0
+    """Log-probabilities of this many alternatives."""
+    max_tokens: Annotated[Count, Filled("model.max_response_tokens")] = absent()
+    """Longest response in tokens."""
+    n: Annotated[Any, Derived()] = None
+    """Derived: see `repeat_times`."""
+
+
+class DataSelectorConfig(Section):
+    """`data_selector`: the order in which rows are taken."""
+
+    selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
+    """sequential: as stored; shuffle: a new order each epoch; random: drawn with replacement; offline_easy2hard, for
+    training tasksets: by `feature_keys`, largest first, the same in each epoch; difficulty_based, for one training
+    taskset: the tasks whose pass rate, as learned so far, is near a target. Others may differ between tasksets, but for
+    random."""
+    seed: int = 42
+    """Seed of shuffle and random; one for all training tasksets."""
+    feature_keys: tuple[str, ...] = ()
+    """offline_easy2hard: columns of numbers, larger is easier; ties go by the next column, then later rows first.
+    difficulty_based: two columns, the pass rates of a weak and of a strong model."""
+    kwargs: Free = no_items()
+    """Arguments of difficulty_based: target_reward, tau, do_sample, m, lamb, rho, adaptive_rho, cap_discount, seed."""
+
+
+class TasksetConfig(Section):
+    """`taskset`, an item of `tasksets` or of `eval_tasksets`: where tasks come from and how they are run."""
+
+    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=r"^[^/\\]+$")
+    """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
+    storage_type: Annotated[Literal["file"], Later("tasks from a database", ("sql",))] = "file"
+    """What `path` is."""
+    path: str = Field(min_length=1)
+    """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, or reasoning-gym:<dataset>."""
+    dataset_args: Free = no_items()
+    """Arguments of a generated dataset, for example {size: 500, seed: 1} for reasoning-gym."""
+    split: str = "train"
+    """Split of the dataset."""
+    subset_name: str | None = None
+    """Configuration of a Hub dataset, for example "main"."""
+    format: FormatConfig = FormatConfig()
+    """Meaning of the columns."""
+    default_workflow_type: Annotated[str | None, Filled("explorer_input")] = None
+    """Workflow of this taskset. None: `explorer_input.default_workflow_type`, for eval `default_eval_workflow_type`."""
+    default_reward_fn_type: Annotated[str | None, Filled("explorer_input")] = None
+    """Reward function of this taskset. None: `explorer_input.default_reward_fn_type`."""
+    rollout_args: RolloutArgs = RolloutArgs()
+    """Sampling of this taskset."""
+    workflow_args: Free = no_items()
+    """Arguments of the workflow."""
+    reward_fn_args: Free = no_items()
+    """Arguments of the reward function."""
+    data_selector: DataSelectorConfig = DataSelectorConfig()
+    """Order of the tasks."""
+    repeat_times: Annotated[Count, Filled("algorithm.repeat_times; eval: 1")] = absent()
+    """Rollouts of each task. Only eval tasksets may set it; training uses `algorithm.repeat_times`."""
+    enable_progress_bar: Annotated[bool, Ignored("there is one progress display for the whole run")] = False
+    """Progress bar of the reader."""
+    max_retry_times: Annotated[Natural, Ignored("reads are retried by the storage layer")] = 3
+    """Retries of a failed read."""
+    max_retry_interval: Annotated[float, Ignored("reads are retried by the storage layer")] = 1.0
+    """Seconds between retries."""
+
+
+class ExplorerInput(Section):
+    """`buffer.explorer_input`: the tasks the explorers work on."""
+
+    taskset: TasksetConfig | None = None
+    """The training tasks, when there is one taskset."""
+    tasksets: tuple[TasksetConfig, ...] = ()
+    """The training tasks, when there are several. Not both."""
+    eval_tasksets: tuple[TasksetConfig, ...] = ()
+    """Tasks for evaluation."""
+    default_workflow_type: str | None = None
+    """Workflow of tasksets that name none. None: the explorer's simple workflow."""
+    default_eval_workflow_type: str | None = None
+    """The same for evaluation. None: `default_workflow_type`."""
+    default_reward_fn_type: str | None = None
+    """Reward function of tasksets that name none. None: the workflow's own."""
+
+    @property
+    def train_tasksets(self) -> tuple[TasksetConfig, ...]:
+        """The training tasksets, whichever key they were given in."""
+        return (self.taskset,) if self.taskset is not None else self.tasksets
+
+
+class ReplayConfig(Section):
+    """`replay_buffer`: train on an experience more than once."""
+
+    enable: bool = False
+    """Use it."""
+    priority_fn: str = "linear_decay"
+    """Order of experiences."""
+    reuse_cooldown_time: float | None = None
+    """Seconds before an experience may be used again."""
+    priority_fn_args: Free = Field(default_factory=lambda: {"decay": 2.0})
+    """Arguments of the order."""
+
+
+class ExperienceBufferConfig(Section):
+    """`buffer.trainer_input.experience_buffer`: what the trainer reads."""
+
+    name: str = "experience_buffer"
+    """Name in messages."""
+    storage_type: Annotated[
+        Literal["queue", "file"],
+        Filled("file for sft, else queue"),
+        Later("experiences in a database", ("sql",)),
+    ] = absent()
+    """queue: the experience log of the run. file: the dataset at `path`, for sft, dpo and cpt."""
+    path: str | None = None
+    """Dataset of storage_type file: local file or folder, or a name on the Hub."""
+    capacity: Annotated[Count, Ignored("the log keeps everything; see synchronizer.max_staleness for the lead")] = 10000
+    """Most items in the queue."""
+    max_read_timeout: Seconds = 1800.0
+    """Seconds the trainer waits for a full batch before it gives up."""
+    replay_buffer: Annotated[ReplayConfig, Later("replaying experiences")] = ReplayConfig()
+    """Train on an experience more than once."""
+    split: str = "train"
+    """Split of the dataset."""
+    subset_name: str | None = None
+    """Configuration of a Hub dataset."""
+    format: FormatConfig = FormatConfig()
+    """Meaning of the columns."""
+    data_selector: DataSelectorConfig = DataSelectorConfig()
+    """Order of the rows."""
+    schema_type: Annotated[Any, Derived()] = None
+    """Derived from the algorithm."""
+    index: Annotated[Any, Derived()] = None
+    """Derived."""
+    batch_size: Annotated[Any, Derived()] = None
+    """Derived from `buffer.train_batch_size`."""
+    tokenizer_path: Annotated[Any, Derived()] = None
+    """Derived from `model.model_path`."""
+
+
+class TrainerInput(Section):
+    """`buffer.trainer_input`: what the trainer reads."""
+
+    experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
+    """The main input."""
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = no_items()
+    """Datasets by name, in the format of sft; sample_strategy mix takes its demonstrations from one of them."""
+
+
+class BufferConfig(Section):
+    """`buffer`: sizes of batches, length of the run, and its data."""
+
+    batch_size: Count = 1
+    """Tasks in one explore step."""
+    train_batch_size: Annotated[Natural, Filled("batch_size x repeat_times", zero=True)] = absent()
+    """Experiences in one train step; the part of the rollouts is a multiple of `algorithm.repeat_times`. sft, cpt, dpo:
+    rows of the dataset, for dpo pairs. None or 0: batch_size x repeat_times (sft, cpt, dpo: batch_size), and
+    the demonstrations of mix."""
+    total_epochs: Count = 1
+    """Passes over the training tasks, or over the dataset."""
+    total_steps: Count | None = None
+    """Explore steps (sft: train steps). Not None: it decides in place of `total_epochs`."""
+    explorer_input: ExplorerInput = ExplorerInput()
+    """Tasks."""
+    trainer_input: TrainerInput = TrainerInput()
+    """Experiences."""

@@ -1,0 +1,202 @@
+"""Section `explorer`: the engines that sample, and the limits of a rollout."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rftdask.config.base import Count, Derived, Free, Ignored, Later, Natural, Seconds, Secret, Section, no_items
+
+_VLLM = Later("vLLM and SGLang engines")
+_MODEL = Later("lengths and sampling of one engine; set the same key in section model")
+_TUNING = Ignored("it tunes vLLM, which this engine is not")
+_TOOLS = Later("tool parsers")
+_RUNNERS = Ignored("there are no runner processes: rollouts are concurrent coroutines")
+_SERVE = Ignored("only mode serve, which is not available, reads it")
+_OVER = Later("over-rollout")
+
+
+class InferenceModelConfig(Section):
+    """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`: engines that generate text."""
+
+    engine_type: Annotated[
+        Literal["transformers", "fake"],
+        Later("this engine", ("vllm", "vllm_async", "sglang", "tinker", "external")),
+    ] = "transformers"
+    """transformers: PyTorch on CPU or one GPU. fake: replies from a table, for tests."""
+    engine_num: Count = 1
+    """Engines, each a Dask worker of its own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights. auto: float32 on CPU, bfloat16 on GPU."""
+    seed: int = 42
+    """Seed of the sampling; every rollout gets its own stream from it."""
+    model_path: Annotated[str | None, _MODEL] = None
+    """Model of an auxiliary engine."""
+    name: Annotated[str | None, Later("auxiliary models")] = None
+    """Name of an auxiliary engine."""
+    tensor_parallel_size: Annotated[Count, _VLLM] = 1
+    """GPUs of one engine, splitting each layer."""
+    data_parallel_size: Annotated[Count, _VLLM] = 1
+    """Copies inside one engine."""
+    pipeline_parallel_size: Annotated[Count, _VLLM] = 1
+    """GPUs of one engine, splitting the stack of layers."""
+    enable_expert_parallel: Annotated[bool, _VLLM] = False
+    """Split the experts over the GPUs."""
+    extra_engine_args: Annotated[Free, _VLLM] = no_items()
+    """Further arguments of the engine."""
+    use_v1: Annotated[bool, _TUNING] = True
+    """vLLM version 1."""
+    enforce_eager: Annotated[bool, _TUNING] = False
+    """No CUDA graphs."""
+    enable_prefix_caching: Annotated[bool, _TUNING] = True
+    """Reuse the attention cache of equal prefixes."""
+    enable_chunked_prefill: Annotated[bool, _TUNING] = True
+    """Split long prompts."""
+    gpu_memory_utilization: Annotated[float, _TUNING] = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory."""
+    temperature: Annotated[float | None, _MODEL] = None
+    """See `model.temperature`."""
+    top_p: Annotated[float | None, _MODEL] = None
+    """See `model.top_p`."""
+    top_k: Annotated[int | None, _MODEL] = None
+    """See `model.top_k`."""
+    logprobs: Annotated[int | None, Ignored("the log-probability of every sampled token is always recorded")] = None
+    """Log-probabilities of this many alternatives."""
+    max_model_len: Annotated[Count | None, _MODEL] = None
+    """See `model.max_model_len`."""
+    max_prompt_tokens: Annotated[Count | None, _MODEL] = None
+    """See `model.max_prompt_tokens`."""
+    max_response_tokens: Annotated[Count | None, _MODEL] = None
+    """See `model.max_response_tokens`."""
+    min_response_tokens: Annotated[Natural | None, _MODEL] = None
+    """See `model.min_response_tokens`."""
+    enable_prompt_truncation: Annotated[bool | None, _MODEL] = None
+    """See `model.enable_prompt_truncation`."""
+    repetition_penalty: Annotated[float | None, _MODEL] = None
+    """See `model.repetition_penalty`."""
+    ignore_eos: Annotated[bool, Later("generating past the end of sequence")] = False
+    """Generate past the end of sequence."""
+    enable_multimodal: Annotated[bool, Later("images and videos")] = False
+    """Accept images and videos."""
+    chat_template: Annotated[str | None, Later("a chat template of one engine; set model.custom_chat_template")] = None
+    """Chat template of this engine."""
+    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
+    """Value given to the chat template."""
+    enable_history: Annotated[bool, Later("engines behind an OpenAI-compatible API")] = False
+    """Record what passes through the API."""
+    enable_openai_api: Annotated[bool, Later("engines behind an OpenAI-compatible API")] = False
+    """Serve an OpenAI-compatible API."""
+    enable_log_requests: Annotated[bool, _TUNING] = False
+    """Log every request."""
+    base_port: Annotated[int | None, Ignored("engines open no port")] = None
+    """First port of the engines."""
+    api_key: Annotated[Any, Secret("keys are read from environment variables")] = None
+    """Key of the engine's API."""
+    enable_auto_tool_choice: Annotated[bool, _TOOLS] = False
+    """Let the model choose tools."""
+    tool_call_parser: Annotated[str | None, _TOOLS] = None
+    """Parser of tool calls."""
+    reasoning_parser: Annotated[str | None, _TOOLS] = None
+    """Parser of reasoning."""
+    weight_sync_buffer_size: Annotated[Count, Ignored("weights travel through files")] = 1024
+    """MB of one batch of weights."""
+    bundle_indices: Annotated[Any, Derived()] = None
+    """Derived."""
+    nnodes: Annotated[Any, Derived()] = None
+    """Derived."""
+    node_rank: Annotated[Any, Derived()] = None
+    """Derived."""
+    enable_lora: Annotated[Any, Derived()] = None
+    """Derived."""
+    lora_modules: Annotated[Any, Derived()] = None
+    """Derived."""
+    lora_kwargs: Annotated[Any, Derived()] = None
+    """Derived."""
+
+
+class OverRolloutConfig(Section):
+    """`explorer.over_rollout`: do not wait for the slowest tasks."""
+
+    ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of tasks that may be missing."""
+    wait_after_min: float = 30.0
+    """Seconds to wait for the rest."""
+    return_partial_tasks: bool = False
+    """Keep the finished rollouts of unfinished tasks."""
+
+
+class DynamicTimeoutConfig(Section):
+    """`explorer.dynamic_timeout`: a time limit that follows the mean."""
+
+    enable: bool = False
+    """Use it."""
+    warmup_min_steps: Natural = 1
+    """Steps before it begins."""
+    ratio: float = Field(default=3.0, gt=0)
+    """Limit as a multiple of the mean time of a task."""
+
+
+class AuxiliaryModelConfig(InferenceModelConfig):
+    """An item of `explorer.auxiliary_models`: a frozen model beside the policy."""
+
+    model_path: str | None = None
+    """Folder in the Hugging Face layout, or a name on the Hub; of the same vocabulary as the policy."""
+    name: str | None = None
+    """Name in messages."""
+
+
+class ExplorerConfig(Section):
+    """`explorer`: how tasks become experiences."""
+
+    name: str = Field(default="explorer", pattern=r"^[^/\\]+$")
+    """Name in file names and metrics."""
+    tasks_per_batch: Count | None = None
+    """Tasks in one rollout batch, the unit of work sent to an engine. None: an even share of
+    an explore step for each engine, 64 at most."""
+    max_timeout: Seconds = 1800.0
+    """Seconds for one attempt at one rollout."""
+    max_retry_times: Natural = 2
+    """Further attempts after a failed one."""
+    env_vars: dict[str, str] = no_items()
+    """Environment of the explorer's processes. No secrets: they would be written beside the run."""
+    rollout_model: InferenceModelConfig = InferenceModelConfig()
+    """Engines of the policy."""
+    auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()
+    """The teacher of on_policy_distill and jsd; other models beside the policy are not available."""
+    eval_interval: Count = 100
+    """Explore steps between evaluations; lowered to a multiple of the explorer's synchronization interval."""
+    eval_on_startup: bool = True
+    """Evaluate the initial weights."""
+    bench_on_latest_checkpoint: bool = False
+    """Mode bench: only the newest checkpoint."""
+    runner_per_model: Annotated[Count, _RUNNERS] = 8
+    """Runner processes of each engine."""
+    runner_prepare_concurrency: Annotated[Count, _RUNNERS] = 8
+    """Runners started at once."""
+    runner_prepare_max_retries: Annotated[Natural, _RUNNERS] = 2
+    """Retries of a start."""
+    runner_num: Annotated[Count | None, _RUNNERS] = None
+    """Runner processes (deprecated)."""
+    concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], _RUNNERS] = "sequential"
+    """How a runner runs its rollouts."""
+    max_repeat_times_per_runner: Annotated[Count | None, _RUNNERS] = None
+    """Rollouts of a task in one runner."""
+    runner_state_report_interval: Annotated[Natural, _RUNNERS] = 0
+    """Seconds between reports of the runners."""
+    max_inflight_batches: Annotated[Count, Ignored("synchronizer.max_staleness bounds the lead")] = 2
+    """fully_async: most explore steps under way."""
+    over_rollout: Annotated[OverRolloutConfig, _OVER] = OverRolloutConfig()
+    """Do not wait for the slowest tasks."""
+    dynamic_timeout: Annotated[DynamicTimeoutConfig, Later("a time limit that follows the mean")] = (
+        DynamicTimeoutConfig()
+    )
+    """A time limit that follows the mean."""
+    proxy_port: Annotated[int, _SERVE] = 8010
+    """Port of the proxy."""
+    listen_address: Annotated[str, _SERVE] = "0.0.0.0"
+    """Address of the proxy."""
+    service_status_check_interval: Annotated[float, _SERVE] = 60.0
+    """Seconds between checks of the engines."""
+    min_running_model_num: Annotated[Count, _SERVE] = 1
+    """Engines that keep serving while others load weights."""
+    db_url: Annotated[str | None, _SERVE] = None
+    """Database of recorded requests."""

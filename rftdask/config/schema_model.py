@@ -1,0 +1,149 @@
+"""Sections `model` and `cluster`: what is trained, with which lengths and sampling, and on which machines."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rftdask.config.base import Count, Derived, Filled, Free, Ignored, Later, Natural, Section, absent, no_items
+
+
+class LoraConfig(Section):
+    """One item of `model.lora_configs`."""
+
+    name: str | None = None
+    """Name of the adapter."""
+    path: str | None = None
+    """Folder of a trained adapter to begin with. None: a fresh one."""
+    base_model_name: str | None = None
+    """Model the adapter was made for."""
+    lora_rank: Count = 32
+    """Rank of the update."""
+    lora_alpha: Count = 32
+    """Scale of the update, divided by the rank."""
+    lora_dtype: str = "auto"
+    """Data type of the adapter."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Which layers get an adapter."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Which layers get none."""
+    is_dummy: Annotated[Any, Derived()] = None
+    """Derived."""
+
+
+class TinkerConfig(Section):
+    """`model.tinker`: training through the Tinker service."""
+
+    enable: bool = False
+    """Use the service."""
+    rank: Count = 16
+    """LoRA rank."""
+    seed: int | None = None
+    """Seed of the adapter's initial weights."""
+    train_mlp: bool = True
+    """Train the MLP layers."""
+    train_attn: bool = True
+    """Train the attention layers."""
+    train_unembed: bool = True
+    """Train the output layer."""
+    base_url: str | None = None
+    """Address of the service."""
+
+
+class ExternalModelConfig(Section):
+    """`model.external_model`: a model behind an OpenAI-compatible API, for mode bench."""
+
+    enable: bool = False
+    """Use it."""
+    base_url_env: str = "OPENAI_BASE_URL"
+    """Environment variable that holds the address."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+    model_name: str | None = None
+    """Name of the model at the service."""
+
+
+_LORA = Later("LoRA")
+
+
+class ModelConfig(Section):
+    """`model`: the policy, its lengths in tokens and its sampling."""
+
+    model_path: str = Field(min_length=1)
+    """Folder in the Hugging Face layout, or a name on the Hugging Face Hub. The tokenizer comes from it too."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model. Off unless you trust its author."""
+    critic_model_path: str | None = None
+    """Model whose body the critic of ppo begins with. None or empty: `model_path`."""
+    custom_chat_template: str | None = None
+    """Jinja chat template used in place of the tokenizer's. Wins over `chat_template_path`."""
+    chat_template_path: str | None = None
+    """File that holds a chat template."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of training rollouts; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; 1 is all."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among this many likeliest tokens; -1 is all."""
+    logprobs: Annotated[Natural, Ignored("the log-probability of every sampled token is always recorded")] = 0
+    """Log-probabilities of this many alternatives."""
+    max_model_len: Annotated[int, Filled("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
+    """Longest sequence, prompt and response together. None: the sum of the two limits below."""
+    max_prompt_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
+    """Longest prompt. None: what `max_model_len` leaves, or half of it."""
+    max_response_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
+    """Longest response. None: what `max_model_len` leaves, or half of it."""
+    min_response_tokens: Natural = 0
+    """No end of sequence is sampled before this many tokens."""
+    enable_prompt_truncation: bool = True
+    """True: a prompt that is too long is cut and its rollout is not trained on. False: its task fails."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides the logits of tokens seen before; 1 is none."""
+    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
+    """Value given to the chat template. None: the template's own default."""
+    lora_configs: Annotated[tuple[LoraConfig, ...] | None, _LORA] = None
+    """Adapters to train in place of all weights."""
+    fully_sharded_loras: Annotated[bool, _LORA] = False
+    """vLLM: shard the adapters fully."""
+    max_cpu_loras: Annotated[Count | None, _LORA] = None
+    """vLLM: adapters kept in host memory."""
+    rope_scaling: Annotated[Free | None, Later("changing the rotary embedding")] = None
+    """Rotary embedding scaling, as in the model's config.json."""
+    rope_theta: Annotated[float | None, Later("changing the rotary embedding")] = None
+    """Rotary embedding base."""
+    tinker: Annotated[TinkerConfig, Later("the Tinker service")] = TinkerConfig()
+    """Training through the Tinker service."""
+    external_model: Annotated[ExternalModelConfig, Later("models behind an API")] = ExternalModelConfig()
+    """A model behind an API."""
+
+
+_OTHER_KINDS = ("local-cuda", "slurm", "pbs", "lsf", "sge", "oar", "htcondor", "moab", "kubernetes", "ssh", "existing")
+
+
+class ClusterConfig(Section):
+    """`cluster`: where the Dask workers live. How roles are placed on them follows from the other sections."""
+
+    type: Annotated[
+        Literal["local"],
+        Later("clusters other than one machine", _OTHER_KINDS),
+    ] = "local"
+    """Kind of cluster. local: processes on this machine."""
+    options: Annotated[Free, Later("clusters other than one machine")] = no_items()
+    """Arguments for the Dask cluster class of `type`."""
+    node_num: Natural = 0
+    """Number of machines. 0: detect."""
+    gpu_per_node: Natural = 0
+    """GPUs of each machine. 0: detect, which may find none."""
+    num_cpus: Count | None = None
+    """CPU cores to share out among the roles as threads. None: all cores of the machine."""
+    ray_address: Annotated[str, Ignored("there is no Ray; see cluster.type")] = "auto"
+    """Address of a Ray cluster."""
+    total_gpu_num: Annotated[Any, Derived()] = None
+    """Derived."""
+    rollout_gpu_num: Annotated[Any, Derived()] = None
+    """Derived."""
+    auxiliary_model_gpu_num: Annotated[Any, Derived()] = None
+    """Derived."""
+    explorer_gpu_num: Annotated[Any, Derived()] = None
+    """Derived."""
+    trainer_gpu_num: Annotated[Any, Derived()] = None
+    """Derived."""

@@ -1,0 +1,165 @@
+"""Sections `trainer` and `synchronizer`: how weights are made, kept and handed over."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rftdask.config.base import (
+    Aliases,
+    Count,
+    Derived,
+    Filled,
+    Free,
+    Ignored,
+    Later,
+    Natural,
+    Seconds,
+    Section,
+    absent,
+    no_items,
+)
+
+_PACKING = Ignored("it changes speed, never the loss; see trainer.micro_batch_size")
+_OFFLOAD = Ignored("nothing is offloaded; it would change memory, never the loss")
+
+
+class MegatronConfig(Section):
+    """`trainer.megatron`: how Megatron splits a model."""
+
+    tensor_model_parallel_size: Count = 1
+    """GPUs that split each layer."""
+    pipeline_model_parallel_size: Count = 1
+    """GPUs that split the stack of layers."""
+    virtual_pipeline_model_parallel_size: Count | None = None
+    """Slices of each pipeline stage."""
+    expert_model_parallel_size: Count = 1
+    """GPUs that split the experts."""
+    expert_tensor_parallel_size: Count | None = None
+    """GPUs that split each expert."""
+    context_parallel_size: Count = 1
+    """GPUs that split the sequence."""
+    sequence_parallel: bool = True
+    """Split activations along the sequence."""
+
+
+class CriticConfig(Section):
+    """`trainer.critic`: the value model of ppo, trained beside the policy with the optimizer's other settings."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Learning rate, constant."""
+    cliprange_value: float = Field(default=0.5, gt=0)
+    """A value may move this far from its old one before its loss stops pulling it further."""
+
+
+class TrainerConfig(Section):
+    """`trainer`: optimizer steps and checkpoints. Intervals are optimizer steps."""
+
+    name: str = Field(default="trainer", pattern=r"^[^/\\]+$")
+    """Name in file names and metrics."""
+    trainer_type: Annotated[
+        Literal["torch", "fake"],
+        Later("the Tinker service", ("tinker",)),
+        Aliases({"verl": "torch"}, "veRL is not used; our PyTorch trainer takes its place"),
+    ] = "torch"
+    """torch: our PyTorch trainer. fake: counts and publishes without learning, for tests."""
+    trainer_strategy: Annotated[Literal["single", "fsdp", "fsdp2"], Later("this strategy", ("ddp", "megatron"))] = (
+        "single"
+    )
+    """How ranks share the model. single: one rank. fsdp and fsdp2 mean the same as single while there is one rank."""
+    num_ranks: Annotated[Count | None, Later("more than one rank", allowed=(1,))] = None
+    """Ranks of the trainer. None: one. More come with the sharded strategies."""
+    micro_batch_size: Count | None = None
+    """Experiences in one forward and backward pass. None: as `max_token_len_per_gpu` allows."""
+    max_token_len_per_gpu: Count | None = None
+    """Tokens in one such pass, padding included. None: chosen by the trainer. The gradient does not depend on it."""
+    save_interval: Natural = 0
+    """Steps between checkpoints. 0: only after the last step."""
+    total_steps: Count | None = None
+    """Steps to train. None: until the experiences end."""
+    save_hf_checkpoint: Literal["last", "always", "never"] = "last"
+    """Which checkpoints hold a folder in the Hugging Face layout as well."""
+    grad_clip: Annotated[float, Filled("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
+    """Largest norm of the gradient; 0 means no limit."""
+    max_checkpoints_to_keep: Natural = 0
+    """Older checkpoints are removed. 0: all are kept."""
+    enable_preview: Annotated[bool, Ignored("look at the experience log instead")] = False
+    """Log samples of the batches."""
+    use_dynamic_bsz: Annotated[bool, _PACKING] = True
+    """Pack by tokens in place of sequences."""
+    use_remove_padding: Annotated[bool, _PACKING] = True
+    """Leave out padding."""
+    balance_batch: Annotated[bool, _PACKING] = True
+    """Even out tokens over the ranks."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of ppo."""
+    critic_warmup: Natural = 0
+    """First steps, which train the critic alone."""
+    ulysses_sequence_parallel_size: Annotated[Count, Later("splitting sequences over GPUs")] = 1
+    """GPUs that split the sequence."""
+    fix_actor_microbatch_loss_scale: Annotated[bool, Ignored("the loss is always normalized over the whole batch")] = (
+        False
+    )
+    """Correct the loss of uneven micro-batches."""
+    param_offload: Annotated[bool, _OFFLOAD] = False
+    """Weights in host memory."""
+    optimizer_offload: Annotated[bool, _OFFLOAD] = False
+    """Optimizer state in host memory."""
+    grad_offload: Annotated[bool, _OFFLOAD] = False
+    """Gradients in host memory."""
+    offload_policy: Annotated[bool, _OFFLOAD] = False
+    """Offload of fsdp2."""
+    save_strategy: Annotated[
+        Literal["single_thread", "single_process", "single_node", "unrestricted"],
+        Ignored("every rank writes its own files"),
+    ] = "unrestricted"
+    """Who may write at once."""
+    megatron: Annotated[MegatronConfig, Later("Megatron")] = MegatronConfig()
+    """How Megatron splits a model."""
+    trainer_config: Annotated[Free, Ignored("it configures veRL, which is not used")] = no_items()
+    """Raw veRL settings."""
+    trainer_config_path: Annotated[str | None, Later("veRL configuration files", allowed=("",))] = None
+    """File of raw veRL settings."""
+
+
+class SynchronizerConfig(Section):
+    """`synchronizer`: when explorers get new weights, and how old an experience may be when it is trained on.
+
+    Explorer intervals count explore steps, trainer intervals optimizer steps.
+    """
+
+    sync_method: Annotated[
+        Literal["checkpoint"],
+        Aliases(
+            {"nccl": "checkpoint", "memory": "checkpoint", "online": "checkpoint", "offline": "checkpoint"},
+            "weights travel through files",
+        ),
+    ] = "checkpoint"
+    """How weights travel: through files of the run."""
+    sync_style: Annotated[
+        Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
+        Aliases(
+            {"dynamic_by_explorer": "explorer_driven", "dynamic_by_trainer": "trainer_driven"}, "the name is deprecated"
+        ),
+    ] = "fixed"
+    """Who decides when weights are handed over. fully_async: explorers take new weights as soon as they are there."""
+    sync_interval: Count = 1
+    """Steps between hand-overs, for both roles."""
+    explorer_sync_interval: Annotated[Count, Filled("sync_interval")] = absent()
+    """Explore steps between hand-overs. None: `sync_interval`."""
+    trainer_sync_interval: Annotated[Count, Filled("sync_interval")] = absent()
+    """Train steps between publications. None: `sync_interval`."""
+    sync_offset: Natural = 0
+    """Explore steps before the first interval begins: how far explorers may run ahead."""
+    sync_timeout: Seconds = 3600.0
+    """Seconds to wait for the other side before it is an error."""
+    max_staleness: Natural | None = None
+    """Most policy versions between the weights that sampled a token and those it trains. None: the bound of
+    staleness_control in `algorithm.sample_strategy_args` if given there, else what the style implies."""
+    poll_interval_s: Seconds = 0.05
+    """Seconds between looks at the pointer to the newest weights."""
+    group_name: Annotated[str | None, Ignored("there is no collective group")] = None
+    """Name of the NCCL group."""
+    wait_for_checkpoint: Annotated[bool, Ignored("the pointer names only complete checkpoints")] = False
+    """Wait for a checkpoint."""
+    explorer_world_size: Annotated[Any, Derived()] = None
+    """Derived."""

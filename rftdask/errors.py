@@ -1,0 +1,65 @@
+"""The errors a caller may want to catch. Everything else is a bug and rises as it is.
+
+    RftError
+    |-- UserError            what the user can mend before anything starts; the CLI exits with 2
+    |   |-- ConfigError      one or more mistakes in a configuration, all of them at once
+    |   `-- DataError        a dataset, model folder or run folder is not what the configuration says
+    |-- StorageError         a storage operation failed after its retries
+    |   |-- NotFoundError    the path does not exist (yet)
+    |   `-- DamagedError     bytes are there but fail their checksum or schema
+    |-- FencedError          somebody else owns this run or lineage; this process must stop
+    |-- WaitTimeout          a deadline passed; the message names who did not come
+    `-- RoleError            a role (trainer rank, engine, workflow) failed for good
+
+All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
+"""
+
+
+class RftError(Exception):
+    """Base of the tree."""
+
+
+class UserError(RftError):
+    """Something the user can mend. Raised before anything is trained."""
+
+
+class DataError(UserError):
+    """A dataset, model folder or run folder does not fit the configuration."""
+
+
+class ConfigError(UserError):
+    """Mistakes in a configuration. `problems` holds one line for each: path, value, what is allowed."""
+
+    def __init__(self, problems: list[str], source: str = "") -> None:
+        super().__init__(problems, source)
+        self.problems = problems
+        self.source = source
+
+    def __str__(self) -> str:
+        where = f" in {self.source}" if self.source else ""
+        count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
+        return f"{count}{where}:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
+
+
+class StorageError(RftError):
+    """A storage operation failed after its retries."""
+
+
+class NotFoundError(StorageError):
+    """The path does not exist, or does not exist yet."""
+
+
+class DamagedError(StorageError):
+    """The bytes are there, but they fail their checksum, their schema or their name."""
+
+
+class FencedError(RftError):
+    """Another process owns this run or lineage. The remedy is to stop, not to retry."""
+
+
+class WaitTimeout(RftError):
+    """A deadline passed. The message names what was waited for, how long, and who did not come."""
+
+
+class RoleError(RftError):
+    """A role failed for good: a trainer rank, an engine, a workflow."""

@@ -1,0 +1,404 @@
+"""Experiment: a run as an object. The command line and notebooks both use it.
+
+    from rftdask import Experiment
+    experiment = Experiment.from_yaml("config/quickstart.yaml", "trainer.total_steps=20")
+    experiment.run()                      # or: experiment.start(); experiment.progress(); experiment.wait()
+    experiment.metrics(); experiment.experiences(); experiment.plot()
+
+Running again continues where the files of the run say that it stopped. What an Experiment tells is read from those
+files, so it tells the same of a run that another process makes, or that ended long ago.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rftdask.buffer.log import ExperienceLog
+from rftdask.checks import check_inputs
+from rftdask.cluster.base import Layout, count_gpus, plan_layout
+from rftdask.config import Config, load_config, replace
+from rftdask.errors import DataError, RftError, RoleError
+from rftdask.monitor.logs import setup_logging
+from rftdask.monitor.metrics import read_metrics
+from rftdask.monitor.progress import Progress, ProgressView, ViewKind
+from rftdask.monitor.report import write_report
+from rftdask.monitor.summary import RunSummary
+from rftdask.monitor.trackers import TrackerFeed, make_tracker
+from rftdask.run_folder import check_run, open_run, read_run, record_run
+from rftdask.stage import Event, StageResult, StageRun
+from rftdask.storage import Storage, open_storage
+from rftdask.summarize import StageFolder, summarize
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
+
+if TYPE_CHECKING:
+    import dask.dataframe as dd
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from rftdask.cluster.base import Cluster
+    from rftdask.lineage.trace import Trace
+
+log = logging.getLogger(__name__)
+
+_FEED_EVERY_S = 2.0
+
+
+class Experiment:
+    """One run: its config, and what it does and did.
+
+    Example: Experiment(model={"model_path": "model"}, buffer={...}, mode="both").run()
+    """
+
+    def __init__(self, config: Config | None = None, **sections: Any) -> None:
+        """Either a checked config, or its sections as keywords. Raises: ConfigError: every mistake at once."""
+        self.config = config if config is not None else load_config(sections)
+        self.summary: RunSummary | None = None
+        """Of the last `run` in this process."""
+        self._stage: StageRun | None = None
+        self._progress = Progress(stage=self.config.name)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stop_requested = False
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, *overrides: str) -> Experiment:
+        """From a YAML file and "key.sub=value" overrides."""
+        return cls(load_config(path, overrides))
+
+    @classmethod
+    def open(cls, url: str | Path) -> Experiment:
+        """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
+        tree = read_run(open_storage(url))
+        return cls(load_config(tree["config"]))
+
+    @property
+    def url(self) -> str:
+        """Where the run is."""
+        return self.config.checkpoint_job_dir
+
+    def run(self, progress: ViewKind = "auto") -> RunSummary:
+        """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
+
+        Raises: UserError: something in the config or its data, before anything starts; RftError: a role failed for
+        good.
+        """
+        began_s = time.time()
+        stages = self.config.stage_configs()
+        sizes = check_inputs(stages)
+        for number, stage in enumerate(stages):
+            # The model of a later stage is what the one before it makes.
+            check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
+        storage = open_storage(self.url)
+        record_run(storage, self.config)
+        setup_logging("driver", self.config.log.level, _local_folder(storage, "log"))
+        layout = plan_layout(stages, self.config.cluster.num_cpus or _num_cores(), count_gpus(self.config))
+        folders: list[StageFolder] = []
+        status, error = "failed", ""
+        try:
+            with ProgressView.create(progress) as view, _make_cluster(self.config, layout) as cluster:
+                status = self._run_stages(stages, sizes, cluster, layout, view, folders)
+        except BaseException as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            self._stop_requested = False
+            if folders:
+                self.summary, frames = summarize(
+                    self.config, self.url, folders, status=status, began_s=began_s, error=error
+                )
+                write_report(storage, self.summary, frames)
+        assert self.summary is not None
+        return self.summary
+
+    def start(self, progress: ViewKind = "none") -> Experiment:
+        """Run in a thread of this process; see `wait`, `stop` and `progress`."""
+        if self._thread is not None and self._thread.is_alive():
+            raise RoleError("this experiment is running already; wait() for it or stop() it")
+
+        def guarded() -> None:
+            try:
+                self.run(progress)
+            except BaseException as error:  # raised again by wait()
+                self._error = error
+
+        self._error = None
+        self._thread = threading.Thread(target=guarded, name=f"experiment-{self.config.name}", daemon=True)
+        self._thread.start()
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> RunSummary | None:
+        """Until the run that `start` began has ended; None if it has not after `timeout_s`. Raises: what the run
+        raised.
+        """
+        if self._thread is None:
+            raise RoleError("nothing was started; call start() or run()")
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self.summary
+
+    def stop(self) -> None:
+        """Ask the run to end with a checkpoint, soon; it can be continued later."""
+        self._stop_requested = True
+        if self._stage is not None:
+            self._stage.stop()
+
+    def progress(self) -> Progress:
+        """Where the run of this process stands; renders in Jupyter."""
+        return self._progress
+
+    def metrics(self, role: str | None = None) -> pd.DataFrame:
+        """All numbers so far, a row for each role and step (roles: trainer, explorer, eval); with stages, a column
+        tells which.
+        """
+        import pandas as pd  # late: only who looks at a run needs it
+
+        frames = []
+        for stage in self.config.stage_configs():
+            frame = read_metrics(open_storage(stage.checkpoint_job_dir), role)
+            frames.append(frame.assign(stage=stage.name.rpartition("/")[2]) if self.config.stages else frame)
+        return pd.concat(frames, ignore_index=True)
+
+    def experiences(self, dask: bool = False) -> pd.DataFrame | dd.DataFrame:
+        """Every committed experience of the (last) stage that explores, as pandas or as a lazy Dask frame."""
+        import pandas as pd
+
+        storage = open_storage(self._exploring_stage().checkpoint_job_dir)
+        experiences = ExperienceLog(storage)
+        shards = experiences.shards()
+        if dask:
+            import dask.dataframe as dd
+
+            meta = experiences.read(shards[0]).slice(0, 0).to_pandas() if shards else pd.DataFrame()
+            return dd.from_map(lambda name: experiences.read(name).to_pandas(), shards, meta=meta)
+        return (
+            pd.concat([experiences.read(name).to_pandas() for name in shards], ignore_index=True)
+            if shards
+            else pd.DataFrame()
+        )
+
+    def sql(self, query: str) -> pd.DataFrame:
+        """What `query` gives over the tables of the run (docs/lineage.md); needs the extra `sql`."""
+        from rftdask.lineage.sql import query as run_query  # late: only who looks at a run needs it
+        from rftdask.lineage.sql import warn_of
+        from rftdask.lineage.tables import RunTables
+
+        tables = RunTables(self.url)
+        found = run_query(tables, query)
+        warn_of(tables.problems)
+        return found.to_pandas()
+
+    def trace(self, uid: str) -> Trace:
+        """The life of one experience; print it. Raises: DataError: there is none of that uid."""
+        from rftdask.lineage.trace import trace
+
+        return trace(self.url, uid)
+
+    def plot(self) -> Figure:
+        """The curves of the run."""
+        from rftdask.monitor.charts import plot_metrics
+
+        stages = self.config.stage_configs()
+        return plot_metrics(
+            [(s.name.rpartition("/")[2], read_metrics(open_storage(s.checkpoint_job_dir))) for s in stages]
+        )
+
+    def report(self) -> str:
+        """Write `report.html` from the files of the run; its URL."""
+        storage = open_storage(self.url)
+        folders = [StageFolder(s, open_storage(s.checkpoint_job_dir)) for s in self.config.stage_configs()]
+        began_s = time.time()
+        summary, frames = summarize(self.config, self.url, folders, status="as found", began_s=began_s)
+        return write_report(storage, summary, frames)
+
+    def model_path(self) -> str:
+        """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
+        return _trained_model(self.config.stage_configs()[-1])
+
+    def _run_stages(
+        self,
+        stages: list[Config],
+        sizes: Sequence[Mapping[str, int]],
+        cluster: Cluster,
+        layout: Layout,
+        view: ProgressView,
+        folders: list[StageFolder],
+    ) -> str:
+        """Run the stages in order; "finished" or "stopped"."""
+        model_path = ""
+        for number, stage in enumerate(stages):
+            if model_path:
+                stage = replace(stage, {"model.model_path": model_path})
+            result = self._run_stage(stage, number, len(stages), sizes[number], cluster, layout, view, folders)
+            if result.stopped or self._stop_requested:
+                return "stopped"
+            if number + 1 < len(stages) and stage.mode in ("both", "train"):
+                model_path = _trained_model(stage)
+        return "finished"
+
+    def _run_stage(
+        self,
+        stage: Config,
+        number: int,
+        num_stages: int,
+        sizes: Mapping[str, int],
+        cluster: Cluster,
+        layout: Layout,
+        view: ProgressView,
+        folders: list[StageFolder],
+    ) -> StageResult:
+        began = time.monotonic()
+        storage = open_storage(stage.checkpoint_job_dir)
+        stage = open_run(storage, stage)
+        shown = _Shown(stage, number + 1, num_stages, cluster)
+        feed = _Feed(storage, stage)
+
+        def on_event(event: Event) -> None:
+            if event.get("event") == "note":
+                view.note(event["text"])
+            self._progress = shown.after(event)
+            view.update(self._progress)
+            feed.poll()
+
+        run = StageRun(stage, storage, cluster, layout, sizes, on_event, _local_folder(storage, "log"))
+        shown.total_steps = run.work.train_steps if stage.mode in ("both", "train") else run.work.explore_steps
+        self._stage = run
+        if self._stop_requested:
+            run.stop()  # it was asked to before there was a stage
+        view.update(shown.progress)
+        try:
+            return _until_done(run, view)
+        finally:
+            self._stage = None
+            feed.close()
+            folders.append(StageFolder(stage, storage, time.monotonic() - began))
+
+    def _exploring_stage(self) -> Config:
+        exploring = [s for s in self.config.stage_configs() if s.algorithm.schema_type == "experience"]
+        if not exploring:
+            raise DataError("no stage of this run explores, so it has no experiences")
+        return exploring[-1]
+
+
+def _until_done(run: StageRun, view: ProgressView) -> StageResult:
+    """Run the stage; the first Ctrl-C asks it to end with a checkpoint."""
+    interrupted = False
+
+    def on_interrupt(*_: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        view.note("stopping: the trainer writes a checkpoint first (press Ctrl-C again to end at once)")
+        run.stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        return run.run()
+    import signal
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        return run.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Shown:
+    """Turns the events of a stage into what a person is shown."""
+
+    def __init__(self, stage: Config, number: int, num_stages: int, cluster: Cluster) -> None:
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._cluster = cluster
+        self.total_steps: int | None = None
+        name = stage.name.rpartition("/")[2]
+        self.progress = Progress(stage=name, stage_number=number, num_stages=num_stages, mode=stage.mode)
+        self._follows = "trainer" if stage.mode in ("both", "train") else "explorer"
+
+    def after(self, event: Event) -> Progress:
+        from dataclasses import replace as replaced
+
+        now = time.monotonic()
+        changes: dict[str, Any] = {"elapsed_s": now - self._began, "total_steps": self.total_steps}
+        metrics = event.get("metrics", {})
+        if event.get("event") == "step" and event["role"] == self._follows:
+            step = event["step"]
+            if self._first is None:
+                self._first = (step - 1, now - metrics.get("step_s", 0.0))
+            pace = (now - self._first[1]) / max(1, step - self._first[0])
+            left = None if self.total_steps is None else max(0, self.total_steps - step) * pace
+            changes.update(step=step, eta_s=left)
+            for name in ("loss", "reward", "staleness", "tokens_per_s"):
+                if name in metrics:
+                    changes[name] = metrics[name]
+        elif event.get("event") == "step":
+            changes["reward"] = metrics.get("reward", self.progress.reward)
+        elif event.get("event") == "eval":
+            changes["accuracy"] = metrics.get("accuracy")
+        changes["workers"] = len(self._cluster.client.scheduler_info(n_workers=-1)["workers"])
+        self.progress = replaced(self.progress, **changes)
+        return self.progress
+
+
+class _Feed:
+    """Feeds the tracker from the metrics files, now and then."""
+
+    def __init__(self, storage: Storage, stage: Config) -> None:
+        folder = _local_folder(storage, "monitor")
+        monitor = stage.monitor
+        tracker = make_tracker(
+            monitor.monitor_type,
+            folder=Path(folder) if folder else None,
+            project=stage.project,
+            name=stage.name,
+            config=stage.to_dict(),
+            args=dict(monitor.monitor_args),
+        )
+        self._feed = TrackerFeed(storage, tracker, monitor.monitor_type)
+        self._fed = time.monotonic()
+
+    def poll(self) -> None:
+        if time.monotonic() - self._fed > _FEED_EVERY_S:
+            self._fed = time.monotonic()
+            self._feed.poll()
+
+    def close(self) -> None:
+        self._feed.poll()
+        self._feed.close()
+
+
+def _make_cluster(config: Config, layout: Layout) -> Cluster:
+    if config.cluster.type != "local":
+        raise RftError(f"cluster.type {config.cluster.type!r} cannot be started by this version")
+    # Late: Dask takes most of a second to import, and looking at a run does not need it.
+    from rftdask.cluster.local import LocalCluster
+
+    return LocalCluster(layout)
+
+
+def _trained_model(stage: Config) -> str:
+    storage = open_storage(stage.checkpoint_job_dir)
+    step = newest_valid_checkpoint(storage)
+    folder = f"{checkpoint_folder(step)}/{HF_FOLDER}" if step is not None else ""
+    if step is None or "config.json" not in storage.list(folder):
+        raise DataError(
+            f"{stage.checkpoint_job_dir} has no trained model yet (trainer.save_hf_checkpoint must not be never)"
+        )
+    return f"{storage.url}/{folder}"
+
+
+def _local_folder(storage: Storage, name: str) -> str | None:
+    """A folder of the run as a local path, None when the run is on remote storage."""
+    return None if "://" in storage.url else f"{storage.url}/{name}"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,78 @@
+"""Engine: token ids in, token ids and logprobs out. One engine serves one set of weights at a time.
+
+An engine knows nothing of tasks, text, rewards or storage. Two promises that its users build on:
+- a request's tokens depend on the weights, the prompt, the sampling parameters, the seed, and on the list of requests
+it
+  was given in (floating point sums depend on the batch); the same call twice gives the same bits.
+- `rollout_logprobs` are of softmax(logits / temperature), before top-p and top-k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; names and meanings as in vLLM."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; logprobs are then of softmax(logits)."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps all."""
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """Of this request alone: its tokens do not depend on the seeds of its neighbors."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    tokens: tuple[int, ...]
+    """Response token ids; the end token included when finish_reason is "stop"."""
+    logprobs: tuple[float, ...]
+    """One for each of `tokens`."""
+    finish_reason: Literal["stop", "length"]
+    min_policy_version: int
+    max_policy_version: int
+
+
+class Engine(ABC):
+    """Holds a model and generates with it. Used from one thread.
+
+    Example:
+        engine = TransformersEngine(model_path, dtype="float32", device="cpu")
+        engine.load_weights(4, [Path("weights/4/model.safetensors")])
+        generations = engine.generate(requests)
+    """
+
+    policy_version: int = 0
+    """Version of the weights it serves; 0 = as in the model folder."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One generation for each request, in their order. Raises: RoleError naming the engine and the cause."""
+
+    @abstractmethod
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        """Replace the weights by the safetensors `files` (their union is the whole state dict; of tied tensors one name
+        is enough) and serve `version` from now on.
+
+        Raises: RoleError: a name or shape does not fit; the engine must not be used again.
+        """
+
+    def close(self) -> None:  # noqa: B027 -- an engine may have nothing to free
+        """Free the model. Idempotent."""

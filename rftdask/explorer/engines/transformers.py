@@ -1,0 +1,213 @@
+"""Engine that generates with a transformers model in this process, on a CPU or one GPU.
+
+It knows nothing of text. Invariants: responses come in the order of the requests, and nothing about the computation
+depends on time or on earlier calls, so that the same call on the same weights gives the same bits.
+
+Why not `model.generate`: it has one set of sampling parameters and one random stream for the whole batch, keeps
+finished rows to the end, computes the prompt once per sibling of a group, and its logprobs are not those of `base`.
+
+Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from rftdask.errors import DataError, RoleError
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.batch import Batch
+from rftdask.explorer.engines.sampling import MIN_TEMPERATURE
+
+COMPACT_SHARE = 4
+"""Finished rows leave the batch when they are at least 1/4 of it: all copies then cost less than four of the cache."""
+
+
+class TransformersEngine(Engine):
+    """See `Engine`.
+
+    Args:
+        model_path: folder (or hub name) of a causal language model as `from_pretrained` takes it.
+        dtype: of the weights: "float32", "bfloat16", "float16".
+        attn_implementation: as in transformers; None lets it choose.
+        max_batch_tokens: at most so many tokens of prompt (padded) and response are held in the cache at once; a longer
+            list of requests is cut, in order, into several batches. One request alone may exceed it.
+    Raises: DataError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        max_batch_tokens: int = 65536,
+    ) -> None:
+        self.model_path = model_path
+        self.device = torch.device(device)
+        self.max_batch_tokens = max_batch_tokens
+        options: dict[str, Any] = {
+            "trust_remote_code": trust_remote_code,
+            "local_files_only": Path(model_path).is_dir(),
+        }
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+                **options,
+            )
+            model, report = loaded
+            end_ids = _end_ids(model, model_path, options)
+        except (OSError, ValueError) as error:
+            raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
+        if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
+            raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
+        self._model: Any = model
+        self._model.to(self.device).eval()
+        self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
+        self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        self._check(requests)
+        generations: list[Generation] = []
+        for batch in _split(requests, self.max_batch_tokens):
+            try:
+                with torch.inference_mode():
+                    generations.extend(self._generate_batch(batch))
+            except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+                raise RoleError(f"{self} failed on a batch of {len(batch)} requests: {error}") from error
+        return generations
+
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+        if self._model is None:
+            raise RoleError(f"{self} was closed; make a new one")
+        for number, request in enumerate(requests):
+            sampling = request.sampling
+            if not request.prompt_tokens:
+                problem = "its prompt is empty"
+            elif not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self._vocab_size:
+                problem = f"its prompt holds tokens outside the vocabulary of {self._vocab_size}"
+            elif sampling.max_tokens < 1:
+                problem = f"max_tokens is {sampling.max_tokens}, must be at least 1"
+            elif sampling.temperature != 0 and not sampling.temperature >= MIN_TEMPERATURE:
+                problem = f"temperature is {sampling.temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+            else:
+                continue
+            raise RoleError(f"{self} cannot answer request {number} of {len(requests)}: {problem}")
+
+    def _generate_batch(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        batch = Batch(requests, self._end_ids, self._vocab_size, self.device)
+        logits_BV, cache = self._prefill(batch)
+        while True:
+            tokens_B = batch.sample(logits_BV)
+            num_done, num_bad = batch.counts()
+            if num_bad:
+                raise RoleError(
+                    f"{self} computed logits that are not numbers, for {num_bad} requests at response token "
+                    f"{batch.step}; the weights are damaged or training diverged"
+                )
+            if num_done == len(tokens_B):
+                return batch.generations(self.policy_version)
+            if num_done * COMPACT_SHARE >= len(tokens_B):
+                index_B = batch.drop_done()
+                cache.reorder_cache(index_B)
+                tokens_B = tokens_B[index_B]
+            logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
+
+    def _prefill(self, batch: Batch) -> tuple[Tensor, Any]:
+        """Logits of the first response token, and the cache; both computed once per distinct prompt, then copied."""
+        cache = DynamicCache(config=self._model.config)
+        logits_DV = self._forward(batch.prompts_DP, batch.prompt_mask_DP, batch.prompt_positions_DP, cache)
+        if len(logits_DV) == len(batch.prompt_N):
+            return logits_DV, cache
+        cache.reorder_cache(batch.prompt_N)  # type: ignore[arg-type]  # any int64 tensor will do
+        return logits_DV[batch.prompt_N], cache
+
+    def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        """As in `Engine`; names as in the model's `state_dict()`. A name or shape that does not fit changes nothing."""
+        if self._model is None:
+            raise RoleError(f"{self} was closed; make a new one")
+        targets: dict[str, Tensor] = self._model.state_dict()
+        try:
+            problems = _compare(targets, files)
+            if problems:
+                raise RoleError(f"{self} cannot load version {version}: " + "; ".join(problems))
+            for file in files:
+                with safe_open(file, framework="pt") as weights:
+                    for name in weights.keys():  # noqa: SIM118 (not a dict)
+                        targets[name].copy_(weights.get_tensor(name))  # in place: tied stays tied, dtype is the model's
+        except (OSError, SafetensorError) as error:
+            raise RoleError(f"{self} cannot read the files of version {version}: {error}") from error
+        self.policy_version = version
+
+    def close(self) -> None:
+        self._model = None
+
+    def __str__(self) -> str:
+        return f"engine 'transformers' ({self.model_path}, policy version {self.policy_version})"
+
+
+def _split(requests: Sequence[GenerateRequest], max_batch_tokens: int) -> Iterator[Sequence[GenerateRequest]]:
+    """Cut the list, in order, so that rows * (longest prompt + longest response) stays within `max_batch_tokens`."""
+    start, longest_prompt, longest_response = 0, 0, 0
+    for end, request in enumerate(requests):
+        longest_prompt = max(longest_prompt, len(request.prompt_tokens))
+        longest_response = max(longest_response, request.sampling.max_tokens)
+        if end > start and (end + 1 - start) * (longest_prompt + longest_response) > max_batch_tokens:
+            yield requests[start:end]
+            start, longest_prompt, longest_response = end, len(request.prompt_tokens), request.sampling.max_tokens
+    if requests:
+        yield requests[start:]
+
+
+def _end_ids(model: Any, model_path: str, options: dict[str, Any]) -> list[int]:
+    """Every token that the generation config, the config or the tokenizer of the folder calls the end of a response."""
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id):
+        found.update([value] if isinstance(value, int) else value or [])
+    folder = Path(model_path)
+    if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
+        value = AutoTokenizer.from_pretrained(model_path, **options).eos_token_id
+        found.update([] if value is None else [value])
+    return sorted(found)
+
+
+def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
+    """What keeps the files' tensors from being the whole state dict, one line for each problem. Reads headers only."""
+    problems: list[str] = []
+    found: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                shape = tuple(weights.get_slice(name).get_shape())
+                if name not in targets:
+                    problems.append(f"{file} holds {name}, which the model has not")
+                elif shape != tuple(targets[name].shape):
+                    problems.append(f"{name} is {list(shape)} in {file}, {list(targets[name].shape)} in the model")
+                elif name in found:
+                    problems.append(f"{name} is in {file} and in a file before it")
+                found.add(name)
+    filled = {targets[name].data_ptr() for name in found if name in targets}
+    problems += [f"{name} is in no file" for name, tensor in targets.items() if tensor.data_ptr() not in filled]
+    return problems

@@ -1,0 +1,477 @@
+"""Explorer: the driver's loop that keeps a bounded window of rollout batches on the explorer workers.
+
+Consumes: the schedule (which tasks a step runs: a pure function, or a choice that is written down), the log's listing
+(what is done), the sync rules (which weights a step needs). Produces: shards and evaluations, by way of the workers.
+Waits for: results and, when it is ahead of the rules, for steps to complete; the workers wait for weights, with a
+deadline. A batch is submitted only when every step its weights depend on is committed, so no waiting batch can block
+the one it waits for. The loop keeps nothing that the listing does not say.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client, Future, KilledWorker
+
+from rftdask.buffer.experience import Status
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.schedule import TaskRef, explore_tasks
+from rftdask.config import Config
+from rftdask.errors import FencedError, RftError, RoleError, UserError
+from rftdask.explorer.evaluations import EvalTaskset, evaluation_metrics
+from rftdask.explorer.rollouts import EXPLORER_RESOURCE, RolloutResult, RolloutSpec, run_rollouts
+from rftdask.explorer.tasks import TaskOrder
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch
+from rftdask.storage import Storage
+from rftdask.synchronizer.styles import Admission, SyncStyle
+from rftdask.synchronizer.weights import latest_published, published_versions, remove_weights_below, request_version
+
+if TYPE_CHECKING:
+    from rftdask.explorer.difficulty import LearnedOrder  # which needs torch
+
+MAX_ATTEMPTS = 4
+"""Of one rollout batch, when its engine or worker fails; a rollout's own failures never count."""
+_TICK_S = 0.25
+_RESULT_S = 10.0
+"""For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
+_AUDIT_EVERY_S = 2.0
+_EVAL_PRIORITY = 1_000_000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExplorePlan:
+    """What there is to do."""
+
+    num_steps: int
+    """Explore steps in all; 0 for evaluations only."""
+    sizes: tuple[int, ...]
+    """Tasks of each training taskset."""
+    order: TaskOrder
+    """Of those tasks."""
+    evals: tuple[EvalTaskset, ...]
+    eval_versions: tuple[int, ...] = ()
+    """Versions to evaluate whatever is published (bench)."""
+
+
+@dataclass
+class _StepTotals:
+    """Sums over the rollout batches of one step or evaluation."""
+
+    results: list[RolloutResult] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        total = lambda name: float(sum(getattr(r, name) for r in self.results))  # noqa: E731
+        rewards = max(1.0, total("num_rewards"))
+        metrics = {
+            "reward": total("reward_sum") / rewards,
+            "num_rollouts": total("num_rollouts"),
+            "response_length": total("num_tokens") / rewards,
+            "wait_s": total("time_wait_s"),
+            "load_s": total("time_load_s"),
+            "generate_s": total("time_generate_s"),
+            "step_s": total("time_s"),
+            "policy_version": float(max(r.version for r in self.results)),
+        }
+        metrics["tokens_per_s"] = total("num_tokens") / max(1e-9, total("time_s") - total("time_wait_s"))
+        statuses: dict[str, int] = {}
+        for result in self.results:
+            for status, count in result.num_by_status.items():
+                statuses[status] = statuses.get(status, 0) + count
+            for name, value in result.metric_sums.items():
+                metrics[name] = metrics.get(name, 0.0) + value / rewards
+        rollouts = max(1.0, metrics["num_rollouts"])
+        metrics["truncated"] = statuses.get(Status.TRUNCATED, 0) / rewards
+        metrics["failed"] = (statuses.get(Status.FAILED, 0) + statuses.get(Status.TIMEOUT, 0)) / rollouts
+        return metrics
+
+
+class Explorer:
+    """Runs the explore steps and evaluations of a stage.
+
+    Example: Explorer(client, storage, config, plan, ...).run()
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        storage: Storage,
+        config: Config,
+        plan: ExplorePlan,
+        metrics: Mapping[str, MetricsWriter],
+        *,
+        threads: int,
+        log_file: str | None,
+        emit: Callable[[dict[str, Any]], None],
+        cancelled: Callable[[], bool],
+        trainer_ended_at: Callable[[], int | None],
+        learned: LearnedOrder | None = None,
+    ) -> None:
+        """learned: chooses the tasks in place of the plan's order.
+
+        metrics: writers of the roles "explorer" and "eval"; trainer_ended_at: last policy version once there will be
+        no newer.
+        """
+        self._client = client
+        self._storage = storage
+        self._config = config
+        self._config_dict = config.to_dict()
+        self._plan = plan
+        self._metrics = metrics
+        self._threads = threads
+        self._log_file = log_file
+        self._emit = emit
+        self._cancelled = cancelled
+        self._trainer_ended_at = trainer_ended_at
+        self._learned = learned
+        self._rules = make_sync_rules(config)
+        self._follows_trainer = config.mode == "both"
+        self._per_batch = tasks_per_batch(config)
+        self._batches_per_step = num_batches(config.buffer.batch_size, self._per_batch)
+        self._log = ExperienceLog(storage, run=config.name)
+        self._done: set[tuple[int, int]] = set()
+        self._complete = 0
+        self._pinned = 0
+        self._outstanding: dict[str, tuple[RolloutSpec, Future]] = {}
+        self._attempts: dict[tuple[str, int, int], int] = {}
+        self._finished: queue.Queue[str] = queue.Queue()
+        self._retry: list[RolloutSpec] = []
+        self._totals: dict[tuple[str, int], _StepTotals] = {}
+        self._evaluated: set[tuple[int, int]] = set()
+        self._evals_under_way: dict[tuple[int, int], int] = {}
+        self._newest = 0
+        """Newest policy version known to be published; behind by a look at most."""
+        self._oldest = 0
+        """Oldest whose weights were there at the start."""
+        self._quarantined = 0
+        self._audited = 0.0
+
+    def wake(self, version: int = 0) -> None:
+        """From any thread: something happened; `version` was published."""
+        self._newest = max(self._newest, version)
+        self._finished.put("")
+
+    def run(self) -> None:
+        """Until all steps and evaluations are done, or `cancelled`. Raises: RoleError: a batch failed for good;
+        UserError.
+        """
+        self._read_log()
+        self._read_evals()
+        self._look_for_weights()
+        if self._complete < self._plan.num_steps:
+            self._log.unseal()
+        pending = self._pending_batches()
+        upcoming = next(pending, None)
+        try:
+            while not self._cancelled():
+                self._submit_evals()
+                upcoming = self._submit_steps(upcoming, pending)
+                if self._is_over(upcoming):
+                    break
+                self._collect()
+                if time.monotonic() - self._audited > _AUDIT_EVERY_S and self._audit():
+                    pending = self._pending_batches()
+                    upcoming = next(pending, None)
+        finally:
+            self._client.cancel([future for _, future in self._outstanding.values()], force=True)
+            for writer in self._metrics.values():
+                writer.flush()
+        if self._complete >= self._plan.num_steps > 0:
+            self._log.seal(self._plan.num_steps)
+
+    def _is_over(self, upcoming: tuple[int, int] | None) -> bool:
+        if upcoming is None and self._complete >= self._plan.num_steps > 0 and self._log.sealed_at() is None:
+            self._log.seal(self._plan.num_steps)  # the trainer may be waiting for more
+        steps_over = upcoming is None or self._trainer_has_enough()
+        trainer_over = not self._follows_trainer or self._trainer_ended_at() is not None
+        return steps_over and trainer_over and not self._outstanding and not self._retry and not list(self._due_evals())
+
+    def _trainer_has_enough(self) -> bool:
+        return self._follows_trainer and self._trainer_ended_at() is not None
+
+    def _read_evals(self) -> None:
+        """What was evaluated before; older versions whose weights are gone stay as they are."""
+        self._oldest = min(published_versions(self._storage), default=0)
+        for taskset in self._plan.evals:
+            batches = num_batches(taskset.size, self._per_eval_batch(taskset))
+            found: dict[int, set[int]] = {}
+            for name in ExperienceLog(self._storage, f"eval/{taskset.name}").shards(0):
+                found.setdefault(name.explore_step, set()).add(name.batch)
+            whole = sorted(version for version, parts in found.items() if len(parts) == batches)
+            self._evaluated.update((version, taskset.number) for version in whole)
+            for version in whole:
+                if version in self._plan.eval_versions:
+                    self._record_eval(f"eval/{taskset.name}", version)  # bench reports also what was evaluated before
+
+    def _read_log(self) -> None:
+        self._done = {(name.explore_step, name.batch) for name in self._log.shards()}
+        self._complete = 0
+        self._advance()
+
+    def _advance(self) -> None:
+        """`_complete` = the last step up to which every batch is committed."""
+        while all((self._complete + 1, batch) in self._done for batch in range(self._batches_per_step)):
+            self._complete += 1
+
+    def _pending_batches(self) -> Iterator[tuple[int, int]]:
+        under_way = {(spec.explore_step, spec.batch) for spec, _ in self._outstanding.values() if not spec.is_eval}
+        for step in range(self._complete + 1, self._plan.num_steps + 1):
+            for batch in range(self._batches_per_step):
+                if (step, batch) not in self._done and (step, batch) not in under_way:
+                    yield step, batch
+
+    def _submit_steps(
+        self, upcoming: tuple[int, int] | None, pending: Iterator[tuple[int, int]]
+    ) -> tuple[int, int] | None:
+        window = self._window()
+        while self._retry and len(self._outstanding) < window:
+            self._submit(self._retry.pop(0))
+        while upcoming is not None and len(self._outstanding) < window and not self._trainer_has_enough():
+            step, batch = upcoming
+            admission = self._admission(step)
+            if self._follows_trainer and self._rules.explore_steps_for(admission.version) > self._complete:
+                break
+            if self._rules.style is SyncStyle.EXPLORER_DRIVEN and admission.version > self._newest:
+                # Not before its experiences are complete: it would replace the request that the step before waits for.
+                request_version(self._storage, admission.version)
+            tasks = self._tasks(step, admission)
+            if tasks is None:
+                break
+            self._submit(self._spec(step, batch, tasks, admission))
+            upcoming = next(pending, None)
+        return upcoming
+
+    def _admission(self, step: int) -> Admission:
+        """Which weights the step runs with. Without a trainer beside it, a step takes what there is."""
+        if self._follows_trainer:
+            admission = self._rules.admit(step)
+            if admission.exact or self._rules.style is SyncStyle.FULLY_ASYNC:
+                return admission
+        else:
+            admission = Admission(0, exact=False)
+        if self._rules.takes_newest_at(step) or admission.version > self._pinned:
+            # Only ever to what was published: a version that was asked for may be skipped for a newer one.
+            self._pinned = max(self._pinned, self._newest)
+        version = max(self._pinned, admission.version)
+        return Admission(version, exact=version == self._pinned)
+
+    def _tasks(self, step: int, admission: Admission) -> list[TaskRef] | None:
+        """The tasks of the step, or None while they cannot be chosen."""
+        if self._learned is not None:
+            fixed = self._follows_trainer and self._rules.style is SyncStyle.FIXED
+            # Style fixed learns from the steps that its weights learned from, whatever else has been completed by now.
+            known = self._rules.explore_steps_for(admission.version) if fixed else self._complete
+            return self._learned.tasks(step, known)
+        order = self._plan.order
+        return explore_tasks(
+            step,
+            sizes=self._plan.sizes,
+            batch_size=self._config.buffer.batch_size,
+            selector=order.selector,
+            seed=order.seed,
+            orders=order.orders,
+        )
+
+    def _spec(self, step: int, batch: int, tasks: list[TaskRef], admission: Admission) -> RolloutSpec:
+        part = tasks[batch * self._per_batch : (batch + 1) * self._per_batch]
+        repeat_times = self._config.algorithm.repeat_times
+        return self._make_spec("experiences", step, batch, part, repeat_times, admission)
+
+    def _make_spec(
+        self, folder: str, step: int, batch: int, tasks: list[TaskRef], repeat_times: int, admission: Admission
+    ) -> RolloutSpec:
+        return RolloutSpec(
+            url=self._storage.url,
+            config=self._config_dict,
+            folder=folder,
+            explore_step=step,
+            batch=batch,
+            tasks=tuple(tasks),
+            repeat_times=repeat_times,
+            greedy_baseline=folder == "experiences" and self._config.algorithm.greedy_baseline,
+            version=admission.version,
+            exact=admission.exact,
+            threads=self._threads,
+            log_file=self._log_file,
+        )
+
+    def _submit(self, spec: RolloutSpec) -> None:
+        key = f"rollouts-{spec.folder.replace('/', '-')}-{spec.explore_step}-{spec.batch}-{time.time_ns()}"
+        future = self._client.submit(
+            run_rollouts,
+            spec,
+            key=key,
+            resources={EXPLORER_RESOURCE: 1},
+            priority=_EVAL_PRIORITY if spec.is_eval else -spec.explore_step,
+            pure=False,
+            retries=0,
+        )
+        self._outstanding[key] = (spec, future)
+        future.add_done_callback(lambda done: self._finished.put(done.key))
+
+    def _window(self) -> int:
+        """Batches that may be under way: one and a half per engine, so that no engine waits for the driver."""
+        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+        slots = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
+        return math.ceil(1.5 * slots) + 1
+
+    def _collect(self) -> None:
+        """Take in what finished; wait a tick for the first."""
+        try:
+            key = self._finished.get(timeout=_TICK_S)
+        except queue.Empty:
+            return
+        while True:
+            if key in self._outstanding:
+                self._take(*self._outstanding.pop(key))
+            try:
+                key = self._finished.get_nowait()
+            except queue.Empty:
+                return
+
+    def _take(self, spec: RolloutSpec, future: Future) -> None:
+        result, error, cause = _outcome(future)
+        if result is not None:
+            self._count(spec, result)
+            return
+        if self._cancelled():
+            return
+        if isinstance(error, UserError | FencedError):
+            raise error
+        attempts = self._attempts[spec.key] = self._attempts.get(spec.key, 0) + 1
+        if error is not None and not isinstance(error, RftError | KilledWorker | OSError):
+            raise RoleError(f"rollout batch {spec.key} failed: {cause}") from error
+        if attempts >= MAX_ATTEMPTS:
+            raise RoleError(f"rollout batch {spec.key} failed {attempts} times; the last time: {cause}") from error
+        log.warning("rollout batch %s failed: %s", spec.key, cause)
+        first_line = cause.partition("\n")[0]
+        text = f"rollout batch {spec.key} runs again ({attempts} of {MAX_ATTEMPTS}): {first_line}"
+        self._emit({"event": "note", "text": text})
+        self._retry.append(spec)
+
+    def _count(self, spec: RolloutSpec, result: RolloutResult) -> None:
+        totals = self._totals.setdefault((spec.folder, spec.explore_step), _StepTotals())
+        if result.num_rollouts:
+            totals.results.append(result)
+        if result.note:
+            self._emit({"event": "note", "text": result.note})
+        if spec.is_eval:
+            self._count_eval(spec)
+            return
+        self._done.add((spec.explore_step, spec.batch))
+        self._advance()
+        step = spec.explore_step
+        if all((step, batch) in self._done for batch in range(self._batches_per_step)):
+            self._totals.pop((spec.folder, step))
+            if totals.results:
+                metrics = totals.metrics()
+                self._metrics["explorer"].write(step, metrics)
+                self._emit({"role": "explorer", "event": "step", "step": step, "metrics": metrics})
+
+    def _count_eval(self, spec: RolloutSpec) -> None:
+        number = next(t.number for t in self._plan.evals if f"eval/{t.name}" == spec.folder)
+        key = (spec.explore_step, number)
+        self._evals_under_way[key] -= 1
+        if self._evals_under_way[key] == 0:
+            del self._evals_under_way[key]
+            self._totals.pop((spec.folder, spec.explore_step))
+            self._evaluated.add(key)
+            self._record_eval(spec.folder, spec.explore_step)
+
+    def _record_eval(self, folder: str, version: int) -> None:
+        """Read the evaluation back from its shards, so that one resumed half-way counts whole."""
+        metrics = evaluation_metrics(ExperienceLog(self._storage, folder), version)
+        taskset = folder.removeprefix("eval/")
+        prefix = {f"bench/{k}": v for k, v in metrics.items()} if self._config.mode == "bench" else {}
+        self._metrics["eval"].write(version, {**metrics, **prefix}, taskset=taskset)
+        self._metrics["eval"].flush()
+        self._emit({"role": "eval", "event": "eval", "version": version, "taskset": taskset, "metrics": metrics})
+
+    def _due_evals(self) -> Iterator[tuple[int, EvalTaskset]]:
+        """(version, taskset) of evaluations that can run now and have not."""
+        for version in self._eval_versions():
+            for taskset in self._plan.evals:
+                key = (version, taskset.number)
+                if key not in self._evaluated and key not in self._evals_under_way:
+                    yield version, taskset
+
+    def _eval_versions(self) -> list[int]:
+        if not self._plan.evals:
+            return []
+        if self._plan.eval_versions:
+            return list(self._plan.eval_versions)
+        versions = [0] if self._config.explorer.eval_on_startup else []
+        if not self._follows_trainer:
+            return versions
+        ended_at = self._trainer_ended_at()
+        step = math.lcm(self._config.explorer.eval_interval, self._rules.trainer_sync_interval)
+        versions.extend(range(-(-self._oldest // step) * step or step, self._newest + 1, step))
+        if ended_at and ended_at not in versions:
+            versions.append(ended_at)
+        return versions
+
+    def _submit_evals(self) -> None:
+        for version, taskset in list(self._due_evals()):
+            folder = f"eval/{taskset.name}"
+            refs = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
+            batches = num_batches(taskset.size, self._per_eval_batch(taskset))
+            self._evals_under_way[version, taskset.number] = batches
+            for batch in range(batches):
+                size = self._per_eval_batch(taskset)
+                part = refs[batch * size : (batch + 1) * size]
+                self._submit(
+                    self._make_spec(folder, version, batch, part, taskset.repeat_times, Admission(version, exact=True))
+                )
+
+    def _per_eval_batch(self, taskset: EvalTaskset) -> int:
+        """As many rollouts as a training batch has, so that evaluating needs no more memory."""
+        return max(1, self._per_batch * self._config.algorithm.repeat_times // taskset.repeat_times)
+
+    def _audit(self) -> bool:
+        """Now and then: drop weights that nobody needs, and find shards that were set aside, whose batches must run
+        again.
+        """
+        self._audited = time.monotonic()
+        self._look_for_weights()
+        if self._follows_trainer:
+            self._remove_old_weights()
+        quarantined = self._log.num_quarantined()
+        if quarantined == self._quarantined:
+            return False
+        self._quarantined = quarantined
+        self._emit(
+            {"event": "note", "text": f"{quarantined} damaged shards were set aside; their rollout batches run again"}
+        )
+        self._read_log()
+        return True
+
+    def _look_for_weights(self) -> None:
+        published = latest_published(self._storage)
+        self._newest = max(self._newest, published.version if published is not None else 0)
+
+    def _remove_old_weights(self) -> None:
+        in_use = [spec.version for spec, _ in self._outstanding.values()]
+        in_use += [spec.version for spec in self._retry]
+        in_use += [version for version, _ in self._due_evals()]
+        next_step = self._rules.admit(self._complete + 1).version
+        remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))
+
+
+def _outcome(future: Future) -> tuple[RolloutResult | None, BaseException | None, str]:
+    """What an ended task came to: its result, or else its error, if it has one, and the cause in words."""
+    if future.status == "finished":
+        try:
+            return future.result(timeout=_RESULT_S), None, ""
+        except (TimeoutError, CancelledError):
+            return None, None, "its worker was lost with the result"
+    error = future.exception() if future.status == "error" else None
+    return None, error, f"{type(error).__name__}: {error}" if error is not None else f"the task is {future.status}"

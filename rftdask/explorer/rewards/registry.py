@@ -1,0 +1,65 @@
+"""The reward functions by name, and how to add one.
+
+A reward function is pure and fast; it gets the text of the response, the true answer, the task, and `reward_fn_args`:
+
+    @reward("length_reward")
+    def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
+        return -abs(len(response) - target) / target
+
+What a response says is hostile input: reward functions never evaluate it as code and bound their work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rftdask.buffer.task import Task
+from rftdask.errors import UserError
+from rftdask.explorer.plugins import find_plugin
+from rftdask.explorer.rewards.countdown import countdown_reward
+from rftdask.explorer.rewards.math_answer import math_boxed_reward, math_reward
+from rftdask.explorer.rewards.procedural import reasoning_gym_reward
+from rftdask.explorer.rewards.text import accuracy_reward, format_reward
+from rftdask.explorer.workflows.base import Reward
+
+RewardFn = Callable[..., float | Reward]
+"""(response, truth, task, **reward_fn_args) -> float | Reward."""
+
+_REWARDS: dict[str, RewardFn] = {
+    "accuracy_reward": accuracy_reward,
+    "countdown_reward": countdown_reward,
+    "format_reward": format_reward,
+    "math_boxed_reward": math_boxed_reward,
+    "math_reward": math_reward,
+    "reasoning_gym_reward": reasoning_gym_reward,
+}
+
+
+def reward(name: str) -> Callable[[RewardFn], RewardFn]:
+    """Decorator that gives a reward function a name. Raises: ValueError: the name is taken by another function."""
+
+    def register(function: RewardFn) -> RewardFn:
+        if _REWARDS.setdefault(name, function) is not function:
+            raise ValueError(f"reward function {name!r} exists already; choose another name")
+        return function
+
+    return register
+
+
+def get_reward(name: str) -> RewardFn:
+    """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none."""
+    function: RewardFn = find_plugin("reward function", name, _REWARDS)
+    if not callable(function):
+        raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def compute_reward(task: Task, response: str, default: str, defaults: Mapping[str, Any] | None = None) -> Reward:
+    """The reward of `response` by the task's reward function, or by the one called `default` if the task names none.
+    `defaults` are arguments for that one, where `reward_fn_args` does not give them.
+    """
+    name = task.reward_fn or default
+    arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else task.reward_fn_args
+    value = get_reward(name)(response, task.truth, task, **arguments)
+    return value if isinstance(value, Reward) else Reward(value)

@@ -1,0 +1,329 @@
+"""Rollouts: the Dask task of an explorer worker. It runs one rollout batch and commits its shard.
+
+The task is idempotent: its tasks, seeds and the name of what it writes are functions of its spec, and a batch that is
+committed already is not run again. It is acknowledged, by returning, only after its shard is durable. What the worker
+process keeps between tasks (engine, tokenizer, tasksets) is a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import get_client, get_worker
+
+from rftdask.buffer.experience import Experience
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.schedule import TaskRef
+from rftdask.buffer.tasksets import Taskset
+from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.child import LOG_LEVEL
+from rftdask.config import Config, load_config
+from rftdask.dask_task import make_called_off
+from rftdask.errors import DataError, StorageError, WaitTimeout
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.model import PromptLimits
+from rftdask.explorer.runner import RolloutDefaults, ServedWeights, run_rollout_batch
+from rftdask.explorer.tasks import taskset_spec
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.actor import SyncHandle
+from rftdask.synchronizer.weights import Published, read_checkpoint_weights, read_published
+
+EXPLORER_RESOURCE = "explorer"
+_EXTRA_TIME_S = 60.0
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """One rollout batch: everything that decides what it gives, save the weights if `exact` is False."""
+
+    url: str
+    """Of the run folder."""
+    config: Mapping[str, Any]
+    folder: str
+    """Log to commit to: "experiences", or "eval/<taskset>"."""
+    explore_step: int
+    """For evaluations: the policy version."""
+    batch: int
+    tasks: tuple[TaskRef, ...]
+    repeat_times: int
+    greedy_baseline: bool
+    """One more rollout of each task, at temperature 0: rollout number `repeat_times`."""
+    version: int
+    """Policy version it needs."""
+    exact: bool
+    """True: with that version and no other; False: with it or any newer."""
+    threads: int
+    log_file: str | None
+
+    @property
+    def is_eval(self) -> bool:
+        return self.folder.startswith("eval/")
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.folder, self.explore_step, self.batch
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What the driver is told: counts and times; the experiences are on storage."""
+
+    key: tuple[str, int, int]
+    shard: str
+    version: int
+    worker: str
+    num_rollouts: int = 0
+    num_by_status: Mapping[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    """Response tokens."""
+    reward_sum: float = 0.0
+    num_rewards: int = 0
+    metric_sums: Mapping[str, float] = field(default_factory=dict)
+    time_wait_s: float = 0.0
+    """For the weights to be published."""
+    time_load_s: float = 0.0
+    """Engine start and weights."""
+    time_generate_s: float = 0.0
+    time_s: float = 0.0
+    note: str = ""
+    """What people should know, such as that the engine had died."""
+
+
+class _Resources:
+    """What a worker process keeps between tasks. Tasks of one process take turns."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._engine: EngineClient | None = None
+        self._tasksets: dict[str, Taskset] = {}
+        self._run: tuple[str, str] | None = None
+        self.config: Config | None = None
+        self._tokenizer: Any = None
+        self._note = ""
+
+    def open(self, spec: RolloutSpec) -> Config:
+        """The config of the task's run; what belongs to another run is dropped."""
+        run = (spec.url, str(spec.config))
+        if self.config is None or self._run != run:
+            self.config = load_config(spec.config)
+            self._run = run
+            self._tasksets = {}
+            self._tokenizer = None
+        return self.config
+
+    def tokenizer(self) -> Any:
+        assert self.config is not None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.config)
+        return self._tokenizer
+
+    def engine(self, spec: EngineSpec) -> EngineClient:
+        """A living engine of `spec`, started if need be; it may still be loading its model."""
+        if self._engine is not None and not self._engine.alive():
+            self._note = "an engine had died; a new one takes its place"
+        if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
+            self._engine.close()
+            self._engine = None
+        if self._engine is None:
+            self._engine = EngineClient(spec)
+        return self._engine
+
+    def drop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def take_note(self) -> str:
+        """What happened since the last call that people should know."""
+        note, self._note = self._note, ""
+        return note
+
+    def taskset(self, name: str) -> Taskset:
+        assert self.config is not None
+        if name not in self._tasksets:
+            source = self.config.buffer.explorer_input
+            found = [t for t in (*source.train_tasksets, *source.eval_tasksets) if t.name == name]
+            if not found:
+                raise DataError(f"no taskset is called {name!r}")
+            self._tasksets[name] = Taskset(taskset_spec(found[0]))
+        return self._tasksets[name]
+
+
+_resources = _Resources()
+
+
+def run_rollouts(spec: RolloutSpec) -> RolloutResult:
+    """Run one rollout batch and commit it; see the module's text.
+
+    Raises: WaitTimeout: its weights were not published in time; RoleError: the engine failed; StorageError; UserError.
+    """
+    with _resources.lock:
+        began = time.perf_counter()
+        storage = open_storage(spec.url)
+        config = _resources.open(spec)
+        log = ExperienceLog(storage, spec.folder, config.name)
+        committed = log.find(spec.explore_step, spec.batch)
+        if committed is not None:
+            return RolloutResult(spec.key, committed.text, committed.max_policy_version, get_worker().address)
+        engine = _resources.engine(engine_spec(config, spec.threads, spec.log_file))
+        tokenizer = _resources.tokenizer()  # while the engine's process loads the model
+        engine.wait_ready()
+        started = time.perf_counter()
+        published = _weights(storage, spec, config)
+        waited = time.perf_counter()
+        if published is not None:
+            engine.load(storage, published)
+        elif engine.weights.version != 0:
+            # Back to the start: only a fresh engine has the weights of the model folder.
+            _resources.drop_engine()
+            engine = _resources.engine(engine.spec)
+            engine.wait_ready()
+        loaded = time.perf_counter()
+        experiences, time_generate_s = _run(spec, config, engine, tokenizer)
+        name = log.commit(experiences, explore_step=spec.explore_step, batch=spec.batch)
+        return _result(
+            spec,
+            name.text,
+            experiences,
+            version=engine.weights.version,
+            time_wait_s=waited - started,
+            time_load_s=started - began + loaded - waited,
+            time_generate_s=time_generate_s,
+            time_s=time.perf_counter() - began,
+            note=_resources.take_note(),
+        )
+
+
+def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
+    """The engine a stage's rollouts run on."""
+    model = config.explorer.rollout_model
+    options: dict[str, Any] = {}
+    if model.engine_type == "transformers":
+        options = {"dtype": model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    env = tuple(sorted({**config.explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
+    return EngineSpec(
+        model.engine_type, config.model.model_path, tuple(sorted(options.items())), threads, log_file, env
+    )
+
+
+def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published | None:
+    """What to serve; None for the model folder as it is."""
+    timeout_s = config.synchronizer.sync_timeout
+    handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s)
+    if not spec.exact:
+        newest = handle.latest()
+        if newest is None and spec.version == 0:
+            return None
+        return (
+            newest
+            if newest is not None and newest.version >= spec.version
+            else handle.wait_for_version(spec.version, timeout_s, make_called_off())
+        )
+    if spec.version == 0:
+        return None
+    if config.mode == "bench":
+        published = read_checkpoint_weights(storage, f"global_step_{spec.version}")
+        if published is None:
+            raise StorageError(f"checkpoint global_step_{spec.version} is not complete")
+        return published
+    published = read_published(storage, spec.version)
+    if published is None:
+        handle.wait_for_version(spec.version, timeout_s, make_called_off())
+        published = read_published(storage, spec.version)
+    if published is None:
+        raise StorageError(f"weights of version {spec.version} were published and are gone; rollouts need them")
+    return published
+
+
+def _run(spec: RolloutSpec, config: Config, engine: EngineClient, tokenizer: Any) -> tuple[list[Experience], float]:
+    tasksets = _names(spec, config)
+    tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in spec.tasks]
+    generating = 0.0
+    timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        nonlocal generating
+        began = time.perf_counter()
+        answers = await asyncio.to_thread(engine.generate, requests, timeout_s)
+        generating += time.perf_counter() - began
+        return answers
+
+    experiences = asyncio.run(
+        run_rollout_batch(
+            tasks,
+            repeat_times=spec.repeat_times,
+            greedy_baseline=spec.greedy_baseline,
+            explore_step=spec.explore_step,
+            generate_batch=generate_batch,
+            tokenizer=tokenizer,
+            defaults=_defaults(config),
+            weights=ServedWeights(engine.weights.version, engine.weights.content_hash),
+        )
+    )
+    return experiences, generating
+
+
+def _names(spec: RolloutSpec, config: Config) -> list[str]:
+    source = config.buffer.explorer_input
+    return [t.name for t in (source.eval_tasksets if spec.is_eval else source.train_tasksets)]
+
+
+def _defaults(config: Config) -> RolloutDefaults:
+    model, source = config.model, config.buffer.explorer_input
+    sampling = SamplingParams(
+        max_tokens=model.max_response_tokens,
+        temperature=model.temperature,
+        top_p=model.top_p,
+        top_k=model.top_k,
+        min_tokens=model.min_response_tokens,
+        repetition_penalty=model.repetition_penalty,
+    )
+    keys = ("temperature", "top_p", "top_k", "max_tokens")
+    return RolloutDefaults(
+        sampling=sampling,
+        limits=PromptLimits(model.max_prompt_tokens, model.enable_prompt_truncation),
+        taskset_sampling={
+            t.name: {key: getattr(t.rollout_args, key) for key in keys}
+            for t in (*source.train_tasksets, *source.eval_tasksets)
+        },
+        max_timeout_s=config.explorer.max_timeout,
+        max_retry_times=config.explorer.max_retry_times,
+        run_seed=config.explorer.rollout_model.seed,
+    )
+
+
+def _result(
+    spec: RolloutSpec, shard: str, experiences: Sequence[Experience], version: int, note: str, **times: float
+) -> RolloutResult:
+    statuses: dict[str, int] = {}
+    sums: dict[str, float] = {}
+    rollouts = [e for e in experiences if e.rollout < spec.repeat_times]  # a greedy baseline is no sample
+    rewards = [e.reward for e in rollouts if e.status.trainable and e.reward is not None]
+    for experience in rollouts:
+        statuses[str(experience.status)] = statuses.get(str(experience.status), 0) + 1
+        if experience.status.trainable:
+            for name, value in experience.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+    return RolloutResult(
+        spec.key,
+        shard,
+        version,
+        get_worker().address,
+        num_rollouts=len(rollouts),
+        num_by_status=statuses,
+        num_tokens=sum(len(e.tokens) - e.prompt_length for e in rollouts),
+        reward_sum=float(sum(rewards)),
+        num_rewards=len(rewards),
+        metric_sums=sums,
+        note=note,
+        **times,
+    )
+
+
+__all__ = ["EXPLORER_RESOURCE", "RolloutResult", "RolloutSpec", "WaitTimeout", "engine_spec", "run_rollouts"]

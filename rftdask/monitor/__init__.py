@@ -1,0 +1,1 @@
+"""What a run tells: metrics on storage, trackers fed from them, progress views, the HTML report, logs."""

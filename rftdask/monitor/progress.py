@@ -1,0 +1,290 @@
+"""Progress: where a run stands, shown on a terminal, in a log or in a notebook.
+
+`Progress` is one moment; a `ProgressView` shows the newest. Views only print: they read no files, keep no thread
+(rich's included: it is told to refresh when we say so) and never slow a run below their refresh interval.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+ViewKind = Literal["auto", "terminal", "plain", "jupyter", "none"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One moment of a run. None means not known, or not (yet) measured.
+
+    Example: Progress(stage="rl", stage_number=2, num_stages=2, mode="both", step=12, total_steps=100, reward=0.41)
+    """
+
+    stage: str
+    stage_number: int = 1
+    """Counted from 1."""
+    num_stages: int = 1
+    mode: str = ""
+    step: int = 0
+    """Finished steps of this stage."""
+    total_steps: int | None = None
+    reward: float | None = None
+    accuracy: float | None = None
+    """Newest evaluation, 0 to 1."""
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    staleness: float | None = None
+    """Mean number of optimizer steps between sampling and training of the newest batch."""
+    elapsed_s: float = 0.0
+    eta_s: float | None = None
+    """Time left of this stage."""
+    workers: int = 0
+    notes: tuple[str, ...] = ()
+    """What holds now, such as "explorers wait for the trainer". Events go to `ProgressView.note`."""
+
+    def columns(self) -> list[tuple[str, str]]:
+        """(label, text) of what is shown, in order; the text is "-" for what is not known."""
+        step = f"{self.step}" if self.total_steps is None else f"{self.step}/{self.total_steps}"
+        rate = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        return [
+            ("step", step),
+            ("reward", _number(self.reward)),
+            ("accuracy", "-" if _is_unknown(self.accuracy) else f"{self.accuracy:.1%}"),
+            ("loss", _number(self.loss)),
+            ("tokens/s", rate),
+            ("staleness", "-" if _is_unknown(self.staleness) else f"{self.staleness:.1f}"),
+            ("workers", str(self.workers)),
+            ("elapsed", duration(self.elapsed_s)),
+            ("left", "-" if self.eta_s is None else duration(self.eta_s)),
+        ]
+
+    @property
+    def title(self) -> str:
+        """Example: "stage 2/2 rl (both)"."""
+        number = f"stage {self.stage_number}/{self.num_stages} " if self.num_stages > 1 else ""
+        return number + self.stage + (f" ({self.mode})" if self.mode else "")
+
+    @property
+    def fraction(self) -> float | None:
+        """Done part of the stage, 0 to 1."""
+        return None if not self.total_steps else min(1.0, self.step / self.total_steps)
+
+    def line(self) -> str:
+        """All of it in one line, without what is not known."""
+        known = [f"{label} {text}" for label, text in self.columns() if text != "-"]
+        return "  ".join([f"[{self.title}]", *known, *self.notes])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f'<div style="padding:2px 16px 2px 0"><div style="opacity:.65;font-size:85%">{label}</div>'
+            f"<div>{html.escape(text)}</div></div>"
+            for label, text in self.columns()
+        )
+        width = f"{100 * (self.fraction or 0):.1f}%"
+        bar = (
+            '<div style="height:4px;margin:4px 0;border-radius:2px;background:rgba(128,128,128,.25)">'
+            f'<div style="height:4px;border-radius:2px;background:#2a6fdb;width:{width}"></div></div>'
+        )
+        notes = "".join(f'<div style="opacity:.75">{html.escape(note)}</div>' for note in self.notes)
+        style = "font-family:sans-serif;font-variant-numeric:tabular-nums;max-width:60em"
+        title = f"<b>{html.escape(self.title)}</b>"
+        return f'<div style="{style}">{title}{bar}<div style="display:flex;flex-wrap:wrap">{cells}</div>{notes}</div>'
+
+
+def _is_unknown(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Example: "0:42", "12:05", "3:10:00", "2d 03:10"."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class ProgressView:
+    """Shows the newest `Progress`; this base shows nothing (kind "none").
+
+    Example:
+        with ProgressView.create() as view:
+            view.update(progress)
+            view.note("worker tcp://10.0.0.7:4001 lost; 3 rollout batches run again")
+    """
+
+    #: At least this long between two refreshes.
+    min_interval_s: float = 0.1
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at = -math.inf
+        self._shown: Progress | None = None
+        self._newest: Progress | None = None
+
+    @staticmethod
+    def create(kind: ViewKind = "auto") -> ProgressView:
+        """The view of that kind; "auto" looks at where the output goes. Raises: ValueError."""
+        if kind == "auto":
+            kind = "jupyter" if _in_jupyter() else "terminal" if _in_terminal() else "plain"
+        views = {"terminal": TerminalView, "plain": PlainView, "jupyter": JupyterView, "none": ProgressView}
+        if kind not in views:
+            raise ValueError(f"progress view {kind!r} is unknown: use auto, {', '.join(views)}")
+        return views[kind]()
+
+    def update(self, progress: Progress) -> None:
+        """Show `progress`, unless something was shown just now; a new stage is always shown."""
+        is_new_stage = self._newest is None or self._newest.stage_number != progress.stage_number
+        if is_new_stage:
+            self._finish()  # the last state of the stage before
+        self._newest = progress
+        if is_new_stage or self._clock() - self._shown_at >= self.min_interval_s:
+            self._finish()
+
+    def note(self, text: str) -> None:
+        """Tell an event; it stays on the page."""
+
+    def close(self) -> None:
+        """Show the last state and let go of the screen. Idempotent."""
+        self._finish()
+
+    def __enter__(self) -> ProgressView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _finish(self) -> None:
+        if self._newest is not None and self._newest != self._shown:
+            self._show(self._newest)
+            self._shown, self._shown_at = self._newest, self._clock()
+
+    def _show(self, progress: Progress) -> None:
+        pass
+
+
+class PlainView(ProgressView):
+    """One line now and then, for logs and pipes."""
+
+    min_interval_s = 5.0
+
+    def __init__(self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._out = out
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def _show(self, progress: Progress) -> None:
+        self._print(progress.line())
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._out or sys.stdout, flush=True)
+
+
+class TerminalView(ProgressView):
+    """One panel that stays at the foot of the terminal; notes scroll above it."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console  # late: 50 ms that `import rftdask` does not need
+        from rich.live import Live
+
+        super().__init__(clock)
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
+
+    def __enter__(self) -> ProgressView:
+        self._live.start()
+        return self
+
+    def close(self) -> None:
+        super().close()
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", style="yellow", markup=False, highlight=False)
+
+    def _show(self, progress: Progress) -> None:
+        self._live.update(panel(progress), refresh=True)
+
+
+def panel(progress: Progress) -> RenderableType:
+    """The panel of `TerminalView`."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [Text.assemble((f"{label}\n", "dim"), (text, "bold")) for label, text in progress.columns()]
+    parts: list[RenderableType] = [Columns(cells, padding=(0, 3))]
+    if progress.fraction is not None:
+        bar = Table.grid(expand=True)  # a bare bar does not end its line
+        bar.add_row(ProgressBar(total=1.0, completed=progress.fraction))
+        parts.insert(0, bar)
+    parts += [Text(note, style="yellow") for note in progress.notes]
+    return Panel(Group(*parts), title=Text(progress.title, style="bold"), title_align="left", border_style="dim")
+
+
+class JupyterView(ProgressView):
+    """One output area that is redrawn in place, with the last notes below."""
+
+    max_notes = 8
+
+    def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`display`: as IPython's: called with the object and display_id=True, gives a handle with `update`."""
+        super().__init__(clock)
+        if display is None:
+            import IPython.display  # late: there only inside Jupyter
+
+            display = IPython.display.display
+        self._display = display
+        self._handle: Any = None
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        if self._newest is not None:
+            self._show(self._newest)
+
+    def _show(self, progress: Progress) -> None:
+        page = _Page(progress, tuple(self._notes[-self.max_notes :]))
+        if self._handle is None:
+            self._handle = self._display(page, display_id=True)
+        else:
+            self._handle.update(page)
+
+
+@dataclass(frozen=True)
+class _Page:
+    progress: Progress
+    notes: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return self.progress._repr_html_() + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def _in_terminal() -> bool:
+    """Whether output goes to a terminal that can move its cursor."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _in_jupyter() -> bool:
+    """True in a notebook kernel (Jupyter, Colab); False in IPython on a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None

@@ -1,0 +1,106 @@
+"""Report: one HTML file that tells a run to somebody who was not there.
+
+The file needs nothing else: no script, no font, no picture, no network. It is drawn from a `RunSummary` and the
+metrics of each stage and can be written again at any time, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rftdask.monitor.charts import CHARTS, Stages, chart_svg
+from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric
+from rftdask.monitor.progress import duration
+from rftdask.monitor.summary import RunSummary, learned, percent
+from rftdask.storage.base import Storage
+
+REPORT_NAME = "report.html"
+_NOT_METRICS = {"role", "step", "time_s"}
+_CUSTOM = Metric("", "not explained here: written by a workflow, a reward function or an operator", "", "watch")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What the template shows of one chart."""
+
+    title: str
+    unit: str
+    direction: str
+    svg: str
+
+
+def write_report(storage: Storage, summary: RunSummary, stages: Stages, *, title: str | None = None) -> str:
+    """Write `report.html` at the root of the run and return its URL.
+
+    Args: stages: (stage name, metrics as `read_metrics` gives them) in the order they ran.
+    Raises: StorageError.
+    """
+    page = render_report(summary, stages, title=title)
+    storage.put(REPORT_NAME, page.encode())
+    return f"{storage.url.rstrip('/')}/{REPORT_NAME}"
+
+
+def render_report(summary: RunSummary, stages: Stages, *, title: str | None = None) -> str:
+    """The page of `write_report`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only reports need it
+
+    environment = Environment(
+        loader=PackageLoader("rftdask.monitor", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(percent=percent, duration=duration)
+    return environment.get_template("report.html.j2").render(
+        title=title or summary.run_name,
+        summary=summary,
+        date=_date(summary.started_at_s),
+        numbers=_numbers(summary),
+        learned=learned(summary),
+        charts=_drawings(stages),
+        time_shares=_shares(summary.time_split),
+        metrics=_explained(stages),
+        directions=DIRECTIONS,
+        machine=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def _date(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if time_s else "-"
+
+
+def _numbers(summary: RunSummary) -> dict[str, str]:
+    """Label -> text of the large figures at the top."""
+    numbers = {"time": duration(summary.seconds)}
+    if summary.stages:
+        numbers["optimizer steps"] = f"{sum(stage.steps for stage in summary.stages):,}"
+    if summary.counts:
+        numbers["experiences trained"] = f"{summary.counts.trained:,}"
+    return numbers | dict(summary.numbers)
+
+
+def _drawings(stages: Stages) -> list[_Drawing]:
+    drawn = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
+    return [_Drawing(metric.label, metric.unit, DIRECTIONS[metric.direction], svg) for metric, svg in drawn if svg]
+
+
+def _shares(time_split: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """(what, seconds, share 0 to 1); shares are 0 when nothing was measured."""
+    total = sum(time_split.values())
+    return [(name, seconds, seconds / total if total else 0.0) for name, seconds in time_split.items()]
+
+
+def _explained(stages: Stages) -> list[tuple[str, Metric]]:
+    """Each metric that somebody measured, the known ones first and in the order of `METRICS`."""
+    measured = {
+        str(name)
+        for _, metrics in stages
+        for name in metrics.columns
+        if name not in _NOT_METRICS and metrics[name].dtype.kind == "f"
+    }
+    known = [(name, metric) for name, metric in METRICS.items() if name in measured]
+    return known + [(name, _CUSTOM) for name in sorted(measured - METRICS.keys())]

@@ -1,0 +1,244 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow as views of the metrics files.
+
+The driver feeds a tracker from storage (`TrackerFeed`), never the roles themselves: what the files have, the tracker
+gets, whichever process died. A tracker knows neither storage nor roles.
+
+Invariant: a row is logged at least once; after a crash of the driver the last few may be logged again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rftdask.errors import NotFoundError, UserError
+from rftdask.monitor.metrics import MetricsFollower, MetricsRow
+from rftdask.storage.base import Storage
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(ABC):
+    """Where metrics are shown while the run goes on."""
+
+    #: True when a new tracker for the same run continues what the former one logged.
+    keeps_history: bool = True
+
+    @abstractmethod
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """Show `metrics` as `<role>/<name>` at `step`; `time_s` is when they were measured, Unix seconds."""
+
+    def flush(self) -> None:  # noqa: B027 -- most trackers have nothing to flush
+        """Hand over what is still in memory."""
+
+    def close(self) -> None:  # noqa: B027 -- as above
+        """Flush and end. Idempotent."""
+
+
+class NoTracker(Tracker):
+    """`monitor_type: none`."""
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        pass
+
+
+class TensorBoardTracker(Tracker):
+    """Event files in `<folder>/tensorboard/<role>`, by the tensorboard package alone (no torch, no TensorFlow)."""
+
+    def __init__(self, folder: Path, keeps_history: bool = True) -> None:
+        with _extra("tensorboard"):
+            # Late: half a second.
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self.keeps_history = keeps_history
+        self.folder = folder / "tensorboard"
+        self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, EventFileWriter
+        self._writers: dict[str, Any] = {}
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        if role not in self._writers:
+            self._writers[role] = self._open(str(self.folder / role))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writers[role].add_event(
+            self._event(wall_time=time_s, step=step, summary=self._summary(value=values)),
+        )
+
+    def flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+
+class WandbTracker(Tracker):
+    """One Weights & Biases run, continued by name; without an API key it is written offline, to be synced later."""
+
+    def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+        with _extra("wandb"):
+            import wandb  # late: an optional package
+        folder.mkdir(parents=True, exist_ok=True)
+        if wandb.api.api_key is None and "mode" not in args:
+            # Its init would ask on the terminal, for ever in a batch job.
+            args = {"mode": os.environ.get("WANDB_MODE", "offline"), **args}
+        identity = re.sub(r"[^\w-]", "-", f"{project}-{name}")[-64:]
+        settings = {"project": project, "name": name, "id": identity, "resume": "allow", "dir": str(folder)}
+        self._run: Any = wandb.init(**{**settings, "config": config, **args})
+        self._roles: set[str] = set()
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        # Each role counts its own steps, so wandb's one global step cannot be used.
+        if role not in self._roles:
+            self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
+            self._roles.add(role)
+        self._run.log({f"{role}/step": step, **{f"{role}/{key}": value for key, value in metrics.items()}})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker(Tracker):
+    """One MLflow run, found again by its name; by default in `<folder>/mlflow` unless MLFLOW_TRACKING_URI is set."""
+
+    def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+        with _extra("mlflow"):
+            import mlflow  # late: an optional package
+            from mlflow.entities import Metric
+        folder.mkdir(parents=True, exist_ok=True)
+        uri = args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            # mlflow-skinny has no database, and mlflow asks for this consent before it writes files.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (folder / "mlflow").resolve().as_uri()
+        self._metric = Metric
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        query = "tags.rftdask_run = '{}'".format(name.replace("'", ""))
+        known = self._client.search_runs([experiment_id], query, max_results=1)
+        tags = {"rftdask_run": name.replace("'", ""), **args.get("tags", {})}
+        run = known[0] if known else self._client.create_run(experiment_id, run_name=name, tags=tags)
+        self._run_id: str = run.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        if not known:
+            self._client.log_dict(self._run_id, config, "config.json")
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        now_ms = int(1000 * (time_s or 0))
+        rows = [
+            self._metric(re.sub(r"[^\w\-. /]", "_", f"{role}/{key}"), value, now_ms, step)
+            for key, value in metrics.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def make_tracker(
+    monitor_type: str,
+    *,
+    folder: Path | None,
+    project: str,
+    name: str,
+    config: dict[str, Any] | None = None,
+    args: dict[str, Any] | None = None,
+) -> Tracker:
+    """The tracker `monitor_type` names: "tensorboard", "wandb", "mlflow" or "none".
+
+    Args:
+        folder: local path of `<run>/monitor`; None when the run is not on a local file system, then the tracker's
+            files go to a temporary folder of this machine, named in a warning. The metrics files are complete anyway.
+        config: shown by trackers that show configurations; must hold no secrets.
+        args: `monitor_args`: passed to wandb's init; for mlflow `tracking_uri` and `tags`.
+    Raises: UserError: an unknown type, or its package is not installed.
+    """
+    kind = monitor_type.lower()
+    if kind == "none":
+        return NoTracker()
+    is_temporary = folder is None
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-"))
+        logger.warning("the run is not on a local file system: files of monitor_type %s are in %s", kind, folder)
+    if kind == "tensorboard":
+        return TensorBoardTracker(folder, keeps_history=not is_temporary)
+    if kind == "wandb":
+        return WandbTracker(folder, project, name, config or {}, args or {})
+    if kind == "mlflow":
+        return MlflowTracker(folder, project, name, config or {}, args or {})
+    raise UserError(f"monitor_type {monitor_type!r} is unknown: use tensorboard, wandb, mlflow or none")
+
+
+class TrackerFeed:
+    """Gives a tracker the rows of a run. Where it has come to is kept on storage, for the next driver.
+
+    A tracker that raises is set aside with a warning (`error`), because it must not end a training run: the rows
+    are in the files, and the next driver goes on from the last cursor.
+
+    Example:
+        feed = TrackerFeed(storage, make_tracker("tensorboard", folder=..., project="p", name="n"), "tensorboard")
+        feed.poll()   # now and then
+        feed.close()  # the rest, then the tracker
+    """
+
+    def __init__(self, storage: Storage, tracker: Tracker, monitor_type: str) -> None:
+        self._storage, self._tracker = storage, tracker
+        self._path = f"monitor/{monitor_type}_cursor.json"
+        self._follower = MetricsFollower(storage, self._read_cursor() if tracker.keeps_history else None)
+        self.error: Exception | None = None
+
+    def poll(self) -> int:
+        """Log the new rows and return their number; 0 once the tracker has failed. Raises: StorageError."""
+        if self.error:
+            return 0
+        rows = self._follower.poll()
+        if rows and self._try(lambda: self._log(rows)):
+            self._storage.put(self._path, json.dumps(self._follower.cursor).encode())
+        return 0 if self.error else len(rows)
+
+    def close(self) -> None:
+        """Log the rest, then close the tracker. Raises: StorageError."""
+        self.poll()
+        self._try(self._tracker.close)
+
+    def _log(self, rows: list[MetricsRow]) -> None:
+        for row in rows:
+            # A tag that is not the stage tells apart rows of one step, so it must be in the name.
+            prefix = "".join(f"{value}/" for tag, value in sorted(row.tags.items()) if tag != "stage")
+            self._tracker.log(row.role, row.step, {prefix + k: v for k, v in row.metrics.items()}, row.time_s)
+        self._tracker.flush()
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except Exception as error:  # whatever a tracker's package raises; see the class
+            self.error = self.error or error
+            logger.warning("%s failed and is not fed any more: %s", type(self._tracker).__name__, error, exc_info=True)
+        return self.error is None
+
+    def _read_cursor(self) -> dict[str, int]:
+        try:
+            return {path: int(count) for path, count in json.loads(self._storage.get(self._path)).items()}
+        except NotFoundError:
+            return {}
+
+
+@contextmanager
+def _extra(package: str) -> Iterator[None]:
+    """Names the extra to install when an import in its block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"monitor_type {package} needs the package {error.name!r}: "
+            f'pip install "rftdask[{package}]", or set monitor.monitor_type to none'
+        ) from error

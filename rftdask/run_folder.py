@@ -1,0 +1,262 @@
+"""Run folder: opening it, owning it, and refusing what does not belong in it.
+
+`run.json` holds the config as resolved; `control/lease-<role>-<n>.json` says which process works on a role. Leases are
+numbered and create-only, so of two that start at once one wins, and an owner that sees a higher number than its own
+stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+
+from rftdask.config import Config, load_config
+from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
+from rftdask.rules import tasks_per_batch
+from rftdask.storage import Storage
+
+RUN_FILE = "run.json"
+STOP_FILE = "control/STOP"
+_HEARTBEAT_S = 5.0
+_STALE_S = 30.0
+_PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
+
+_FREE_SECTIONS = ("cluster", "monitor", "log", "service", "stages")
+_FREE_KEYS = {
+    "mode",
+    "checkpoint_root_dir",
+    "continue_from_checkpoint",
+    "explorer.rollout_model.engine_num",
+    "explorer.eval_interval",
+    "explorer.eval_on_startup",
+    "explorer.bench_on_latest_checkpoint",
+    "explorer.max_timeout",
+    "explorer.max_retry_times",
+    "explorer.env_vars",
+    "trainer.save_interval",
+    "trainer.save_hf_checkpoint",
+    "trainer.max_checkpoints_to_keep",
+    "trainer.total_steps",
+    "buffer.total_steps",
+    "buffer.total_epochs",
+    "buffer.explorer_input.eval_tasksets",
+    "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "synchronizer.sync_timeout",
+    "synchronizer.poll_interval_s",
+}
+"""What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
+
+
+def check_run(storage: Storage, config: Config, free: Collection[str] = ()) -> None:
+    """Whether the folder could be opened for `config` now; changes nothing.
+
+    Args: free: keys that are not known yet, and so not compared.
+    Raises: DataError: it is of another config; FencedError: a living process works on a role of it.
+    """
+    if storage.exists(RUN_FILE):
+        _check_same(storage, config, free)
+    for role in roles_of(config):
+        if (holder := lease_holder(storage, role)) is not None:
+            raise FencedError(_held(storage, role, holder))
+
+
+def roles_of(config: Config) -> tuple[str, ...]:
+    """The roles that a stage's process owns while it runs."""
+    modes = {"trainer": ("both", "train"), "explorer": ("both", "explore", "bench")}
+    return tuple(role for role, found in modes.items() if config.mode in found)
+
+
+def open_run(storage: Storage, config: Config) -> Config:
+    """Open the run folder for `config`, making it at the first start; the config to run with.
+
+    Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
+    """
+    first = _with_batches(config, config)
+    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first)):
+        return first
+    return _check_same(storage, config)
+
+
+def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
+    """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
+    try:
+        was = load_config(read_run(storage)["config"])
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: it holds no config") from error
+    config = _with_batches(config, was)
+    differing = [
+        f"{key}: was {old!r}, is {new!r}"
+        for key, old, new in _differences(was.to_dict(), config.to_dict())
+        if not _is_free(key) and key not in free
+    ]
+    if differing:
+        raise DataError(
+            f"{storage.url} holds a run of another configuration; set these back, or choose another name:\n"
+            + "\n".join(f"  - {line}" for line in differing)
+        )
+    return config
+
+
+def record_run(storage: Storage, config: Config) -> None:
+    """Make the folder of a run with stages known as a run; the folder of each stage is what refuses another config."""
+    if config.stages and not storage.put_new(RUN_FILE, _run_json(config)):
+        storage.put(RUN_FILE, _run_json(config))
+
+
+def read_run(storage: Storage) -> dict[str, Any]:
+    """`run.json` of an existing run. Raises: DataError: there is none."""
+    try:
+        tree: dict[str, Any] = json.loads(storage.get(RUN_FILE))
+    except NotFoundError:
+        raise DataError(f"{storage.url} is not a run folder: it has no {RUN_FILE}") from None
+    except ValueError as error:
+        raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
+    return tree
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter for a run."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _with_batches(config: Config, first: Config) -> Config:
+    """The config with the size of rollout batches that the run began with: slots of groups depend on it."""
+    if config.explorer.tasks_per_batch is not None:
+        return config
+    tree = config.to_dict()
+    tree["explorer"]["tasks_per_batch"] = tasks_per_batch(first)
+    return load_config(tree)
+
+
+def _run_json(config: Config) -> bytes:
+    tree = {"config": config.to_dict(), "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
+    return json.dumps(tree, indent=1).encode()
+
+
+def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in sorted({*was, *now}):
+            yield from _differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif was != now and not (isinstance(was, list | tuple) and list(was) == list(now or [])):
+        yield key, was, now
+
+
+def _is_free(key: str) -> bool:
+    return key.split(".")[0] in _FREE_SECTIONS or any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
+
+
+class Lease:
+    """Ownership of one role of a run, renewed by a heartbeat until `release`.
+
+    Example: with Lease(storage, "trainer"): ...
+    """
+
+    def __init__(self, storage: Storage, role: str, heartbeat_s: float = _HEARTBEAT_S) -> None:
+        """Raises: FencedError: a living process holds the role."""
+        self._storage = storage
+        self._role = role
+        self._heartbeat_s = heartbeat_s
+        self._ended = threading.Event()
+        self.lost = False
+        """True once somebody else took the role over: stop at once."""
+        last = self._last_number()
+        if last:
+            self._check_free(last)
+        self._number = last + 1
+        if not storage.put_new(self._path(self._number), self._content(released=False)):
+            raise FencedError(f"another process has just started as {role} of {storage.url}; this one stops")
+        self._thread = threading.Thread(target=self._beat, name=f"lease-{role}", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the role back. Idempotent."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join(_HEARTBEAT_S)
+            if not self.lost:
+                self._storage.put(self._path(self._number), self._content(released=True))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def _path(self, number: int) -> str:
+        return f"control/lease-{self._role}-{number}.json"
+
+    def _last_number(self) -> int:
+        prefix = f"lease-{self._role}-"
+        names = (
+            n.removeprefix(prefix).removesuffix(".json") for n in self._storage.list("control") if n.startswith(prefix)
+        )
+        return max((int(n) for n in names if n.isdigit()), default=0)
+
+    def _content(self, released: bool) -> bytes:
+        process = psutil.Process()
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": process.create_time()}
+        return json.dumps({**owner, "time_s": time.time(), "released": released}).encode()
+
+    def _check_free(self, number: int) -> None:
+        try:
+            holder = json.loads(self._storage.get(self._path(number)))
+        except (NotFoundError, ValueError):
+            return  # a lease nobody could finish writing is nobody's
+        if not holder["released"] and _is_alive(holder):
+            raise FencedError(_held(self._storage, self._role, holder))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            try:
+                if self._last_number() > self._number:
+                    self.lost = True
+                    self._ended.set()
+                    return
+                self._storage.put(self._path(self._number), self._content(released=False))
+            except StorageError:
+                continue  # the next beat tries again; others wait _STALE_S before they take over
+
+
+def _held(storage: Storage, role: str, holder: Mapping[str, Any]) -> str:
+    return (
+        f"{storage.url} is being worked on: {role} is process {holder['pid']} on {holder['host']}; "
+        "stop it first (Ctrl-C there ends it with a checkpoint)"
+    )
+
+
+def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
+    """Who works on the role now: {"host", "pid", "time_s", ...}; None if nobody does."""
+    prefix = f"lease-{role}-"
+    names = [n for n in storage.list("control") if n.startswith(prefix)]
+    if not names:
+        return None
+    newest = max(names, key=lambda n: int(n.removeprefix(prefix).removesuffix(".json")))
+    try:
+        holder: dict[str, Any] = json.loads(storage.get(f"control/{newest}"))
+    except (NotFoundError, ValueError):
+        return None
+    return holder if not holder["released"] and _is_alive(holder) else None
+
+
+def _is_alive(holder: Mapping[str, Any]) -> bool:
+    if holder["host"] == socket.gethostname():
+        try:
+            return abs(psutil.Process(holder["pid"]).create_time() - holder["started_s"]) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+    return time.time() - holder["time_s"] < _STALE_S

@@ -1,0 +1,110 @@
+"""Storage: the few atomic verbs through which everything durable goes.
+
+A storage is a folder tree named by a URL; paths are relative to it, with forward slashes. What a backend must keep:
+
+- `put` and `put_new` are atomic: a reader sees all of the bytes or none, also after a crash or a power loss.
+- when a call returns, the bytes survive the loss of the process and, on POSIX, of the machine's power.
+- `put_new` has exactly one winner, whatever the number of processes and machines that race.
+- `list` never trusts a cache: what was put before the call, by anyone, is in the answer.
+
+It knows nothing of runs, experiences or checkpoints.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+TMP_PREFIX = ".tmp-"
+"""First characters of the name of a write still under way: hidden by `list`, refused in paths."""
+
+_FORBIDDEN = frozenset("*?[]\\") | {chr(code) for code in range(32)}
+"""Wildcards (fsspec expands them even in `rm`), the separator of another system, control characters."""
+
+
+def check_path(path: str) -> str:
+    """`path` itself, if it names one place below the root and means the same on every backend.
+
+    Raises: ValueError: absolute, empty, with an empty, "." or ".." segment, a wildcard, a backslash, a control
+        character, or a name that `list` would hide.
+    """
+    for segment in path.split("/"):
+        if segment in ("", ".", ".."):
+            raise ValueError(f"storage path {path!r} has the segment {segment!r}; give a relative path like 'a/b.json'")
+        if segment.startswith(TMP_PREFIX):
+            raise ValueError(
+                f"storage path {path!r}: names starting with {TMP_PREFIX!r} are kept for unfinished writes"
+            )
+    if found := _FORBIDDEN.intersection(path):
+        raise ValueError(
+            f"storage path {path!r} has the characters {sorted(found)}; use letters, digits, '-', '_', '.'"
+        )
+    return path
+
+
+class Storage(ABC):
+    """One folder tree. Instances pickle (a backend re-opens itself from its URL), and are safe to use from threads.
+
+    Example:
+        store = open_storage("/scratch/runs/project/name")
+        store.put("weights/3/model.safetensors", data)
+        if not store.put_new("ledger/main/00000004.json", entry):
+            raise FencedError(...)
+    """
+
+    #: True when `put_new` has one winner among machines; False admits a race, and two-writer setups are refused.
+    has_create_only: bool = True
+
+    url: str
+    """Absolute URL or path of the root; `open_storage(storage.url)` opens the same tree."""
+
+    @abstractmethod
+    def put(self, path: str, data: bytes) -> None:
+        """Write `data` at `path`, replacing what was there, atomically and durably. Missing folders are made.
+
+        Raises: ValueError: as `check_path`; every method does.
+            StorageError: after bounded retries. `path` then holds what it held before, or all of `data` where only
+            the confirmation was lost; never anything else.
+        """
+
+    @abstractmethod
+    def put_new(self, path: str, data: bytes) -> bool:
+        """Create `path` with `data` only if nothing is there: True if this call created it, False if it existed.
+
+        A lost reply (the object is ours although the call seemed to fail) is resolved by reading back.
+        Raises: StorageError: as `put`.
+        """
+
+    @abstractmethod
+    def get(self, path: str) -> bytes:
+        """All bytes at `path`. Raises: NotFoundError; StorageError after bounded retries."""
+
+    @abstractmethod
+    def list(self, folder: str = "") -> list[str]:
+        """Names (not paths) directly in `folder`, sorted; folders end with "/". A missing folder is empty.
+
+        Names of writes still under way (temporary files) are never shown.
+        """
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove one file, or a folder with all below it. Removing what is not there is no error.
+
+        On POSIX a folder goes at once; on object stores file by file, so first remove the file that makes it valid.
+        Raises: StorageError: as `put`.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Whether a file is at `path` now."""
+        folder, _, name = check_path(path).rpartition("/")
+        return name in self.list(folder)
+
+    @abstractmethod
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        """The file or folder at `path` as a local path, for libraries that read local files; do not write to it.
+
+        On local storage it is the file itself; elsewhere a temporary copy that lives as long as the context.
+        Only for what no longer changes: a folder is copied file by file.
+        Raises: NotFoundError.
+        """

@@ -1,0 +1,199 @@
+"""Does the user's own storage keep what `Storage` promises, and what does each verb cost?
+
+It knows the interface alone, plus the clock of local file systems. It cannot see what another machine would: the
+attribute cache of an NFS client may show a new name up to a minute late there.
+Invariant: it writes only in a new folder below the URL, removes it at the end, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rftdask.errors import NotFoundError, StorageError
+from rftdask.storage.base import Storage
+from rftdask.storage.local import LocalStorage
+from rftdask.storage.memory import MemoryStorage
+from rftdask.storage.open import open_storage
+
+_SPAWN = multiprocessing.get_context("spawn")  # in a fork fsspec's event loop is dead
+_DEADLINE_S = 60.0  # a process that has not answered by then has failed its check
+_BUDGET_S = 1.0  # no verb is measured longer, but for its first call
+_WORDS = {True: "ok", False: "BROKEN", None: "not checked"}
+_NUM_RACERS, _NUM_NAMES, _NUM_CALLS, _VALUE_BYTES = 4, 50, 100, 100_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise, e.g. Check("create-only", True, "50 of 50 names had one winner among 4 processes")."""
+
+    name: str
+    ok: bool | None  # None: not checked here; `detail` says why
+    detail: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of one verb over `num_calls` calls, milliseconds."""
+
+    verb: str
+    num_calls: int
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    url: str
+    checks: tuple[Check, ...]
+    costs: tuple[Cost, ...]
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether no promise was seen broken. Evidence, not proof: a rare race may hide."""
+        return all(check.ok is not False for check in self.checks)
+
+    def render(self) -> str:
+        """The report for a terminal: the verdict, then a line for each check and each cost."""
+        broken = ", ".join(check.name for check in self.checks if check.ok is False)
+        lines = [f"storage {self.url}: {f'BROKEN: {broken}' if broken else 'nothing broken, seen from this machine'}"]
+        lines += [f"  {check.name:<18}{_WORDS[check.ok]:<13}{check.detail}" for check in self.checks]
+        lines += [f"  {'cost (ms)':<18}{'p50':>9}{'p99':>9}{'calls':>8}"] * bool(self.costs)
+        lines += [f"  {c.verb:<18}{c.p50_ms:>9.2f}{c.p99_ms:>9.2f}{c.num_calls:>8}" for c in self.costs]
+        return "\n".join(lines)
+
+
+def check_storage(url: str | Path) -> DoctorReport:
+    """Check `url` in a probe folder below it, in about 15 s. What fails is in the report.
+    Starts processes by spawn, so a script that calls it needs `if __name__ == "__main__":`.
+    Raises: UserError: the URL cannot be opened at all.
+    """
+    home = open_storage(url)
+    name = f"rftdask-doctor-{uuid.uuid4().hex[:8]}"
+    store = open_storage(f"{home.url.rstrip('/')}/{name}")
+    alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
+    timeless = "nothing is swept by age here" * (not isinstance(store, LocalStorage))
+    costs: list[Cost] = []
+    try:
+        checks = [_run("write and read", "", lambda: _measure(store, costs))]
+        plan = [("create-only", alone, check_race), ("atomic replace", alone, check_replace)]
+        plan += [("list after write", alone, check_list), ("clock", timeless, _check_clock)]
+        checks += [
+            _run(check_name, why_not, partial(check, store)) for check_name, why_not, check in plan if checks[0].ok
+        ]
+    finally:
+        removed = _run("remove", "", lambda: _remove(home, name))
+    return DoctorReport(home.url, (*checks, removed), tuple(costs))
+
+
+def check_race(store: Storage) -> Check:
+    """Processes create the same names at once; each name must have exactly one winner, and hold its bytes."""
+    with ProcessPoolExecutor(_NUM_RACERS, _SPAWN) as pool:
+        start_s = time.time() + 3.0  # by then all of them are connected
+        racers = [pool.submit(_race, store, k, start_s) for k in range(_NUM_RACERS)]
+        wins = [racer.result(timeout=_DEADLINE_S) for racer in racers]
+    winners = [[str(me).encode() for me, won in enumerate(wins) if k in won] for k in range(_NUM_NAMES)]
+    num_good = sum(winner == [store.get(f"race-{k}")] for k, winner in enumerate(winners))
+    detail = f"{num_good} of {_NUM_NAMES} names had one winner among {_NUM_RACERS} processes"
+    detail += "" if store.has_create_only else ", but the protocol does not promise it: use one writer only"
+    return Check("create-only", store.has_create_only and num_good == _NUM_NAMES, detail)
+
+
+def check_replace(store: Storage) -> Check:
+    """A process replaces a file for a while; every read meanwhile must find one whole value."""
+    store.put("replace", bytes(_VALUE_BYTES))
+    num_reads = num_torn = num_absent = 0
+    with ProcessPoolExecutor(1, _SPAWN) as pool:
+        writer = pool.submit(_replace, store, 2.0)
+        end = time.monotonic() + _DEADLINE_S
+        while not writer.done() and time.monotonic() < end:
+            num_reads += 1
+            try:
+                data = store.get("replace")
+                num_torn += data != data[:1] * _VALUE_BYTES
+            except NotFoundError:
+                num_absent += 1
+        num_puts = writer.result(timeout=1.0)
+    detail = f"{num_reads} reads during {num_puts} writes: {num_torn} torn, {num_absent} absent"
+    return Check("atomic replace", num_torn + num_absent == 0 < num_reads, detail)
+
+
+def check_list(store: Storage) -> Check:
+    """Once put has returned in another process, our next listing must show the name."""
+    lags_s = []
+    with ProcessPoolExecutor(1, _SPAWN) as pool:
+        for name in (f"listed-{k}" for k in range(10)):
+            store.list()  # what a cache would remember
+            pool.submit(store.put, name, b"x").result(timeout=_DEADLINE_S)
+            start, lag_s = time.monotonic(), 0.0
+            while name not in store.list() and lag_s < _DEADLINE_S:
+                lag_s = time.monotonic() - start
+            lags_s.append(lag_s)
+    detail = f"of {len(lags_s)} new names the slowest was listed {max(lags_s):.1f} s late"
+    return Check("list after write", max(lags_s) == 0, detail)
+
+
+def _check_clock(store: Storage) -> Check:
+    before = time.time()  # leftovers of killed writers are swept by age, an hour by default
+    store.put("clock", b"x")
+    skew_s = os.stat(f"{store.url}/clock").st_mtime - (before + time.time()) / 2
+    return Check("clock", abs(skew_s) < 60, f"file times are {skew_s:+.2f} s from this machine's clock")
+
+
+def _remove(home: Storage, name: str) -> Check:
+    home.remove(name)
+    return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
+
+
+def _measure(store: Storage, costs: list[Cost]) -> Check:
+    small, large = os.urandom(1024), os.urandom(256 * 1024)
+    calls: dict[str, Callable[[int], object]] = {
+        "put 1 KiB": lambda k: store.put(f"small/{k}", small),
+        "put_new 1 KiB": lambda k: store.put_new(f"new/{k}", small),
+        "get 1 KiB": lambda k: store.get("small/0"),
+        "put 256 KiB": lambda k: store.put(f"large/{k}", large),
+        "get 256 KiB": lambda k: store.get("large/0"),
+        "list": lambda k: store.list("small"),
+    }
+    for verb, call in calls.items():
+        times_ms: list[float] = []
+        end = time.monotonic() + _BUDGET_S
+        while len(times_ms) < _NUM_CALLS and (not times_ms or time.monotonic() < end):
+            start = time.perf_counter()
+            call(len(times_ms))
+            times_ms.append((time.perf_counter() - start) * 1e3)
+        times_ms.sort()
+        p50_ms, p99_ms = times_ms[len(times_ms) // 2], times_ms[int((len(times_ms) - 1) * 0.99)]
+        costs.append(Cost(verb, len(times_ms), p50_ms, max(p50_ms, p99_ms)))
+    same = [store.get("small/0"), store.get("new/0"), store.get("large/0")] == [small, small, large]
+    return Check("write and read", same, "what was written came back " + ("the same" if same else "different"))
+
+
+def _run(name: str, why_not: str, check: Callable[[], Check]) -> Check:
+    if why_not:
+        return Check(name, None, why_not)
+    try:
+        return check()
+    except (StorageError, TimeoutError, BrokenExecutor) as error:
+        return Check(name, False, str(error) or f"a process did not answer within {_DEADLINE_S:.0f} s")
+
+
+def _race(store: Storage, me: int, start_s: float) -> set[int]:
+    store.list()
+    time.sleep(max(0.0, start_s - time.time()))
+    return {k for k in range(_NUM_NAMES) if store.put_new(f"race-{k}", str(me).encode())}
+
+
+def _replace(store: Storage, duration_s: float) -> int:
+    num_puts, end = 0, time.monotonic() + duration_s
+    while not num_puts or time.monotonic() < end:
+        num_puts += 1
+        store.put("replace", bytes([num_puts % 251]) * _VALUE_BYTES)
+    return num_puts

@@ -1,0 +1,218 @@
+"""Storage on anything fsspec can reach: s3, gs, abfs and the rest.
+
+It does not know local disks (fsspec's local "create" is a race and nothing there is synced; see local.py).
+Invariant: one object is one request that the service applies whole, listings are never cached, and a request is only
+repeated by `_call` here: the client's own hidden repeats would make a lost reply look like a lost race.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import tenacity
+
+from rftdask.errors import NotFoundError, StorageError, UserError
+from rftdask.storage.base import Storage, check_path
+
+T = TypeVar("T")
+
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
+"""Protocol -> pip package. These, and only these, have a conditional create that the service itself decides:
+S3 If-None-Match (s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (adlfs); all three are mode="create"."""
+
+_S3 = ("s3", "s3a")
+_TOKEN = "rftdask-token"
+"""Key of the S3 object metadata that tells which call of `put_new` made the object."""
+
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
+"""Packages whose own errors (not OSError) may mean a fault of the network or the service."""
+
+_FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FINAL_ERRNO = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG, errno.EMSGSIZE, errno.ENOSPC)
+_REPEAT_STATUS = (408, 409, 429)
+"""HTTP: timeout; a conflicting conditional write is under way; slow down. 500 and above are repeated too."""
+
+
+class FsspecStorage(Storage):
+    """`FsspecStorage("s3://bucket/runs")`; the bucket must exist. Start processes by spawn: its loop dies in a fork.
+
+    `has_create_only` trusts the protocol; a server that speaks S3 but ignores If-None-Match is
+    found by `check_storage`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._protocol = url.partition("://")[0]
+        self._fs = _open_filesystem(url, self._protocol)
+        self._root = self._fs._strip_protocol(self.url).rstrip("/")
+        self.has_create_only = self._protocol in PACKAGES
+
+    def __reduce__(self) -> tuple[type[FsspecStorage], tuple[str]]:
+        return FsspecStorage, (self.url,)
+
+    def put(self, path: str, data: bytes) -> None:
+        target = self._at(path)
+        self._call("put", target, lambda: self._fs.pipe_file(target, data))
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """As the interface says where `has_create_only`; elsewhere a look and then a put, which two may win.
+
+        A reply lost inside gcsfs or adlfs, which repeat by themselves, reads as False: the safe side.
+        """
+        target = self._at(path)
+        token = uuid.uuid4().hex
+        options: dict[str, Any] = {"Metadata": {_TOKEN: token}} if self._protocol in _S3 else {}
+        in_doubt = False  # an earlier try may have made the object although it seemed to fail
+
+        def create() -> bool:
+            nonlocal in_doubt
+            try:
+                self._fs.pipe_file(target, data, mode="create", **options)
+                return True
+            except Exception as error:  # every client has its own tree; all but "exists" rise again
+                if _says_exists(error):
+                    return self._is_ours(target, data, token, in_doubt)
+                in_doubt = in_doubt or _is_transient(error)
+                raise
+
+        return self._call("put_new", target, create)
+
+    def get(self, path: str) -> bytes:
+        target = self._at(path)
+        # More than one request would mix two versions of an object that is replaced meanwhile (s3fs, above 50 MiB).
+        options = {"max_concurrency": 1} if self._protocol in _S3 else {}
+        data: bytes = self._call("get", target, lambda: self._fs.cat_file(target, **options))
+        return data
+
+    def list(self, folder: str = "") -> list[str]:
+        target = self._at(folder) if folder else self._root
+        try:
+            entries = self._call("list", target, lambda: self._fs.ls(target, detail=True, refresh=True))
+        except NotFoundError:
+            return []
+        names = set()
+        for entry in entries:
+            full = entry["name"].rstrip("/")
+            if full != target:  # the marker of an empty folder, or `target` is a file
+                names.add(full.rpartition("/")[2] + ("/" if entry["type"] == "directory" else ""))
+        return sorted(names)
+
+    def remove(self, path: str) -> None:
+        target = self._at(path)
+
+        def remove() -> None:
+            try:
+                self._fs.rm(target, recursive=True)
+            except FileNotFoundError:
+                return
+            if left := self._fs.find(target):  # s3fs drops the errors of single objects
+                raise OSError(errno.EBUSY, f"{len(left)} objects are still there, first {left[0]}")
+
+        self._call("remove", target, remove)
+
+    @contextmanager
+    def local_copy(self, path: str) -> Iterator[Path]:
+        target = self._at(path)
+        files: list[str] = self._call("local_copy", target, lambda: self._fs.find(target))
+        if not files:
+            raise NotFoundError(f"{target} does not exist")
+        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+            top = Path(folder) / target.rpartition("/")[2]
+            for file in files:
+                local = Path(f"{top}{file.removeprefix(target)}")
+                local.parent.mkdir(parents=True, exist_ok=True)
+                self._call("local_copy", file, partial(self._fs.get_file, file, str(local)))
+            yield top
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}"
+
+    def _is_ours(self, target: str, data: bytes, token: str, in_doubt: bool) -> bool:
+        """Whether the object that exists was made by this very call, its reply having been lost."""
+        if self._protocol in _S3:
+            return bool(self._fs.metadata(target).get(_TOKEN) == token)
+        return in_doubt and bool(self._fs.cat_file(target) == data)
+
+    def _call(self, verb: str, target: str, operation: Callable[[], T]) -> T:
+        """`operation` with at most 5 tries, none started after 30 s, waiting about 0.2, 0.4, 0.8, 1.6 s between."""
+        retry = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(5) | tenacity.stop_after_delay(30),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=5, jitter=0.1),
+            retry=tenacity.retry_if_exception(_is_transient),
+            reraise=True,
+        )
+        try:
+            return retry(operation)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            if verb.startswith("put"):
+                raise StorageError(f"{verb} {target} failed: {error}; check that the bucket exists") from error
+            raise NotFoundError(f"{target} does not exist") from error
+        except Exception as error:  # a decision: what a client raises becomes our error, what we broke stays
+            if not (isinstance(error, OSError) or _is_from_client(error)):
+                raise
+            tries = retry.statistics.get("attempt_number", 1)
+            raise StorageError(
+                f"{verb} {target} failed after {tries} of 5 tries: {type(error).__name__}: {error}; "
+                "check the network, the credentials and the permissions on the bucket"
+            ) from error
+
+
+def _open_filesystem(url: str, protocol: str) -> Any:
+    if "::" in url:
+        raise UserError(f"{url}: chained URLs add caches and lose atomic writes; give the plain URL")
+    if any(character in url for character in "*?[]"):
+        raise UserError(f"{url}: a storage URL cannot have wildcards; choose another folder name")
+    if not url.partition("://")[2].strip("/"):
+        raise UserError(f"{url} names no bucket; write {protocol}://bucket/folder")
+    try:
+        filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        advice = f"run `pip install {package}`" if package else str(error)
+        raise UserError(f"{url}: the package for {protocol}:// is not installed; {advice}") from error
+    except ValueError as error:
+        known = "a path, file://, memory://, s3://, gs://, abfs://"
+        raise UserError(f"{url}: {error}; use {known} or another protocol of fsspec") from error
+    if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
+        filesystem.retries = 1
+        filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
+    return filesystem
+
+
+def _says_exists(error: Exception) -> bool:
+    """HTTP 412 on a create: something is there. Not every S3 server says which condition failed."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(error, FileExistsError) or (
+        isinstance(response, dict) and response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")
+    )
+
+
+def _is_from_client(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, _FINAL):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in _FINAL_ERRNO
+    if not _is_from_client(error) or "Credential" in type(error).__name__:
+        return False
+    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure, gcsfs; None: no reply
+    return not isinstance(status, int) or status >= 500 or status in _REPEAT_STATUS

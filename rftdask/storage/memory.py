@@ -1,0 +1,81 @@
+"""Storage in the memory of one process, for tests and notebooks.
+
+It does not know other processes: each has its own tree under the same URL, and a pickle carries the URL alone.
+Invariant: one lock guards every tree, so each verb is one step, and all handles of one URL see the same files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rftdask.errors import NotFoundError
+from rftdask.storage.base import Storage, check_path
+
+_LOCK = threading.Lock()
+_TREES: dict[str, dict[str, bytes]] = {}
+
+
+class MemoryStorage(Storage):
+    """`MemoryStorage("memory://name")`; the tree lives until the process ends."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/") if url != "memory://" else url
+        with _LOCK:
+            self._files = _TREES.setdefault(self.url, {})
+
+    def __reduce__(self) -> tuple[type[MemoryStorage], tuple[str]]:
+        return MemoryStorage, (self.url,)
+
+    def put(self, path: str, data: bytes) -> None:
+        check_path(path)
+        with _LOCK:
+            self._files[path] = bytes(data)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        check_path(path)
+        with _LOCK:
+            if path in self._files:
+                return False
+            self._files[path] = bytes(data)
+            return True
+
+    def get(self, path: str) -> bytes:
+        check_path(path)
+        with _LOCK:
+            if path not in self._files:
+                raise NotFoundError(f"{self.url}/{path} does not exist")
+            return self._files[path]
+
+    def list(self, folder: str = "") -> list[str]:
+        start = check_path(folder) + "/" if folder else ""
+        with _LOCK:
+            below = [path.removeprefix(start) for path in self._files if path.startswith(start)]
+        return sorted({name + slash for name, slash, _ in (path.partition("/") for path in below)})
+
+    def remove(self, path: str) -> None:
+        with _LOCK:
+            for name in self._below(path):
+                del self._files[name]
+
+    @contextmanager
+    def local_copy(self, path: str) -> Iterator[Path]:
+        with _LOCK:
+            found = {name: self._files[name] for name in self._below(path)}
+        if not found:
+            raise NotFoundError(f"{self.url}/{path} does not exist")
+        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+            top = Path(folder) / path.rpartition("/")[2]
+            for name, data in found.items():
+                target = Path(f"{top}{name.removeprefix(path)}")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+            yield top
+
+    def _below(self, path: str) -> tuple[str, ...]:
+        """The file at `path`, or the files in the folder there. The lock is held."""
+        check_path(path)
+        return tuple(name for name in self._files if name == path or name.startswith(path + "/"))

@@ -1,0 +1,135 @@
+"""Sync styles: which weights an explore step runs with, and when the trainer publishes. Pure rules of counters.
+
+Explore steps and optimizer steps count from 1; policy version v is what optimizer step v leaves behind, version 0 the
+start. Explore step s can at best have behind it the optimizer steps that the experiences of steps 1..s-1 fill; no rule
+asks for more, so no style can wait for itself.
+
+- fixed: both sides count, whatever the speed of either. A step runs with exactly the weights that the explore steps up
+  to its last boundary, less `sync_offset` of them, can have trained. Boundaries come every `explorer_sync_interval`
+  steps.
+- explorer_driven: at each of its boundaries the explorer asks for newer weights and waits for them; the trainer
+  publishes when asked.
+- trainer_driven: the trainer publishes at its intervals; the explorer takes the newest at its boundaries and waits only
+  for staleness.
+- fully_async: as trainer_driven, and every rollout batch takes the newest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+DEFAULT_MAX_STALENESS = 4
+"""For the styles that imply no bound: up to 4 costs no quality in the field's ablations (arXiv:2505.24298, table 3)."""
+
+_LONGEST_WALK = 10_000
+
+
+class SyncStyle(StrEnum):
+    FIXED = "fixed"
+    EXPLORER_DRIVEN = "explorer_driven"
+    TRAINER_DRIVEN = "trainer_driven"
+    FULLY_ASYNC = "fully_async"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What explore step s needs before it may start."""
+
+    version: int
+    """This policy version must be published."""
+    exact: bool
+    """True: run with exactly that version; False: with it or any newer."""
+
+
+@dataclass(frozen=True)
+class SyncRules:
+    """The rules of one run.
+
+    Example: SyncRules(SyncStyle.FIXED, 1, 1, 1, 32, 32).admit(3) == Admission(1, exact=True)   # one step off policy
+    """
+
+    style: SyncStyle
+    explorer_sync_interval: int
+    trainer_sync_interval: int
+    sync_offset: int
+    experiences_per_step: int
+    """Rollouts of one explore step: batch_size * repeat_times."""
+    train_batch_size: int
+    max_staleness: int | None = None
+
+    def admit(self, explore_step: int) -> Admission:
+        syncs = max(0, explore_step - 1 - self.sync_offset) // self.explorer_sync_interval
+        if self.style is SyncStyle.FIXED:
+            return Admission(self._trainable(syncs * self.explorer_sync_interval), exact=True)
+        fresh_enough = self._fresh_enough(explore_step)
+        if self.style is SyncStyle.EXPLORER_DRIVEN:
+            asked = min(syncs, self.num_steps_from(explore_step - 1))
+            return Admission(max(asked, fresh_enough), exact=False)
+        return Admission(fresh_enough, exact=False)
+
+    def takes_newest_at(self, explore_step: int) -> bool:
+        """Whether the step may move on to the newest weights, or stays with those of the step before."""
+        if self.style is SyncStyle.FULLY_ASYNC:
+            return True
+        past = explore_step - 1 - self.sync_offset
+        return past >= 0 and past % self.explorer_sync_interval == 0
+
+    def publish_due(self, step: int, published: int, requested: int) -> bool:
+        """Whether the trainer publishes after `step`, given the last version it did and the one that is asked for."""
+        if self.style is SyncStyle.EXPLORER_DRIVEN:
+            return published < requested <= step
+        return step % self.trainer_sync_interval == 0
+
+    def num_steps_from(self, explore_steps: int) -> int:
+        """Optimizer steps that the experiences of so many explore steps fill."""
+        return explore_steps * self.experiences_per_step // self.train_batch_size
+
+    def explore_steps_for(self, version: int) -> int:
+        """Explore steps that must be done before optimizer step `version` has its batch."""
+        return -(-version * self.train_batch_size // self.experiences_per_step)
+
+    @property
+    def staleness_bound(self) -> int:
+        """No token staler than this is trained."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        if self.style is SyncStyle.FIXED:
+            return self._fixed_staleness()
+        return max(DEFAULT_MAX_STALENESS, self.explorer_sync_interval, self._unavoidable_staleness())
+
+    @property
+    def smallest_staleness_bound(self) -> int:
+        """A tighter bound would set groups aside whatever the roles do."""
+        return self._fixed_staleness() if self.style is SyncStyle.FIXED else self._unavoidable_staleness()
+
+    def _unavoidable_staleness(self) -> int:
+        """Staleness of a step's last group when it begins with all that the steps before it can have published."""
+        count, batch = self.experiences_per_step, self.train_batch_size
+        left_over = batch - math.gcd(count, batch)  # most experiences that the steps before leave without a batch
+        return -(-(left_over + count) // batch) - 1 + self.trainer_sync_interval - 1
+
+    def _fixed_staleness(self) -> int:
+        """The largest staleness of the fixed style, by walking one period of its pattern."""
+        interval, count = self.explorer_sync_interval, self.experiences_per_step
+        batch = self.train_batch_size * self.trainer_sync_interval
+        period = interval * (batch // math.gcd(interval * count, batch))
+        last = self.sync_offset + 2 * min(period, _LONGEST_WALK)
+        return max(self._trained_at(step) - 1 - self.admit(step).version for step in range(1, last + 1))
+
+    def _trained_at(self, explore_step: int) -> int:
+        """Optimizer step that trains the last group of the explore step, in order."""
+        return -(-explore_step * self.experiences_per_step // self.train_batch_size)
+
+    def _trainable(self, explore_steps: int) -> int:
+        """Newest version published by the trainer's own intervals once it has trained all of so many explore steps."""
+        return self.num_steps_from(explore_steps) // self.trainer_sync_interval * self.trainer_sync_interval
+
+    def _fresh_enough(self, explore_step: int) -> int:
+        """The oldest version whose tokens are still within the bound when the last group of the step is trained."""
+        needed = max(0, self._trained_at(explore_step) - 1 - self.staleness_bound)
+        if self.style is SyncStyle.EXPLORER_DRIVEN:
+            return min(needed, self.num_steps_from(explore_step - 1))
+        rounded_up = -(-needed // self.trainer_sync_interval) * self.trainer_sync_interval
+        return min(rounded_up, self._trainable(explore_step - 1))

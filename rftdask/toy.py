@@ -1,0 +1,140 @@
+"""A toy policy and a toy task: what the quickstart and the tests train when there is nothing to download.
+
+The policy is a random Qwen2 of about 0.8 million weights with one token per byte: any text can be tokenized, and
+an ASCII character is one token. The task is adding a number below ten to a number of two digits: "47+8=" -> "55".
+The warm-up answers (`sft.jsonl`) come from a sloppy teacher, who writes one ten too many more often than not. A policy
+warmed up on them knows how to add and makes the teacher's mistake; that it is one, only the rewards of reinforcement
+training tell. The questions of `eval.jsonl` occur in neither of the other files.
+
+It does not know how the files are used. Invariant: the same arguments give the same bytes, on any machine for the tasks
+and for one version of torch for the weights.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Tokenizer
+
+PAD, EOS = "<|pad|>", "<|eos|>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def build_toy_model(
+    path: str | Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 192,
+    intermediate_size: int = 384,
+    num_layers: int = 2,
+    num_heads: int = 3,
+    max_position_embeddings: int = 2048,
+) -> None:
+    """Write a Qwen2 with random weights and its byte tokenizer as a Hugging Face folder.
+
+    Args:
+        path: folder, created if missing; files of the same names are replaced.
+        seed: of the weights. The global random state of torch is left as it was.
+
+    Raises: ValueError: sizes that do not divide.
+    """
+    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
+        raise ValueError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
+    import torch  # late: reading or writing the tasks needs no torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of a file that is written in milliseconds
+
+    tokenizer = _write_tokenizer(Path(path), max_position_embeddings)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.04,  # the usual 0.02 suits wide models; in trials on these tasks it learned more slowly
+        tie_word_embeddings=False,  # in trials on these tasks, tied ones took longer to learn the same
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(path)  # writes config.json, generation_config.json, model.safetensors
+
+
+def write_toy_tasks(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    max_number: int = 99,
+    num_eval: int = 100,
+    num_answers: int = 16,
+    correct_share: float = 0.3,
+) -> None:
+    """Write sft.jsonl, train.jsonl and eval.jsonl into `folder`, which is created if missing.
+
+    Args:
+        seed: of the split, the errors and the order of the rows.
+        max_number: the larger number runs from 10 to this, the smaller from 0 to 9.
+        num_eval: questions held out; all other questions are trained on.
+        num_answers: warm-up answers for each training question.
+        correct_share: share of right ones among them; the others are ten too high.
+
+    `sft.jsonl` has rows {"prompt", "response"}, the others {"question", "answer"}.
+
+    Raises: ValueError: no question would be left for training, or `correct_share` is not in [0, 1].
+    """
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, max_number + 1) for b in range(10)]
+    if not 0 < num_eval < len(pairs):
+        raise ValueError(f"num_eval {num_eval} must be in 1..{len(pairs) - 1}: there are {len(pairs)} questions")
+    if not 0 <= correct_share <= 1:
+        raise ValueError(f"correct_share {correct_share} must be in [0, 1]")
+    rng.shuffle(pairs)
+    eval_pairs, train_pairs = pairs[:num_eval], pairs[num_eval:]
+    warm_up = []
+    for _ in range(num_answers):  # pass by pass, so that each question comes once before any comes again
+        rng.shuffle(train_pairs)
+        for a, b in train_pairs:
+            error = 0 if rng.random() < correct_share else 10
+            warm_up.append({"prompt": f"{a}+{b}=", "response": str(a + b + error)})
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_rows(folder / "sft.jsonl", warm_up)
+    for name, rows in (("train", train_pairs), ("eval", eval_pairs)):
+        _write_rows(folder / f"{name}.jsonl", [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in rows])
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
+
+
+def _write_tokenizer(path: Path, max_length: int) -> "Qwen2Tokenizer":
+    """Save a Qwen2 tokenizer with no merges, so that each byte of the UTF-8 text is one token; return it."""
+    # Late for the same reason as torch above.
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other.
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(ByteLevel.alphabet())])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,  # never produced, every byte is known; the class wants one
+        padding_side="left",
+        model_max_length=max_length,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return tokenizer

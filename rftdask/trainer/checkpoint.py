@@ -1,0 +1,83 @@
+"""Checkpoint: everything a run resumes from, in `global_step_<N>/`, made to exist by its manifest.
+
+Invariants: the pointer moves only after the manifest; the newest valid checkpoint is never removed; a folder that is
+not valid is not a checkpoint, and the next older one is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rftdask.errors import DamagedError
+from rftdask.storage import Storage
+from rftdask.synchronizer.manifest import extend_folder, is_valid, read_file, read_manifest, remove_folder, write_folder
+from rftdask.synchronizer.weights import CHECKPOINT_POINTER, move_pointer
+
+STATE_FILE = "trainer_state.json"
+HF_FOLDER = "actor/huggingface"
+
+
+def checkpoint_folder(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def checkpoint_steps(storage: Storage) -> list[int]:
+    """Steps of all checkpoint folders, ascending; a folder may not be valid."""
+    names = (n.removesuffix("/").removeprefix("global_step_") for n in storage.list() if n.startswith("global_step_"))
+    return sorted(int(n) for n in names if n.isdigit())
+
+
+def newest_valid_checkpoint(storage: Storage) -> int | None:
+    """Step of the newest checkpoint whose every byte is verified; None if there is none."""
+    return next(
+        (step for step in reversed(checkpoint_steps(storage)) if is_valid(storage, checkpoint_folder(step))), None
+    )
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one lineage."""
+
+    def __init__(self, storage: Storage, lineage: str, max_to_keep: int = 0) -> None:
+        """max_to_keep: 0 keeps all."""
+        self._storage = storage
+        self._lineage = lineage
+        self._max_to_keep = max_to_keep
+
+    def save(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
+        """Commit the checkpoint of `step`, then drop the oldest ones beyond the limit. `state` is JSON."""
+        folder = checkpoint_folder(step)
+        if not is_valid(self._storage, folder):
+            everything = {**files, STATE_FILE: json.dumps(state, sort_keys=True).encode()}
+            write_folder(self._storage, folder, everything, lineage=self._lineage, version=step)
+        self._settle(step)
+
+    def add_files(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step."""
+        manifest = read_manifest(self._storage, checkpoint_folder(step))
+        if manifest is not None and not set(files) <= set(manifest.files):
+            extend_folder(self._storage, checkpoint_folder(step), manifest, files)
+
+    def load_newest(self) -> tuple[int, dict[str, Any], Callable[[str], bytes]] | None:
+        """(step, state, reader of its files) of the newest valid checkpoint; None if there is none."""
+        step = newest_valid_checkpoint(self._storage)
+        if step is None:
+            return None
+        folder = checkpoint_folder(step)
+        manifest = read_manifest(self._storage, folder)
+        if manifest is None:
+            raise DamagedError(f"{folder} lost its manifest while it was read")
+        if manifest.lineage != self._lineage:
+            raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
+        state = json.loads(read_file(self._storage, folder, manifest, STATE_FILE))
+        self._settle(step)  # whoever saved it may have been killed before it could
+        return step, state, lambda name: read_file(self._storage, folder, manifest, name)
+
+    def _settle(self, newest: int) -> None:
+        """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""
+        move_pointer(self._storage, CHECKPOINT_POINTER, newest)
+        older = [step for step in checkpoint_steps(self._storage) if step < newest]
+        if self._max_to_keep > 0:
+            for step in older[: max(0, len(older) + 1 - self._max_to_keep)]:
+                remove_folder(self._storage, checkpoint_folder(step))

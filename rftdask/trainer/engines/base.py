@@ -1,0 +1,38 @@
+"""Train engine: one optimizer step on a batch. It knows nothing of storage, ledgers or Dask.
+
+Promise: in deterministic mode on a CPU, the same state and the same batch give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from rftdask.buffer.batch import Batch
+
+
+class TrainEngine(ABC):
+    """Holds the policy and its optimizer on one rank."""
+
+    @abstractmethod
+    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+        """Train on `batch` as optimizer step `step` (1-based); the metrics of the step.
+
+        Raises: RoleError: a loss or gradient is not finite, naming the step.
+        """
+
+    @abstractmethod
+    def weights(self) -> bytes:
+        """The policy's state dict as safetensors bytes, tied tensors once: what explorers load."""
+
+    @abstractmethod
+    def state_files(self) -> dict[str, bytes]:
+        """Files from which `load_state_files` restores policy, optimizer and random state, to the bit."""
+
+    @abstractmethod
+    def load_state_files(self, read: Callable[[str], bytes]) -> None:
+        """Restore; `read` gives a file of `state_files` by name."""
+
+    @abstractmethod
+    def export_files(self) -> Mapping[str, bytes]:
+        """The policy as a Hugging Face folder: file name -> bytes, tokenizer and generation config included."""

@@ -1,0 +1,100 @@
+"""Critic: a value model beside the policy, and its update. It knows neither advantages nor policy losses.
+
+The body is that of a language model, the head one number per position, 0 at the start. The value of a token is what
+the model says before it sees the token. Letters: as in padding.py; Q response tokens of a micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from rftdask.errors import RoleError
+from rftdask.trainer.engines.adam import Adam, CriticOptions
+from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.model import load_policy, response_tokens, state_dict_bytes
+
+_MODEL = "critic/model.safetensors"
+_OPTIMIZER = "critic/optim.safetensors"
+
+
+class ValueModel(torch.nn.Module):
+    """A language model's body and a head of one number."""
+
+    def __init__(self, body: torch.nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = torch.nn.Linear(hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, *, input_ids_BL: Tensor, attention_mask_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: Tensor, **_: Any
+    ) -> Tensor:
+        """[B, T] float32 values before the response tokens, 0 beyond their end; arguments as of `token_logprobs`."""
+        inside_BT, token_Q = response_tokens(input_ids_BL, prompt_lengths_B, lengths_B)
+        hidden_BLH = self.body(
+            input_ids=input_ids_BL, attention_mask=attention_mask_BL, use_cache=False
+        ).last_hidden_state
+        values_Q = self.head(hidden_BLH.flatten(0, 1).index_select(0, token_Q - 1)).float()[:, 0]
+        return values_Q.new_zeros(inside_BT.shape).index_put(inside_BT.nonzero(as_tuple=True), values_Q)
+
+
+class Critic:
+    """The value model on one rank, and its optimizer."""
+
+    def __init__(self, options: CriticOptions, dtype: str, device: str, *, trust_remote_code: bool = False) -> None:
+        policy, _ = load_policy(options.model_path, dtype, device, trust_remote_code=trust_remote_code)
+        body: Any = policy.base_model
+        self._model = ValueModel(body, policy.config.hidden_size).to(device=device, dtype=policy.dtype)
+        self._options = options
+        self._adam = Adam(self._model, options.adam)
+
+    def values(self, rows: PaddedRows, parts: Sequence[np.ndarray]) -> Tensor:
+        """[N, T] float32 values before every response token."""
+        return rows.scored(parts, self._model)
+
+    def update(
+        self, rows: PaddedRows, parts: Sequence[np.ndarray], old_NT: Tensor, returns_NT: Tensor, step: int
+    ) -> dict[str, float]:
+        """One optimizer step toward the returns over the trained tokens; old_NT: the values the returns were made with.
+
+        Raises: RoleError: the loss or its gradient is not finite.
+        """
+        weights_NT = rows.loss_mask_NT / rows.loss_mask_NT.sum().clamp(min=1)
+        total = 0.0
+        for members in parts:
+            part = torch.from_numpy(members).to(weights_NT.device)
+            values_BT = self._model(**rows.model_inputs(members))
+            width = values_BT.shape[1]
+            loss_BT = value_loss(
+                values_BT, old_NT[part, :width], returns_NT[part, :width], self._options.cliprange_value
+            )
+            loss = (loss_BT * weights_NT[part, :width]).sum()
+            loss.backward()
+            total += float(loss.detach())
+        if not np.isfinite(total):
+            raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
+        residual_NT = (returns_NT - old_NT) * rows.loss_mask_NT
+        metrics = {f"critic_{name}": value for name, value in self._adam.step(step).items()}
+        return {"critic_loss": total, "critic_error": float((residual_NT.square() * weights_NT).sum()), **metrics}
+
+    def state_files(self) -> dict[str, bytes]:
+        """As of `TrainEngine.state_files`."""
+        return {_MODEL: state_dict_bytes(self._model), _OPTIMIZER: self._adam.state()}
+
+    def load_state_files(self, read: Callable[[str], bytes]) -> None:
+        """As of `TrainEngine.load_state_files`."""
+        self._model.load_state_dict(load(read(_MODEL)))
+        self._adam.load_state(read(_OPTIMIZER))
+
+
+def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:
+    """0.5 max((v - R)^2, (clip(v, old +- cliprange) - R)^2) of every token. PPO as in Baselines; arXiv:2005.12729."""
+    near_BT = old_BT + (values_BT - old_BT).clamp(-cliprange, cliprange)
+    return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near_BT - returns_BT).square())

@@ -1,0 +1,40 @@
+"""The fake at the train engine's seam: no model; its weights are eight bytes derived from what it trained.
+
+For tests and benchmarks of everything around the engine. The same batches in the same order give the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from rftdask.buffer.batch import Batch
+from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE
+from rftdask.trainer.engines.base import TrainEngine
+
+
+class FakeTrainEngine(TrainEngine):
+    """Folds the uids and rewards it is given into a digest."""
+
+    def __init__(self) -> None:
+        self._digest = b"start"
+
+    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+        content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
+        self._digest = hashlib.sha256(self._digest + str(step).encode() + content).digest()
+        return {"loss": 0.0}
+
+    def weights(self) -> bytes:
+        return save({"digest": np.frombuffer(self._digest, np.uint8).copy()}, {"format": "np"})
+
+    def state_files(self) -> dict[str, bytes]:
+        return {CHECKPOINT_MODEL_FILE: self.weights()}
+
+    def load_state_files(self, read: Callable[[str], bytes]) -> None:
+        self._digest = load(read(CHECKPOINT_MODEL_FILE))["digest"].tobytes()
+
+    def export_files(self) -> Mapping[str, bytes]:
+        return {"model.safetensors": self.weights()}

@@ -1,0 +1,186 @@
+"""The policy as the trainer handles it: loading it, logprobs of responses, its bytes for publication and export.
+
+Knows neither batches nor losses, nor where bytes go. Invariant: `token_logprobs` uses the formula by which engines
+record `rollout_logprobs`, so that on the same weights both agree up to the rounding of the forward pass.
+
+Shapes: B = rows, L = longest row, T = longest response, H = hidden size, V = vocabulary,
+Q = response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rftdask.errors import DataError
+
+MAX_LOGITS = 2**27
+"""Logits held at a time: 512 MiB in float32, 1024 positions of a vocabulary of 131,072."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
+
+
+def load_policy(
+    model_path: str, dtype: str, device: str, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
+    """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
+
+    Args: dtype: of the weights: "float32", "bfloat16", "float16".
+    Raises: DataError: the folder lacks something or is damaged, or the model's logits are not lm_head(hidden states).
+    """
+    folder = Path(model_path)
+    if folder.is_dir():
+        _check_folder(folder)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=getattr(torch, dtype), output_loading_info=True, **options
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        where = "" if folder.is_dir() else "; it is no folder on this machine"
+        raise DataError(f"model.model_path {model_path} cannot be loaded{where}: {error}") from error
+    model, report = loaded
+    if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
+        raise DataError(f"model.model_path {model_path} lacks the weights {sorted(report['missing_keys'])}")
+    model.to(device).eval()
+    _check_head(model, model_path)
+    return model, tokenizer
+
+
+def _check_folder(folder: Path) -> None:
+    needed = {"configuration (config.json)": ("config.json",), "weights": _WEIGHTS, "tokenizer": _TOKENIZER}
+    for what, patterns in needed.items():
+        if not any(match for pattern in patterns for match in folder.glob(pattern)):
+            raise DataError(
+                f"model.model_path {folder} holds no {what}; expected {' or '.join(patterns)}. "
+                "Give a folder written by save_pretrained of both the model and the tokenizer"
+            )
+
+
+@torch.no_grad()
+def _check_head(model: Any, model_path: str) -> None:
+    """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
+    seen: dict[str, Any] = {}
+    head = model.get_output_embeddings()
+    hooks = [
+        model.base_model.register_forward_hook(lambda _, __, out: seen.update(hidden=out["last_hidden_state"].clone())),
+        head.register_forward_hook(lambda _, args, out: seen.update(head_in=args[0].clone(), head_out=out.clone())),
+    ]
+    logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    if not (torch.equal(seen["hidden"], seen["head_in"]) and torch.equal(seen["head_out"], logits)):
+        raise DataError(
+            f"model.model_path {model_path}: the logits of {type(model).__name__} are not lm_head(last hidden states); "
+            "models that scale or cap their logits cannot be trained"
+        )
+
+
+def token_logprobs(
+    model: torch.nn.Module,
+    *,
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    prompt_lengths_B: Tensor,
+    lengths_B: Tensor,
+    temperature_B: Tensor,
+    with_entropy: bool = False,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprobs of the response tokens under softmax(logits / temperature), by one forward pass.
+
+    Logits are computed at response positions alone and about `max_logits` of them at a time; if that takes several
+    times, the backward pass computes them again instead of keeping them.
+
+    Args:
+        input_ids_BL: int64, prompt and response, padded on the right.
+        attention_mask_BL: bool or int, nonzero at tokens.
+        prompt_lengths_B, lengths_B: int64; the response of row b is input_ids[b, prompt_lengths[b] : lengths[b]].
+        temperature_B: at which the tokens were sampled; 0 (greedy) counts as 1.
+    Returns:
+        [B, T] float32 logprobs, and [B, T] float32 entropies of the same distributions in nats (None unless
+        `with_entropy`); [b, t] is about response token t, zero beyond its end. Both have gradients, if enabled.
+    Raises: ValueError: a row without a prompt: nothing predicts its first token.
+    """
+    inside_BT, token_Q = response_tokens(input_ids_BL, prompt_lengths_B, lengths_B)
+    row_Q, column_Q = inside_BT.nonzero(as_tuple=True)
+    targets_Q = input_ids_BL.reshape(-1)[token_Q]
+    temperature_Q = torch.where(temperature_B == 0, 1.0, temperature_B).float()[row_Q]
+
+    causal: Any = model
+    hidden_BLH = causal.base_model(
+        input_ids=input_ids_BL, attention_mask=attention_mask_BL, use_cache=False
+    ).last_hidden_state
+    hidden_QH = hidden_BLH.flatten(0, 1).index_select(0, token_Q - 1)  # what predicts a token lies one before it
+    head = causal.get_output_embeddings()
+    size = max(1, max_logits // head.weight.shape[0])
+    logprobs_Q, entropy_Q = _score(head, hidden_QH, targets_Q, temperature_Q, with_entropy, size)
+
+    def aligned(values_Q: Tensor) -> Tensor:
+        return values_Q.new_zeros(inside_BT.shape).index_put((row_Q, column_Q), values_Q)
+
+    return aligned(logprobs_Q), aligned(entropy_Q) if with_entropy else None
+
+
+def response_tokens(input_ids_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] bool, True where a row has a response token, and [Q] places of these tokens in the flat [B * L].
+
+    Raises: ValueError: a row without a prompt: nothing predicts its first token.
+    """
+    if int(prompt_lengths_B.min()) < 1:
+        raise ValueError("a row has no prompt, so nothing predicts its first token; give it at least one prompt token")
+    response_lengths_B = lengths_B - prompt_lengths_B
+    num_columns = int(response_lengths_B.max())
+    inside_BT = torch.arange(num_columns, device=input_ids_BL.device) < response_lengths_B[:, None]
+    row_Q, column_Q = inside_BT.nonzero(as_tuple=True)
+    return inside_BT, row_Q * input_ids_BL.shape[1] + prompt_lengths_B[row_Q] + column_Q
+
+
+def _score(
+    head: torch.nn.Module, hidden_QH: Tensor, targets_Q: Tensor, temperature_Q: Tensor, with_entropy: bool, size: int
+) -> tuple[Tensor, Tensor]:
+    """[Q] logprobs and [Q] entropies (empty unless `with_entropy`), `size` positions at a time."""
+    if len(hidden_QH) <= size:
+        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, with_entropy)
+    parts = []
+    for chunk in zip(hidden_QH.split(size), targets_Q.split(size), temperature_Q.split(size), strict=True):
+        # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
+        parts.append(
+            checkpoint(_score_chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False)
+        )
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _score_chunk(
+    head: torch.nn.Module, hidden_QH: Tensor, targets_Q: Tensor, temperature_Q: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logprobs_QV = torch.log_softmax(head(hidden_QH).float() / temperature_Q[:, None], dim=-1)
+    logprobs_Q = logprobs_QV.gather(-1, targets_Q[:, None])[:, 0]
+    entropy_Q = -(logprobs_QV.exp() * logprobs_QV).sum(dim=-1) if with_entropy else logprobs_Q.new_empty(0)
+    return logprobs_Q, entropy_Q
+
+
+def state_dict_bytes(model: torch.nn.Module) -> bytes:
+    """The state dict in safetensors format, of tied tensors the first name only. Same weights, same bytes."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return safetensors.torch.save(tensors, metadata={"format": "pt"})
+
+
+def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write what `from_pretrained` of model, tokenizer and generation config reads; weights come back bit for bit."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

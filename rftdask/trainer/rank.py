@@ -1,0 +1,228 @@
+"""Rank: the child process of one trainer rank. It puts the trainer's parts together from the config and runs the loop.
+
+It tells its supervisor what happens by events; nothing that matters is in them. It ends with the result, or with an
+error whose text its supervisor passes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rftdask.algorithm import Algorithm
+from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.sampling import SampleRule
+from rftdask.buffer.source import BatchSource, DatasetSource, LogOptions, LogSource
+from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.child import Channel
+from rftdask.config import Config, load_config
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.rules import make_sync_rules, num_experts, num_own_rollouts, tasks_per_batch
+from rftdask.run_folder import STOP_FILE
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.styles import SyncStyle
+from rftdask.synchronizer.weights import read_requested_version
+from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
+from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.recipe import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
+from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.trainer import Trainer, TrainerOptions
+
+DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
+_WEIGHTS_TO_KEEP = 8
+"""By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
+_RENDEZVOUS_S = 120
+_LOOK_EVERY_S = 0.2
+_SIGN_OF_LIFE_S = 5.0
+
+
+def serve(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Entry of the child process; see `gang.RankSpec` for the keys of `spec`."""
+    torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
+    config = load_config(spec["config"])
+    host, port = spec["rendezvous"]
+    dist.init_process_group(
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=spec["rank"],
+        world_size=spec["world_size"],
+        timeout=timedelta(seconds=_RENDEZVOUS_S),
+    )
+    try:
+        run_rank(config, open_storage(spec["url"]), spec["total_steps"], channel.send)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Train until the steps or the data end; the last event is "done" with the result."""
+    watch = _Watch(storage, emit)
+    algorithm = algorithm_of(config)
+    engine = _engine(config, algorithm, total_steps)
+    metrics = MetricsWriter(storage, "trainer")
+    checkpoints = Checkpoints(storage, MAIN_LINEAGE, config.trainer.max_checkpoints_to_keep)
+    options = TrainerOptions(
+        total_steps=total_steps,
+        save_interval=config.trainer.save_interval,
+        save_hf_checkpoint=config.trainer.save_hf_checkpoint,
+        lineage=MAIN_LINEAGE,
+        publish=algorithm.schema == "experience",
+        max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
+    )
+    trainer = Trainer(
+        engine,
+        _source(config, storage, algorithm, watch),
+        checkpoints,
+        storage,
+        metrics,
+        options,
+        publish_due=_publish_due(config, storage),
+        should_stop=watch.should_stop,
+        emit=emit,
+    )
+    watch.when_idle = trainer.publish_if_due_now
+    try:
+        result = trainer.run()
+    finally:
+        metrics.close()
+    emit({"event": "done", "result": {"step": result.step, "stopped": result.stopped}})
+
+
+class _Watch:
+    """What a waiting trainer does meanwhile: look for the stop file, give a sign of life, publish if asked."""
+
+    def __init__(self, storage: Storage, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._storage = storage
+        self._emit = emit
+        self._looked = self._spoke = 0.0
+        self._stop = False
+        self.when_idle: Callable[[], None] = lambda: None
+
+    def should_stop(self) -> bool:
+        now = time.monotonic()
+        if not self._stop and now - self._looked > _LOOK_EVERY_S:
+            self._looked = now
+            self._stop = self._storage.exists(STOP_FILE)
+            self.when_idle()
+        if now - self._spoke > _SIGN_OF_LIFE_S:
+            self._spoke = now
+            self._emit({"event": "alive"})
+        return self._stop
+
+
+def _engine(config: Config, algorithm: Algorithm, total_steps: int | None) -> TrainEngine:
+    if config.trainer.trainer_type == "fake":
+        return FakeTrainEngine()
+    # Late: it imports transformers, which the fake does without.
+    from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = TorchOptions(
+        model_path=config.model.model_path,
+        dtype="float32",
+        device=device,
+        adam=_adam(config, _learning_rate(config, total_steps)),
+        max_tokens_per_micro_batch=config.trainer.max_token_len_per_gpu or DEFAULT_TOKENS_PER_MICRO_BATCH,
+        max_response_tokens=config.model.max_response_tokens,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        trust_remote_code=config.model.trust_remote_code,
+        teacher_path=config.explorer.auxiliary_models[0].model_path if config.algorithm.needs_teacher else None,
+        critic=_critic(config) if algorithm.use_critic else None,
+        critic_warmup=config.trainer.critic_warmup,
+        recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
+    )
+    return TorchEngine(options, algorithm)
+
+
+def _learning_rate(config: Config, total_steps: int | None) -> LearningRate:
+    optimizer = config.algorithm.optimizer
+    warmup = optimizer.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(optimizer.lr_warmup_steps_ratio * (total_steps or 0))
+    return LearningRate(optimizer.lr, warmup, optimizer.lr_scheduler_type, total_steps, optimizer.min_lr_ratio)
+
+
+def _adam(config: Config, learning_rate: LearningRate) -> AdamOptions:
+    optimizer = config.algorithm.optimizer
+    return AdamOptions(learning_rate, optimizer.betas, optimizer.weight_decay, config.trainer.grad_clip)
+
+
+def _critic(config: Config) -> CriticOptions:
+    section = config.trainer.critic
+    return CriticOptions(
+        model_path=config.model.critic_model_path or config.model.model_path,
+        adam=_adam(config, LearningRate(section.lr)),
+        cliprange_value=section.cliprange_value,
+    )
+
+
+def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watch) -> BatchSource:
+    ledger = Ledger(storage, MAIN_LINEAGE)
+    if config.algorithm.schema_type == "experience":
+        return _log_source(config, storage, ledger, algorithm, watch)
+    return _dataset_source(config, ledger)
+
+
+def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm, watch: _Watch) -> LogSource:
+    rules = make_sync_rules(config)
+    finished = ExperienceLog(storage).sealed_at() is not None
+    rule = SampleRule(
+        groups_per_batch=num_own_rollouts(config) // config.algorithm.repeat_times,
+        tasks_per_step=config.buffer.batch_size,
+        # A finished log is read in order, whatever style made it: the same files, the same batches.
+        ordered=rules.style is SyncStyle.FIXED or (config.mode == "train" and finished),
+        max_staleness=rules.staleness_bound if config.mode == "both" else config.synchronizer.max_staleness,
+    )
+    options = LogOptions(
+        rule=rule,
+        tasks_per_batch=tasks_per_batch(config),
+        max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
+        poll_interval_s=config.synchronizer.poll_interval_s,
+    )
+    return LogSource(
+        ExperienceLog(storage),
+        ledger,
+        options,
+        watch.should_stop,
+        curation=curation_of(config, algorithm),
+        demonstrations=demonstrations_of(config, load_tokenizer(config)) if num_experts(config) else None,
+    )
+
+
+def _dataset_source(config: Config, ledger: Ledger) -> DatasetSource:
+    section = config.buffer.trainer_input.experience_buffer
+    schema = config.algorithm.schema_type
+    dataset, read = reader_of(section, schema, config, load_tokenizer(config))
+    return DatasetSource(
+        read,
+        len(dataset),
+        dataset.fingerprint,
+        ledger,
+        batch_size=config.buffer.train_batch_size,
+        total_epochs=config.buffer.total_epochs,
+        shuffle_seed=order_seed(section),
+        group_size=2 if schema == "dpo" else 1,
+    )
+
+
+def _publish_due(config: Config, storage: Storage) -> Callable[[int, int], bool]:
+    if config.algorithm.schema_type != "experience":
+        return lambda step, published: False
+    rules = make_sync_rules(config)
+
+    def due(step: int, published: int) -> bool:
+        asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
+        return rules.publish_due(step, published, asked)
+
+    return due

@@ -1,0 +1,110 @@
+"""Recipe: from the config to the algorithm, what it drops, and the rows it learns from. Built before anything starts
+(to check it) and again by the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rftdask.algorithm import Algorithm, make_algorithm
+from rftdask.algorithm.operators import Operator, make_operator
+from rftdask.buffer.datasets import Dataset, open_dataset
+from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
+from rftdask.buffer.pairs import PairRows
+from rftdask.buffer.supervised import SupervisedFormat, SupervisedRows, Tokenizer
+from rftdask.buffer.text import TextRows
+from rftdask.config import Config
+from rftdask.config.schema_buffer import ExperienceBufferConfig
+from rftdask.errors import UserError
+from rftdask.rules import demonstrations, num_experts
+from rftdask.trainer.curation import AlgorithmCuration
+
+_PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
+_NOT_RECORDED = {"necs_NT": "the normalized entropy change of every token, which no engine records"}
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
+    section = config.algorithm
+    choices = {name: getattr(section, name) for part in _PARTS for name in (part, f"{part}_args")}
+    try:
+        algorithm = make_algorithm(
+            section.algorithm_type,
+            loss_agg_mode=section.loss_agg_mode,
+            rollout_correction=section.rollout_correction,
+            **choices,
+        )
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from error
+    for need in () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs:
+        if need in _NOT_RECORDED:
+            raise UserError(f"algorithm.advantage_fn: {section.advantage_fn!r} needs {_NOT_RECORDED[need]}")
+    return algorithm
+
+
+def operators_of(config: Config) -> list[Operator]:
+    """The experience operators of the config, in order. Raises: UserError: a name or arguments that do not exist."""
+    operators = []
+    for number, entry in enumerate(config.data_processor.experience_pipeline.operators):
+        where = f"data_processor.experience_pipeline.operators[{number}]"
+        unknown = sorted(set(entry) - {"name", "args"})
+        if unknown or "name" not in entry:
+            raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
+        try:
+            operators.append(make_operator(entry["name"], _plain(entry.get("args") or {})))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+    return operators
+
+
+def curation_of(config: Config, algorithm: Algorithm) -> AlgorithmCuration:
+    """What is dropped when a batch is formed."""
+    baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
+    return AlgorithmCuration(algorithm, operators_of(config), baseline)
+
+
+def reader_of(
+    section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
+) -> tuple[Dataset, ReadRows]:
+    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for "dpo".
+
+    Raises: DataError: there is no such dataset, or it lacks a column.
+    """
+    dataset = open_dataset(section.path or "", split=section.split, subset_name=section.subset_name)
+    fmt, longest = section.format, config.model.max_model_len
+    if schema == "cpt":
+        return dataset, TextRows(dataset, tokenizer, fmt.prompt_key, longest).read
+    supervised = SupervisedFormat(
+        prompt_type=fmt.prompt_type,
+        prompt_key=fmt.prompt_key,
+        response_key=fmt.response_key,
+        messages_key=fmt.messages_key,
+        system_prompt=fmt.system_prompt,
+        max_tokens=longest,
+    )
+    if schema == "dpo":
+        return dataset, PairRows(dataset, tokenizer, supervised, fmt.chosen_key, fmt.rejected_key).read
+    return dataset, SupervisedRows(dataset, tokenizer, supervised).read
+
+
+def demonstrations_of(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:
+    """The demonstrations in every batch of sample strategy mix. Raises: DataError."""
+    count = num_experts(config)
+    if not count:
+        return None
+    section = config.buffer.trainer_input.auxiliary_buffers[demonstrations(config)]
+    dataset, read = reader_of(section, "sft", config, tokenizer)
+    return Demonstrations(read, dataset.fingerprint, RowOrder(len(dataset), order_seed(section)), count)
+
+
+def order_seed(section: ExperienceBufferConfig) -> int | None:
+    """Seed of the order of a dataset's rows; None: as stored."""
+    selector = section.data_selector
+    return None if selector.selector_type == "sequential" else selector.seed
+
+
+def _plain(value: Any) -> Any:
+    """Frozen dicts and tuples of a config as the dicts and lists that arguments are checked as."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

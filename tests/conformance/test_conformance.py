@@ -1,0 +1,73 @@
+"""Our functions against the installed peers. A peer that is not installed is a skip with its reason, never a silent
+pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rftdask.algorithm.conformance import PEERS, Row, failures, format_table, run_conformance
+from rftdask.algorithm.conformance import run as runner
+from rftdask.algorithm.conformance.cases import Case, Peer, loss_of, sample_batch
+from rftdask.cli import app
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return run_conformance(num_seeds=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # what the peers' imports warn of is theirs
+@pytest.mark.parametrize("name", [peer.name for peer in PEERS])
+def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: list[Row]) -> None:
+    mine = [row for row in rows if row.peer == name]
+    if [row.status for row in mine] == ["skipped"]:
+        pytest.skip(f"{name}: {mine[0].note}")
+    assert failures(mine) == []
+
+
+def compare(case: Case) -> str:
+    return runner._compare("ours", "0", case, num_seeds=1).status
+
+
+def test_the_suite_sees_a_wrong_value_and_a_wrong_gradient() -> None:
+    right = Case("ppo", loss_of(), loss_of())
+    assert compare(right) == "agree"
+    assert compare(replace(right, theirs=lambda batch: loss_of()(batch) + 1e-5)) == "FAILED"
+    shifted = replace(
+        right, theirs=lambda batch: loss_of()(batch) + 1e-3 * (batch.policy - batch.policy.detach()).sum()
+    )
+    assert compare(shifted) == "FAILED"
+    assert compare(replace(shifted, differs="its gradient is shifted")) == "differs"
+    assert compare(replace(right, differs="it does not any more")) == "FAILED"
+
+
+def test_an_absent_peer_is_a_counted_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PEERS", (Peer("Nobody", "no-such-distribution", list),))
+    rows = run_conformance(1)
+    assert [(row.peer, row.status) for row in rows] == [("Nobody", "skipped")]
+    assert format_table(rows).endswith("0 agree, 0 differs, 0 FAILED, 1 skipped")
+
+
+def test_the_command_prints_the_table_and_fails_if_a_row_is_not_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Case("ppo", loss_of(), loss_of())
+    peer = Peer("Torch", "torch", lambda: [right])
+    monkeypatch.setattr(runner, "PEERS", (peer,))
+    done = CliRunner().invoke(app, ["conformance"])
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "1 agree, 0 differs, 0 FAILED, 0 skipped")
+    wrong = replace(right, theirs=lambda batch: 2 * loss_of()(batch))
+    monkeypatch.setattr(runner, "PEERS", (replace(peer, cases=lambda: [wrong]),))
+    done = CliRunner().invoke(app, ["conformance"])
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "0 agree, 0 differs, 1 FAILED, 0 skipped")
+
+
+@pytest.mark.parametrize("kind", ["padded", "holes", "short", "empty", "extreme"])
+def test_batches_are_what_their_kind_says(kind: str) -> None:
+    batch = sample_batch(0, torch.float32, kind=kind)
+    lengths = batch.mask.sum(-1)
+    assert (lengths == 0).any() == (kind == "empty")
+    assert (lengths == 1).any() or kind != "short"
+    assert ((batch.policy - batch.old).abs().max() > 5).item() == (kind == "extreme")
+    inner = (~batch.mask[:, :-1] & batch.mask[:, 1:]).any()
+    assert inner.item() == (kind == "holes")

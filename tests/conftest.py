@@ -1,0 +1,46 @@
+"""What every test run needs before the first import: few threads, no network, a quiet Dask, and tiers by folder.
+
+    tests/unit           pure rules, milliseconds
+    tests/integration    a real Dask cluster in this process or on this machine, seconds
+    tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
+
+The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ENVIRONMENT = {
+    # One thread each: several workers share two cores, and the order of a sum over threads is not fixed.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A test that would download something fails at once, with the name of what it wanted.
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "MPLBACKEND": "agg",
+    # The periodic self-observation of in-process workers costs more CPU than the tests.
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "1h",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__GIL__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+}
+os.environ.update(ENVIRONMENT)
+
+TESTS = Path(__file__).parent
+
+# No deadline: a slow machine is not a wrong result. In CI the examples are the same in every run.
+settings.register_profile("rftdask", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("rftdask")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m decides what runs
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(TESTS / "e2e"):
+            item.add_marker("slow")

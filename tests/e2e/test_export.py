@@ -1,0 +1,54 @@
+"""What a run leaves is a Hugging Face model: transformers loads it, and it is the policy of the last checkpoint."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rftdask import Experiment
+from tests.e2e.toy_runs import finish, write_grpo_config
+from tests.integration.run_cases import final_weights
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    config = write_grpo_config(tmp_path_factory.mktemp("export"), trainer={"total_steps": 3, "save_interval": 0})
+    finish(str(config))
+    return Experiment.from_yaml(config)
+
+
+def test_the_exported_weights_are_those_of_the_checkpoint(experiment: Experiment) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(experiment.model_path()).state_dict()
+    trained = safetensors.torch.load(final_weights(Path(experiment.url)))
+    assert exported.keys() >= trained.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path: Path, experiment: Experiment) -> None:
+    """Benching the last checkpoint samples with it; plain transformers must agree on every sampled token."""
+    held_out = Path(experiment.config.model.model_path).parent / "toy" / "eval.jsonl"
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(held_out.read_text().splitlines(keepends=True)[:4]))
+    columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    taskset = f"buffer.explorer_input.eval_tasksets=[{{name: few, path: {few}, {columns}}}]"
+    config = held_out.parents[1] / "config.yaml"
+    settings = ("trainer.total_steps=3", "trainer.save_interval=0", "explorer.bench_on_latest_checkpoint=true")
+    finish(str(config), taskset, *settings, "mode=bench")
+
+    model = AutoModelForCausalLM.from_pretrained(experiment.model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(experiment.model_path())
+    (shard,) = (Path(experiment.url) / "eval" / "few").glob("0*/00000003-*.parquet")
+    import pandas as pd
+
+    for row in pd.read_parquet(shard).itertuples():
+        tokens = torch.tensor(np.array(row.tokens)[None])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(tokens).logits[0].float(), -1)
+        at = torch.arange(row.prompt_length, tokens.shape[1])
+        expected = logprobs[at - 1, tokens[0, at]]
+        torch.testing.assert_close(torch.tensor(np.array(row.rollout_logprobs)), expected, atol=1e-4, rtol=0)
+        assert tokenizer.decode(tokens[0, : row.prompt_length]) == row.prompt_text

@@ -1,0 +1,37 @@
+"""What the README promises of the quickstart: the script as it is, its last line, and what the model has learned."""
+
+import re
+from pathlib import Path
+
+from rftdask import Experiment
+from tests.integration.run_cases import RunProcess
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 280.0
+LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in (\d+) s, run: (\S+)")
+
+
+def test_the_quickstart_learns_what_it_says(tmp_path: Path) -> None:
+    env = {"RFTDASK_RUNS": str(tmp_path)}
+    with RunProcess(program=(str(ROOT / "examples" / "quickstart.py"),), env=env) as run:
+        ended = run.end(DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    last = LAST_LINE.fullmatch(ended.out.splitlines()[-1])
+    assert last is not None, ended.out[-500:]
+    print(last[0])
+    before, after = float(last[1]), float(last[2])
+    assert after >= 0.80 and after >= 2 * before, last[0]
+
+    assert Path(last[4]) == tmp_path / "rftdask" / "quickstart"
+    assert (Path(last[4]) / "report.html").is_file()
+    assert status_of_stages(Path(last[4])) == {"warmup": [], "grpo": []}
+    experiment = Experiment.open(last[4])
+    assert "http" not in Path(experiment.report()).read_text().replace("http://www.w3.org", "")
+
+
+def status_of_stages(folder: Path) -> dict[str, list[str]]:
+    """The problems of each stage; none has any."""
+    from rftdask.status import read_status
+
+    return {stage.name: list(stage.problems) for stage in read_status(str(folder))}

@@ -1,0 +1,271 @@
+"""Small runs for tests: a config with a fake engine and a fake trainer, runs as processes, and what a run folder says.
+
+A run is started as a process group of its own, whose every process carries a mark in its environment: so a test can
+kill all of it, and see whether anything outlives it. Every wait has a deadline, and is for an event, not for a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rftdask import cli
+from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.shard import ShardName
+from rftdask.storage import open_storage
+
+DEADLINE_S = 150.0
+"""Of one run, on a machine that does much else."""
+MARK = "RFTDASK_TEST_RUN"
+ENGINE = "rftdask.explorer.engines.host:serve"
+TRAINER = "rftdask.trainer.rank:serve"
+
+BATCH_SIZE = 4
+REPEAT_TIMES = 2
+NUM_EVAL_TASKS = 3
+
+
+def write_config(folder: Path, num_tasks: int = 16) -> Path:
+    """`config.yaml` of a GRPO run with fakes, and its tasks; the run folder will be `<folder>/runs/rftdask/fake`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("tasks", num_tasks), ("held_out", NUM_EVAL_TASKS)):
+        rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
+    tree: dict[str, Any] = {
+        "name": "fake",
+        "checkpoint_root_dir": str(folder / "runs"),
+        "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": REPEAT_TIMES, "kl_loss_fn": "none"},
+        "cluster": {"num_cpus": 2},
+        "buffer": {
+            "batch_size": BATCH_SIZE,
+            "total_epochs": 100,
+            "explorer_input": {
+                "taskset": {"path": str(folder / "tasks.jsonl"), "format": columns},
+                "eval_tasksets": [{"name": "held_out", "path": str(folder / "held_out.jsonl"), "format": columns}],
+                "default_reward_fn_type": "accuracy_reward",
+            },
+        },
+        # Two rollout batches a step, so that steps end out of order.
+        "explorer": {"tasks_per_batch": 2, "eval_interval": 5, "rollout_model": {"engine_type": "fake"}},
+        "trainer": {"trainer_type": "fake", "total_steps": 10, "save_interval": 4},
+        "synchronizer": {"sync_offset": 1},
+        "monitor": {"monitor_type": "none"},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def run_folder(config: Path) -> Path:
+    """Where the run of a `write_config` is."""
+    return config.parent / "runs" / "rftdask" / "fake"
+
+
+# ---- the command line
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call_cli(*arguments: str) -> Ended:
+    """A command in this process, as its entry point runs it."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["rftdask", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+class RunProcess:
+    """`rftdask <arguments>` as a process group.
+
+    Example:
+        with RunProcess("run", str(config)) as run:
+            run.wait_until(lambda: num_steps(folder) >= 3)
+            run.kill()
+    """
+
+    def __init__(
+        self, *arguments: str, env: dict[str, str] | None = None, program: tuple[str, ...] | None = None
+    ) -> None:
+        """program: what to run in place of the command line, for example a script."""
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, *(program or ("-m", "rftdask.cli")), *arguments],
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1", **(env or {}), MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> RunProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+        """Until it holds, while the run lives."""
+        for _ in _ticks(deadline_s):
+            if condition():
+                return
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended too early, with code {self.process.returncode}: {self.end()}")
+        pytest.fail(f"what was waited for did not happen in {deadline_s} s: {self.kill_and_read()}")
+
+    def end(self, deadline_s: float = DEADLINE_S) -> Ended:
+        """Wait for its end."""
+        try:
+            out, err = self.process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end in {deadline_s} s: {self.kill_and_read()}")
+        return Ended(self.process.returncode, out, err)
+
+    def interrupt(self) -> None:
+        """SIGINT to all processes of the group, as Ctrl-C in a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9 of the whole process group."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+    def kill_and_read(self) -> Ended:
+        self.kill()
+        return self.end()
+
+    def children(self, target: str) -> list[psutil.Process]:
+        """Its living child processes that serve `target`, ENGINE or TRAINER."""
+        return [p for p in self.survivors() if target in _command_line(p)]
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every living process of this run, wherever it hangs in the tree."""
+        return [p for p in psutil.process_iter() if self._is_ours(p)]
+
+    def wait_for_no_survivors(self, deadline_s: float = 30.0) -> None:
+        """Raises: AssertionError: a process outlived the run."""
+        left: list[psutil.Process] = []
+        for _ in _ticks(deadline_s, every_s=0.1):
+            if not (left := self.survivors()):
+                return
+        raise AssertionError(f"still alive {deadline_s} s later: {[_command_line(p) for p in left]}")
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _ticks(deadline_s: float, every_s: float = 0.01) -> Iterator[None]:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        yield
+        time.sleep(every_s)
+
+
+def finish(config: Path, *overrides: str) -> Ended:
+    """Run to the end in a process of its own; it must succeed."""
+    with RunProcess("run", str(config), *overrides, "--progress", "plain") as run:
+        ended = run.end()
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    return ended
+
+
+# ---- what a run folder says
+
+
+def num_steps(folder: Path) -> int:
+    """Optimizer steps written down so far."""
+    return Ledger(open_storage(folder), MAIN_LINEAGE).last_step() if folder.exists() else 0
+
+
+def num_shards(folder: Path) -> int:
+    return len(list(folder.glob("experiences/0*/*.parquet")))
+
+
+def read_number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def final_weights(folder: Path) -> bytes:
+    step = read_number(folder / "latest_checkpointed_iteration.txt")
+    return (folder / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes()
+
+
+def ledger_of(folder: Path) -> list[list[tuple[int, int, tuple[int, ...], str]]]:
+    """For each step, what was used and dropped: (explore step, rollout batch, rows, reason).
+
+    Shards are named by what they hold, not by who wrote them, which differs from run to run.
+    """
+    ledger = Ledger(open_storage(folder), MAIN_LINEAGE)
+    steps = []
+    for step in range(1, ledger.last_step() + 1):
+        entry = ledger.read(step)
+        assert entry is not None, f"step {step} is missing in the ledger"
+        rows = []
+        for part in (*entry.use, *entry.drop):
+            name = ShardName.try_parse(part.source)
+            assert name is not None, part
+            rows.append((name.explore_step, name.batch, part.rows, part.reason))
+        steps.append(rows)
+    return steps
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    """`rftdask status --json` of a run without stages."""
+    ended = call_cli("status", str(folder), "--json")
+    assert ended.code == 0, ended
+    (stage,) = json.loads(ended.out)
+    return dict(stage)
+
+
+def assert_sound(folder: Path) -> dict[str, Any]:
+    """The audit finds no problem and every experience in one state; the status."""
+    status = status_of(folder)
+    counts = dict(status["experiences"])
+    committed = counts.pop("committed")
+    assert status["problems"] == []
+    assert committed == sum(counts.values()), status["experiences"]
+    return status

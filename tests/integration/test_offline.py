@@ -1,0 +1,91 @@
+"""Exploring and training as two commands over one run folder. Promises:
+
+- `mode=train` trains all that `mode=explore` left, and gives the same weights whether it starts after it or beside it;
+- both kinds of start end by themselves, with every experience accounted for;
+- `mode=bench` then evaluates the initial weights and every checkpoint.
+"""
+
+from pathlib import Path
+
+import pytest
+from run_cases import (
+    NUM_EVAL_TASKS,
+    RunProcess,
+    assert_sound,
+    finish,
+    num_shards,
+    num_steps,
+    run_folder,
+    write_config,
+)
+
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
+
+STEPS = 12
+SETTINGS = (
+    f"buffer.total_steps={STEPS}",
+    "trainer.total_steps=null",
+    "trainer.save_interval=5",
+    "synchronizer.sync_style=fully_async",
+    "buffer.explorer_input.eval_tasksets=[]",
+)
+
+
+@pytest.fixture(scope="module")
+def batch_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run that was explored first and trained afterwards."""
+    config = write_config(tmp_path_factory.mktemp("offline"))
+    finish(config, *SETTINGS, "mode=explore")
+    status = assert_sound(run_folder(config))
+    assert status["sealed"] and status["explore_step"] == STEPS
+    assert status["experiences"]["waiting"] == status["experiences"]["committed"] > 0
+    finish(config, *SETTINGS, "mode=train")
+    return config
+
+
+def test_training_after_exploring_uses_everything(batch_run: Path) -> None:
+    status = assert_sound(run_folder(batch_run))
+    assert status["step"] == status["checkpoint"] == STEPS
+    assert status["experiences"]["trained"] == status["experiences"]["committed"]
+
+
+def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    with RunProcess("run", str(config), *SETTINGS, "mode=train") as trainer:
+        trainer.wait_until(lambda: (folder / "log" / "trainer-rank-0.log").exists())  # it waits for experiences
+        with RunProcess("run", str(config), *SETTINGS, "mode=explore") as explorer:
+            explored, trained = explorer.end(), trainer.end()
+    assert (explored.code, trained.code) == (0, 0), (explored, trained)
+    status = assert_sound(folder)
+    assert status["step"] == STEPS and status["experiences"]["waiting"] == 0
+    assert num_shards(folder) == num_shards(run_folder(batch_run))
+
+
+def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    settings = (*SETTINGS[1:], "buffer.total_steps=2000")
+    with RunProcess("run", str(config), *settings, "mode=explore") as explorer:
+        explorer.wait_until(lambda: num_shards(folder) > 0)
+        with RunProcess("run", str(config), *settings, "mode=train") as trainer:
+            trainer.wait_until(lambda: num_steps(folder) >= 1)
+            explorer.interrupt()
+            assert explorer.end().code == 130
+            assert trainer.process.poll() is None
+            assert not (folder / "control" / "STOP").exists()
+            trainer.interrupt()
+            assert trainer.end().code == 130
+    assert_sound(folder)
+
+
+def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Path) -> None:
+    held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
+    columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    taskset = f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {held_out}, {columns}}}]"
+    finish(batch_run, *SETTINGS[:-1], taskset, "mode=bench")
+    evals = read_metrics(open_storage(run_folder(batch_run)), "eval").sort_values("step")
+    assert evals["step"].tolist() == [0, 5, 10, STEPS]
+    assert set(evals["num_rollouts"]) == {NUM_EVAL_TASKS}
+    assert "bench/accuracy" in evals

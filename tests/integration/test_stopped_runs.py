@@ -1,0 +1,72 @@
+"""Runs that are asked to stop, and runs that may not start. Promises:
+
+- Ctrl-C ends a run with a checkpoint and exit code 130, and the same command continues it to its end;
+- a run folder has one owner: a second start is refused, says who works there, and disturbs nothing;
+- a config that does not belong to the folder is refused, naming the keys.
+"""
+
+from pathlib import Path
+
+import pytest
+from run_cases import (
+    RunProcess,
+    assert_sound,
+    call_cli,
+    final_weights,
+    finish,
+    num_steps,
+    read_number,
+    run_folder,
+    status_of,
+    write_config,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_continues(config: Path) -> None:
+    folder = run_folder(config)
+    settings = ("trainer.total_steps=80", "trainer.save_interval=0")
+    with RunProcess("run", str(config), *settings) as run:
+        run.wait_until(lambda: num_steps(folder) >= 3)
+        run.interrupt()
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 130, ended
+    assert "stopped" in ended.out
+    stopped_at = read_number(folder / "latest_checkpointed_iteration.txt")
+    assert 3 <= stopped_at < 80
+    assert_sound(folder)
+
+    finish(config, *settings)
+    assert assert_sound(folder)["checkpoint"] == 80
+
+
+def test_a_running_folder_refuses_a_second_start_and_goes_on(config: Path) -> None:
+    folder = run_folder(config)
+    settings = ("trainer.total_steps=5000", "buffer.total_epochs=5000")
+    with RunProcess("run", str(config), *settings) as run:
+        run.wait_until(lambda: num_steps(folder) >= 1)
+        second = call_cli("run", str(config), *settings)
+        assert second.code == 2, second
+        assert f"process {run.process.pid}" in second.err and "trainer" in second.err
+        assert status_of(folder)["state"] == "running"
+        steps = num_steps(folder)
+        run.wait_until(lambda: num_steps(folder) > steps + 2)
+        run.interrupt()
+        assert run.end().code == 130
+    assert_sound(folder)
+
+
+def test_another_config_is_refused_naming_the_keys(config: Path) -> None:
+    finish(config, "trainer.total_steps=2")
+    weights = final_weights(run_folder(config))
+    second = call_cli("run", str(config), "trainer.total_steps=3", "buffer.batch_size=6", "model.temperature=0.5")
+    assert second.code == 2
+    assert "buffer.batch_size: was 4, is 6" in second.err
+    assert "model.temperature: was 1.0, is 0.5" in second.err
+    assert "total_steps" not in second.err, "how far a run goes may change"
+    assert final_weights(run_folder(config)) == weights

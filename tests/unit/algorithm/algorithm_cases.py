@@ -1,0 +1,110 @@
+"""Inputs for the tests of the algorithms: from short lists, and seeded random batches with holes, short and empty
+rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm import LossInputs, make_algorithm, token_weights
+
+Numbers = Sequence[float]
+
+
+def rows(values: Numbers | Sequence[Numbers] | Tensor) -> Tensor:
+    """[B, T] float64; one row if `values` is flat."""
+    tensor = torch.as_tensor(values, dtype=torch.float64)
+    return tensor if tensor.dim() == 2 else tensor[None]
+
+
+def inputs(
+    policy: Numbers | Sequence[Numbers] | Tensor,
+    rollout: Numbers | Sequence[Numbers] | Tensor | None = None,
+    advantages: Numbers | Sequence[Numbers] | Tensor | None = None,
+    mask: Any = None,
+    mode: str = "token-mean",
+    **more: Any,
+) -> LossInputs:
+    """LossInputs in float64, everything trained and on-policy unless said."""
+    logprobs = rows(policy).clone().requires_grad_()
+    loss_mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+    loss_mask = loss_mask if loss_mask.dim() == 2 else loss_mask[None]
+    return LossInputs(
+        policy_logprobs_BT=logprobs,
+        rollout_logprobs_BT=logprobs.detach().clone() if rollout is None else rows(rollout),
+        loss_mask_BT=loss_mask,
+        token_weights_BT=token_weights(loss_mask, mode, max_tokens=logprobs.shape[1], dtype=torch.float64),
+        advantages_BT=None if advantages is None else rows(advantages),
+        **more,
+    )
+
+
+def from_ratios(ratios: Numbers, advantages: Numbers, **more: Any) -> LossInputs:
+    """One row whose tokens have the given ratios to the sampler."""
+    log_ratios = torch.tensor(ratios, dtype=torch.float64).log()
+    rollout = torch.full_like(log_ratios, -1.0)
+    return inputs(rollout + log_ratios, rollout, advantages, **more)
+
+
+def random_batch(seed: int, num_rows: int = 6, width: int = 7, dtype: torch.dtype = torch.float64) -> LossInputs:
+    """A batch with every field: masks with holes, a single-token row (1) and an empty row (2), some far ratios;
+    weights token-mean."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(num_rows, width, generator=generator, dtype=dtype)
+
+    policy = -draw().abs() - 0.05
+    mask = torch.rand(num_rows, width, generator=generator) > 0.3
+    mask[0, 0] = True
+    mask[1] = False
+    mask[1, width // 2] = True
+    mask[2] = False
+    far = torch.where(torch.rand(num_rows, width, generator=generator) > 0.9, 6.0, 0.4)
+    return LossInputs(
+        policy_logprobs_BT=policy.clone().requires_grad_(),
+        rollout_logprobs_BT=policy + far * draw(),
+        loss_mask_BT=mask,
+        token_weights_BT=token_weights(mask, "token-mean", dtype=dtype),
+        advantages_BT=draw()[:, :1].expand(num_rows, width).clone(),
+        ref_logprobs_BT=policy + draw(0.3),
+        entropy_BT=draw().abs().requires_grad_(),
+        expert_mask_B=torch.arange(num_rows) % 3 == 0,
+        proximal_logprobs_BT=policy + draw(0.2),
+    )
+
+
+def with_weights(batch: LossInputs, algorithm: Any, max_tokens: int = 16) -> LossInputs:
+    """The batch with the algorithm's own token weights."""
+    weights = algorithm.token_weights(
+        batch.loss_mask_BT,
+        max_tokens=max_tokens,
+        expert_mask_B=batch.expert_mask_B,
+        sequence_BT=batch.sequence_BT,
+        dtype=batch.policy_logprobs_BT.dtype,
+    )
+    return replace(batch, token_weights_BT=weights)
+
+
+def take(batch: LossInputs, index: Any) -> LossInputs:
+    """Some rows of a batch, with their weights; the logprobs stay connected to the batch's."""
+    changes: dict[str, Any] = {}
+    for name, value in vars(batch).items():
+        if isinstance(value, Tensor):
+            changes[name] = value[index]
+    return replace(batch, **changes)
+
+
+def gradient(batch: LossInputs, algorithm: Any) -> tuple[Tensor, Tensor]:
+    """Loss and its gradient with respect to the policy's logprobs."""
+    loss, _ = algorithm.compute_loss(batch)
+    (result,) = torch.autograd.grad(loss, batch.policy_logprobs_BT)
+    return loss.detach(), result
+
+
+def loss_only(name: str, **args: Any) -> Any:
+    """An algorithm that has the named policy loss and no KL or entropy term."""
+    loss_type = {"dpo": "dpo", "sft": "sft"}.get(name, "grpo")
+    return make_algorithm(loss_type, policy_loss_fn=name, policy_loss_fn_args=args, kl_loss_fn="none")

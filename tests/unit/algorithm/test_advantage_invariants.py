@@ -1,0 +1,172 @@
+"""What every advantage function promises: rows in any order, failed rows and demonstrations without effect, equal to
+a plain loop over groups, errors that name the experience, the KL penalty off the rewards."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rftdask.algorithm import ADVANTAGE_FNS, AdvantageInputs, make_algorithm
+from rftdask.algorithm.drops import DropReason
+
+NAMES = sorted(ADVANTAGE_FNS)
+WIDTH = 5
+
+
+def random_inputs(seed: int, num_rows: int = 24, num_groups: int = 5) -> AdvantageInputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    group = torch.randint(0, num_groups, (num_rows // 2,), generator=generator)
+    mask = torch.rand(num_rows, WIDTH, generator=generator) > 0.3
+    return AdvantageInputs(
+        rewards_N=draw(num_rows).round(decimals=1),
+        group_N=group.repeat_interleave(2),
+        lengths_N=mask.sum(-1),
+        rollout_N=torch.arange(num_rows) // 2,
+        turn_N=torch.arange(num_rows) % 2,
+        state_N=torch.randint(-1, 3, (num_rows,), generator=generator),
+        baseline_rewards_N=draw(num_rows),
+        loss_mask_NT=mask,
+        values_NT=draw(num_rows, WIDTH),
+        rollout_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+        ref_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+        teacher_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+        entropy_NT=draw(num_rows, WIDTH).abs(),
+        necs_NT=draw(num_rows, WIDTH),
+    )
+
+
+def take(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
+    fields = {key: value[rows] for key, value in vars(inputs).items() if isinstance(value, Tensor)}
+    return replace(inputs, **fields)
+
+
+def advantages(name: str, inputs: AdvantageInputs) -> Tensor:
+    assert inputs.loss_mask_NT is not None
+    return ADVANTAGE_FNS[name]()(inputs).per_token(inputs.loss_mask_NT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_order_of_rows_changes_nothing(name: str, seed: int) -> None:
+    inputs = random_inputs(seed)
+    order = torch.randperm(len(inputs.rewards_N), generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(advantages(name, take(inputs, order)), advantages(name, inputs)[order])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reward", [0.0, 1e6, math.nan])
+def test_a_failed_rollout_changes_no_other_row_and_is_dropped(name: str, reward: float) -> None:
+    inputs = random_inputs(1)
+    failed = torch.zeros(24, dtype=torch.bool)
+    failed[4:6] = True  # both turns of one rollout
+    alone = advantages(name, take(inputs, ~failed))
+    dirty = replace(inputs, rewards_N=inputs.rewards_N.masked_fill(failed, reward), valid_N=~failed)
+    result = ADVANTAGE_FNS[name]()(dirty)
+    assert inputs.loss_mask_NT is not None
+    got = result.per_token(inputs.loss_mask_NT)
+    torch.testing.assert_close(got[~failed], alone)
+    assert (got[failed] == 0).all()
+    assert (result.drops_N[failed] == DropReason.INVALID_ROLLOUT).all()
+    assert result.metrics["dropped/invalid_rollout"] == 2.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_demonstration_is_kept_without_advantage_and_enters_no_baseline(name: str) -> None:
+    inputs = random_inputs(2)
+    expert = torch.zeros(24, dtype=torch.bool)
+    expert[:2] = True
+    result = ADVANTAGE_FNS[name]()(replace(inputs, expert_mask_N=expert))
+    assert result.keep_N[:2].all() and (result.advantages_N[:2] == 0).all()
+    assert inputs.loss_mask_NT is not None
+    got = result.per_token(inputs.loss_mask_NT)
+    torch.testing.assert_close(got[2:], advantages(name, take(inputs, ~expert)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_that_is_not_finite_is_an_error_that_names_the_experience(name: str) -> None:
+    inputs = random_inputs(3)
+    rewards = inputs.rewards_N.clone()
+    rewards[7] = math.nan
+    dirty = replace(inputs, rewards_N=rewards, uids=[f"task-{row}" for row in range(24)])
+    with pytest.raises(ValueError, match=r"nan at row 7 \(experience task-7\)"):
+        ADVANTAGE_FNS[name]()(dirty)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if ADVANTAGE_FNS[name].needs))
+def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
+    for field in ADVANTAGE_FNS[name].needs:
+        with pytest.raises(ValueError, match=field):
+            ADVANTAGE_FNS[name]()(replace(random_inputs(0), **{field: None}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), population=st.booleans())
+def test_grpo_equals_a_plain_loop_over_groups(seed: int, population: bool) -> None:
+    inputs = random_inputs(seed)
+    got = ADVANTAGE_FNS["grpo"](std="population" if population else "sample")(inputs).advantages_N  # type: ignore[call-arg]
+    for group in inputs.group_N.unique():
+        rows = inputs.group_N == group
+        rewards = inputs.rewards_N[rows].double()
+        want = (rewards - rewards.mean()) / (rewards.std(unbiased=not population) + 1e-6)
+        torch.testing.assert_close(got[rows], want.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "rec", "opmd"])
+def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
+    inputs = random_inputs(5)
+    got = ADVANTAGE_FNS[name]()(inputs).advantages_N
+    for group in inputs.group_N.unique():
+        assert got[inputs.group_N == group].sum().item() == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -1e6])
+@pytest.mark.parametrize("count", [1, 3, 7, 10])
+def test_equal_rewards_give_no_advantage_and_are_filtered_even_without_epsilon(reward: float, count: int) -> None:
+    inputs = AdvantageInputs(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64))
+    result = ADVANTAGE_FNS["grpo"](epsilon=0.0, std_threshold=0.0)(inputs)  # type: ignore[call-arg]
+    assert result.drops_N.tolist() == [DropReason.LOW_STD] * count
+    kept = ADVANTAGE_FNS["grpo"](epsilon=0.0)(inputs)  # type: ignore[call-arg]
+    assert kept.advantages_N.tolist() == [0.0] * count
+
+
+def test_an_empty_batch_is_not_an_error() -> None:
+    empty = AdvantageInputs(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert len(ADVANTAGE_FNS["grpo"]()(empty).advantages_N) == 0
+
+
+@pytest.mark.parametrize("algorithm_type", ["grpo", "reinforceplusplus"])
+def test_the_kl_penalty_lowers_the_rewards_before_the_advantages(algorithm_type: str) -> None:
+    algorithm = make_algorithm(algorithm_type, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.5})
+    assert algorithm.use_reference and algorithm.advantage_fn is not None
+    inputs = random_inputs(8)
+    assert inputs.rollout_logprobs_NT is not None and inputs.ref_logprobs_NT is not None
+    assert inputs.loss_mask_NT is not None
+    kl = torch.where(inputs.loss_mask_NT, inputs.rollout_logprobs_NT - inputs.ref_logprobs_NT, 0.0)
+    penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * kl.sum(-1)}
+    if algorithm_type == "reinforceplusplus":
+        penalized = {"token_rewards_NT": inputs.token_rewards() - 0.5 * kl}
+    want = algorithm.advantage_fn(replace(inputs, **penalized))
+    got = algorithm.compute_advantages(inputs)
+    torch.testing.assert_close(got.per_token(inputs.loss_mask_NT), want.per_token(inputs.loss_mask_NT))
+    assert got.metrics["kl_penalty"] == pytest.approx((kl.sum() / inputs.loss_mask_NT.sum()).item(), rel=1e-5)
+    with pytest.raises(ValueError, match="ref_logprobs_NT"):
+        algorithm.compute_advantages(replace(inputs, ref_logprobs_NT=None))
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl() -> None:
+    args = {"kl_coef": 0.1, "adaptive": True, "target_kl": 0.01, "horizon": 1000}
+    controller = make_algorithm("grpo", kl_loss_fn_args=args).kl_loss_fn
+    assert controller.next_coef(0.1, 0.011, 100) == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
+    assert controller.next_coef(0.1, 9.0, 100) == pytest.approx(0.1 * 1.02)
+    assert controller.next_coef(0.1, 0.0, 100) == pytest.approx(0.1 * 0.98)
+    assert make_algorithm("grpo").kl_loss_fn.next_coef(0.1, 9.0, 100) == 0.1

@@ -1,0 +1,133 @@
+"""Operators, sample strategies and selectors: pure rules; what is dropped has a reason and a counter, what is
+learned is saved."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.operators import OPERATORS, ExperienceTable, make_operator, pass_rates, run_operators
+from rftdask.algorithm.selectors import DifficultyRule, DifficultyState, easy_to_hard
+
+
+def table(rewards: list[float], groups: list[int] | None = None, **more: Any) -> ExperienceTable:
+    return ExperienceTable(torch.tensor(rewards), torch.tensor(groups or [0] * len(rewards)), **more)
+
+
+def kept(result: tuple[ExperienceTable, dict[str, float]]) -> list[bool]:
+    return result[0].keep_N.tolist()
+
+
+def test_reward_filter_drops_below_the_threshold() -> None:
+    result = make_operator("reward_filter", {"threshold": 0.5})(table([0.4, 0.5, 1.0]))
+    assert kept(result) == [False, True, True]
+    assert result[1] == {"dropped/reward_range": 1.0}
+
+
+def test_invalid_rewards_are_dropped() -> None:
+    assert kept(make_operator("invalid_reward_filter")(table([math.nan, math.inf, 0.0]))) == [False, False, True]
+
+
+def test_reward_std_filter_drops_flat_and_lone_groups() -> None:
+    result = make_operator("reward_std_filter")(table([1, 1, 0, 1, 7], [0, 0, 1, 1, 2]))
+    assert kept(result) == [False, False, True, True, False]
+    assert result[1]["dropped/low_std"] == 3.0
+
+
+def test_dynamic_sampling_keeps_tasks_that_are_neither_solved_nor_hopeless() -> None:
+    accuracy = torch.tensor([1.0, 1.0, 0.0, 0.0, math.nan, 0.0])
+    rewards = [0.9, 0.1, 0.5, 0.5, 1.0, 0.3]
+    result = make_operator("dapo_dynamic_sampling")(table(rewards, [0, 0, 1, 1, 2, 2], stats={"accuracy": accuracy}))
+    assert kept(result) == [False, False, False, False, True, True]
+    assert (result[1]["num_groups_all_correct"], result[1]["num_groups_all_wrong"]) == (1.0, 1.0)
+
+
+def test_truncated_responses_are_dropped() -> None:
+    result = make_operator("mask_response_truncated")(table([1, 1], truncated_N=torch.tensor([True, False])))
+    assert result[0].drops_N is not None and result[0].drops_N.tolist() == [DropReason.TRUNCATED, 0]
+    with pytest.raises(ValueError, match="needs truncated_N"):
+        make_operator("mask_response_truncated")(table([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("ADD", [2.0, 1.0, 3.0]), ("SUB", [0.0, 1.0, 3.0]), ("MUL", [1.0, 0.0, 3.0]), ("DIV", [1.0, 1.0, 3.0])],
+)
+def test_reward_shaping(op: str, expected: list[float]) -> None:
+    stats = {"quality": torch.tensor([0.5, 0.0, math.nan])}
+    rules = {"reward_shaping_configs": [{"stats_key": "quality", "op_type": op, "weight": 2.0}]}
+    shaped, _ = make_operator("reward_shaping_mapper", rules)(table([1, 1, 3], stats=stats))
+    assert shaped.rewards_N.tolist() == expected
+
+
+def test_pass_rates_are_the_means_of_the_kept_rollouts() -> None:
+    groups, rates = pass_rates(table([1, 0, 1, math.nan], [0, 0, 2, 1]))
+    assert (groups.tolist(), rates.tolist()) == ([0, 2], [0.5, 1.0])
+    metrics = make_operator("pass_rate_calculator")(table([1, 0, 1], [0, 0, 1]))[1]
+    assert (metrics["pass_rate_mean"], metrics["pass_rate_valid_frac"]) == (0.75, 0.5)
+
+
+def test_operators_run_in_order_over_what_is_still_kept() -> None:
+    chain = [make_operator("reward_filter", {"threshold": 0.0}), make_operator("reward_std_filter")]
+    result, metrics = run_operators(chain, table([-5, 1, 1, 0, 1], [0, 0, 0, 1, 1]))
+    reasons = [DropReason.REWARD_RANGE, DropReason.LOW_STD, DropReason.LOW_STD, 0, 0]
+    assert result.reasons_N.tolist() == reasons
+    assert (metrics["dropped/reward_range"], metrics["dropped/low_std"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_no_operator_loses_a_row(name: str) -> None:
+    given = table([1, math.nan, 0], [0, 0, 1], truncated_N=torch.tensor([False, True, False]))
+    assert len(make_operator(name)(given)[0].rewards_N) == 3
+
+
+def test_a_wrong_operator_or_rule_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'reward_filter'"):
+        make_operator("reward_fliter")
+    with pytest.raises(ValueError, match="op_type is 'POW'"):
+        make_operator("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]})
+
+
+def test_easy_to_hard_orders_by_the_features() -> None:
+    assert easy_to_hard(torch.tensor([[0.1, 0.0], [0.9, 0.1], [0.9, 0.5], [0.9, 0.1]])).tolist() == [2, 3, 1, 0]
+
+
+def test_difficulty_learns_from_pass_rates_and_selects_near_the_target() -> None:
+    rule = DifficultyRule(target_reward=0.5, tau=0.0)
+    features = torch.tensor([[0.0, 1.0]] * 4)
+    state = rule.initial(features)
+    state = rule.updated(state, torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.0]))
+    assert state.rates_N[0] > state.rates_N[1] > state.rates_N[2]
+    assert state.rates_N[3].item() == pytest.approx(0.5, abs=0.01)
+    assert sorted(rule.select(state, 1, 2).tolist()) == [1, 3]
+
+
+def test_the_learned_posterior_survives_a_restart() -> None:
+    rule = DifficultyRule(do_sample=True)
+    features = torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
+    state = rule.updated(rule.initial(features), torch.tensor([2, 4]), torch.tensor([0.25, 0.75]))
+    again = DifficultyState.from_state_dict(features, json.loads(json.dumps(state.state_dict())))
+    for step in range(5):
+        assert rule.select(again, step, 3).tolist() == rule.select(state, step, 3).tolist()
+    assert (
+        rule.updated(again, torch.tensor([0]), torch.tensor([0.5])).cap
+        == rule.updated(state, torch.tensor([0]), torch.tensor([0.5])).cap
+    )
+    with pytest.raises(ValueError, match="state of 6 tasks, taskset of 5"):
+        DifficultyState.from_state_dict(features[:5], state.state_dict())
+
+
+def test_a_step_selects_no_task_twice_and_steps_differ() -> None:
+    rule = DifficultyRule()
+    state = rule.initial(torch.zeros(50, 2))
+    picks = [rule.select(state, step, 20).tolist() for step in range(4)]
+    assert all(len(set(pick)) == 20 for pick in picks) and picks[0] != picks[1]
+
+
+def test_a_cold_draw_still_fills_the_batch() -> None:
+    rule = DifficultyRule(target_reward=1.0, tau=1e-4)
+    state = rule.updated(rule.initial(torch.tensor([[0.0, 1.0]] * 6)), torch.arange(6), torch.arange(6) / 5)
+    assert sorted(rule.select(state, 1, 6).tolist()) == list(range(6))

@@ -1,0 +1,162 @@
+"""make_algorithm: every type by name alone, overrides by name and arguments, and every mistake an error before
+anything starts."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+from rftdask.algorithm import ADVANTAGE_FNS, ALGORITHMS, ENTROPY_FNS, KL_FNS, POLICY_LOSS_FNS, make_algorithm
+from rftdask.algorithm.names import build
+
+REFERENCE_TYPES = {
+    # Groups are of 8 here and of 2 there, where a lone success and a lone failure is all that a group can tell.
+    # type: (critic, reference, repeat_times, advantage, loss, kl loss, sample strategy)
+    "ppo": (True, True, 1, "ppo", "ppo", "k2", "default"),
+    "grpo": (False, True, 8, "grpo", "ppo", "k2", "default"),
+    "dapo": (False, False, 16, "grpo", "ppo", "none", "default"),
+    "reinforceplusplus": (False, True, 8, "reinforceplusplus", "ppo", "k2", "default"),
+    "rloo": (False, True, 8, "rloo", "ppo", "k2", "default"),
+    "opmd": (False, True, 8, "opmd", "opmd", "k2", "default"),
+    "asymre": (False, False, 8, "asymre", "opmd", "none", "default"),
+    "topr": (False, True, 8, "reinforce", "topr", "k2", "default"),
+    "cispo": (False, True, 8, "grpo", "cispo", "k2", "default"),
+    "gspo": (False, True, 8, "grpo", "gspo", "k2", "default"),
+    "sapo": (False, True, 8, "grpo", "sapo", "k2", "default"),
+    "sppo": (False, False, 8, "opmd", "sppo", "none", "default"),
+    "rec": (False, True, 8, "rec", "rec", "k2", "default"),
+    "multi_step_grpo": (False, True, 8, "step_wise_grpo", "ppo", "k2", "default"),
+    "gigpo": (False, True, 8, "gigpo", "ppo", "k2", "default"),
+    "mix": (False, True, 8, "grpo", "mix", "k2", "mix"),
+    "mix_chord": (False, True, 8, "grpo", "mix_chord", "k2", "mix"),
+    "raft": (False, False, 1, None, "sft", "none", "default"),
+    "sft": (False, False, 1, None, "sft", "none", "default"),
+    "cpt": (False, False, 1, None, "sft", "none", "default"),
+    "dpo": (False, True, 2, None, "dpo", "none", "default"),
+    "on_policy_distill": (False, False, 8, "on_policy_distill", "ppo", "none", "default"),
+    "jsd": (False, False, 8, "jsd", "ppo", "none", "default"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCE_TYPES))
+def test_types_are_composed_as_in_the_reference(name: str) -> None:
+    critic, reference, repeat_times, advantage, loss, kl, strategy = REFERENCE_TYPES[name]
+    algorithm = make_algorithm(name)
+    assert (algorithm.use_critic, algorithm.use_reference, algorithm.repeat_times) == (critic, reference, repeat_times)
+    assert type(algorithm.advantage_fn) is (type(None) if advantage is None else ADVANTAGE_FNS[advantage])
+    assert type(algorithm.policy_loss_fn) is POLICY_LOSS_FNS[loss]
+    assert type(algorithm.kl_loss_fn) is KL_FNS[kl]
+    assert algorithm.sample_strategy == strategy
+
+
+def test_the_named_types_are_all_there() -> None:
+    beyond = {"remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
+    assert set(ALGORITHMS) == set(REFERENCE_TYPES) | beyond
+
+
+def test_gspo_keeps_the_aggregation_of_its_paper() -> None:
+    assert make_algorithm("gspo").loss_agg_mode == "seq-mean-token-mean"
+    assert make_algorithm("gspo", loss_agg_mode="token-mean").loss_agg_mode == "token-mean"
+
+
+def test_partial_arguments_keep_the_other_defaults() -> None:
+    algorithm = make_algorithm("dapo", policy_loss_fn_args={"clip_range_low": 0.1}, advantage_fn_args={"epsilon": 1e-4})
+    loss: Any = algorithm.policy_loss_fn
+    assert (loss.low, loss.high, loss.clip_ratio_c) == (0.1, 0.28, 3.0)
+    advantage: Any = algorithm.advantage_fn
+    assert (advantage.epsilon, advantage.std_threshold) == (1e-4, 0.0)
+
+
+def test_the_aggregation_is_one_setting_wherever_it_is_given() -> None:
+    inner = make_algorithm("grpo", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
+    assert inner.loss_agg_mode == make_algorithm("grpo", loss_agg_mode="seq-mean-token-sum").loss_agg_mode
+    with pytest.raises(ValueError, match="give it once"):
+        make_algorithm("grpo", loss_agg_mode="token-mean", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
+
+
+def test_a_reference_is_needed_only_by_an_active_kl() -> None:
+    assert not make_algorithm("grpo", kl_loss_fn="none").use_reference
+    assert not make_algorithm("grpo", kl_loss_fn_args={"kl_coef": 0}).use_reference
+    assert make_algorithm("sft", kl_loss_fn="k3").use_reference
+
+
+def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
+    loss: Any = make_algorithm("ppo", policy_loss_fn_args={"clip_ratio_c": 4}).policy_loss_fn
+    assert loss.clip_ratio_c == 4.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm_type": "gropo"}, r"unknown algorithm_type 'gropo'\. Did you mean 'grpo'.*Valid names: .*sapo"),
+        ({"algorithm_type": "grpo", "policy_loss_fn": "pp0"}, "unknown policy_loss_fn 'pp0'. Did you mean 'ppo'"),
+        ({"algorithm_type": "grpo", "advantage_fn": "zzz"}, "unknown advantage_fn 'zzz'. Valid names: asymre"),
+        ({"algorithm_type": "grpo", "kl_loss_fn": "k9"}, "unknown kl_loss_fn 'k9'"),
+        ({"algorithm_type": "grpo", "kl_penalty_fn": "k9"}, "unknown kl_penalty_fn 'k9'"),
+        ({"algorithm_type": "grpo", "entropy_loss_fn": "dflt"}, "unknown entropy_loss_fn 'dflt'"),
+        (
+            {"algorithm_type": "grpo", "loss_agg_mode": "token_mean"},
+            "loss_agg_mode is 'token_mean'; allowed: token-mean",
+        ),
+        (
+            {"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_rangee": 0.1, "tau": 1}},
+            "policy_loss_fn 'ppo' does not take 'clip_rangee', 'tau'. Did you mean 'clip_range",
+        ),
+        ({"algorithm_type": "grpo", "advantage_fn_args": {"std": "robust"}}, "std is 'robust'; allowed: sample"),
+        (
+            {"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_range": "0.2"}},
+            "'clip_range' is '0.2'; expected float",
+        ),
+        ({"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_range_low": "x"}}, "expected float or null"),
+        ({"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_ratio_c": 0.5}}, "clip_ratio_c must be > 1"),
+        ({"algorithm_type": "grpo", "kl_loss_fn_args": {"adaptive": True}}, "adaptive needs target_kl and horizon"),
+        ({"algorithm_type": "grpo", "advantage_fn": "ppo"}, "needs a critic and algorithm_type 'grpo' has none"),
+        ({"algorithm_type": "sft", "advantage_fn": "grpo"}, "takes no advantages"),
+        ({"algorithm_type": "sft", "policy_loss_fn": "ppo"}, "needs an advantage_fn; algorithm_type 'sft' has none"),
+        ({"algorithm_type": "grpo", "policy_loss_fn": "dpo"}, "reads 'dpo' rows"),
+        ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "needs loss_agg_mode 'seq-mean-token-mean'"),
+        ({"algorithm_type": "dpo", "kl_penalty_fn": "k1"}, "takes neither"),
+        ({"algorithm_type": "raft", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
+        (
+            {"algorithm_type": "grpo", "rollout_correction": {"method": "tis"}},
+            "method is 'tis'; allowed: none, truncate",
+        ),
+        ({"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}}, "train an experience twice"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_to_do(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_algorithm(**given)
+
+
+def test_deprecated_twins_are_the_algorithm_they_duplicate_with_one_warning() -> None:
+    with pytest.warns(FutureWarning, match="algorithm_type 'grpo_verl' is deprecated: it is 'grpo'"):
+        assert make_algorithm("grpo_verl") == make_algorithm("grpo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_algorithm("grpo_verl")
+    with pytest.warns(FutureWarning, match="advantage_fn 'opmd_verl'"):
+        make_algorithm("grpo", advantage_fn="opmd_verl")
+
+
+def test_hand_copied_batch_sizes_of_mix_are_ignored_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="'ngpus_trainer' is ignored"):
+        make_algorithm("mix", policy_loss_fn_args={"ngpus_trainer": 8, "mu": 0.2})
+
+
+def test_mu_of_chord_warms_up_and_decays() -> None:
+    args = {"mu_warmup_steps": 10, "mu_decay_steps": 20, "mu_peak": 0.5, "mu_valley": 0.1}
+    loss: Any = make_algorithm("mix_chord", policy_loss_fn_args=args).policy_loss_fn
+    assert [loss.mu_at(step) for step in (0, 5, 10, 20, 30, 99)] == pytest.approx([0.0, 0.25, 0.5, 0.3, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    "table", [ADVANTAGE_FNS, POLICY_LOSS_FNS, KL_FNS, ENTROPY_FNS], ids=["adv", "loss", "kl", "ent"]
+)
+def test_every_part_is_a_frozen_documented_dataclass_that_builds_from_its_name(table: dict[str, Any]) -> None:
+    for name, cls in table.items():
+        part = build("part", name, table, {field.name: getattr(cls(), field.name) for field in dataclasses.fields(cls)})
+        assert part == cls() and cls.__doc__
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.something = 1

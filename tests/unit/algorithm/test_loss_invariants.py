@@ -1,0 +1,272 @@
+"""What every policy loss promises, for each by name: split = whole, packed = padded, first step exact, garbage and
+order harmless, gradients right, nothing that is not finite ever trained, little memory kept."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rftdask.algorithm import AGGREGATIONS, ALGORITHMS, KL_FNS, POLICY_LOSS_FNS, LossInputs, make_algorithm
+from tests.unit.algorithm.algorithm_cases import gradient, inputs, loss_only, random_batch, take, with_weights
+
+LOSSES = sorted(POLICY_LOSS_FNS)
+RATIO_LOSSES = ["ppo", "gspo", "cispo", "sapo", "importance_sampling", "decoupled_ppo", "m2po", "dppo", "vespo"]
+EVERYTHING = {
+    "kl_loss_fn": "k3",
+    "kl_loss_fn_args": {"kl_coef": 0.1},
+    "entropy_loss_fn": "default",
+    "entropy_loss_fn_args": {"entropy_coef": 0.01},
+}
+
+
+def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInputs]:
+    """The loss with KL and entropy terms, in an aggregation, and a random batch with its weights."""
+    kind = {"dpo": "dpo", "sft": "sft"}.get(name, "grpo")
+    algorithm = make_algorithm(kind, policy_loss_fn=name, loss_agg_mode=None if name == "dpo" else mode, **EVERYTHING)
+    return algorithm, with_weights(random_batch(seed), algorithm)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), mode=st.sampled_from(AGGREGATIONS), cut=st.integers(1, 2))
+def test_losses_gradients_and_metrics_of_any_split_add_up_to_the_whole(
+    name: str, seed: int, mode: str, cut: int
+) -> None:
+    algorithm, batch = whole(name, seed, mode)
+    loss, metrics = algorithm.compute_loss(batch)
+    (expected,) = torch.autograd.grad(loss, batch.policy_logprobs_BT)
+    parts = [algorithm.compute_loss(take(batch, rows)) for rows in (slice(0, 2 * cut), slice(2 * cut, None))]
+    total = sum(part[0] for part in parts)
+    (got,) = torch.autograd.grad(total, batch.policy_logprobs_BT)
+    torch.testing.assert_close(total, loss)
+    torch.testing.assert_close(got, expected)
+    for key, value in metrics.items():
+        torch.testing.assert_close(sum(part[1][key] for part in parts), value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_packed_rows_equal_padded_rows(name: str) -> None:
+    algorithm, batch = whole(name, 3, "seq-mean-token-mean")
+    loss, grad = gradient(batch, algorithm)
+    num_rows, width = batch.loss_mask_BT.shape
+    changes: dict[str, Any] = {"sequence_BT": torch.arange(num_rows)[:, None].expand(num_rows, width).reshape(2, -1)}
+    for key, value in vars(batch).items():
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            changes[key] = value.reshape(2, -1)
+    packed = replace(batch, **changes)
+    packed_loss, packed_grad = gradient(with_weights(packed, algorithm), algorithm)
+    torch.testing.assert_close(packed_loss, loss)
+    torch.testing.assert_close(packed_grad.reshape_as(grad), grad)
+
+
+# Their weights are detached by definition, so the gradient is not the value's; it is checked by its formula further
+# down.
+DETACHED = {"topr", "cispo", "rec", "vespo", "sft_is", "sft_phi", "sppo", "mix_chord", "gspo"}
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - DETACHED))
+def test_gradient_matches_finite_differences(name: str) -> None:
+    algorithm, batch = whole(name, 11, "token-mean")
+
+    def total(logprobs: torch.Tensor) -> torch.Tensor:
+        return algorithm.compute_loss(replace(batch, policy_logprobs_BT=logprobs))[0]
+
+    assert torch.autograd.gradcheck(total, (batch.policy_logprobs_BT,), eps=1e-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("topr", lambda p, r, a: torch.where(a <= 0, r.clamp(max=1), 1.0) * a),
+        ("cispo", lambda p, r, a: r.clamp(0.0, 1.28) * a),
+        ("rec", lambda p, r, a: a),
+        ("sppo", lambda p, r, a: torch.where((r >= 1 / 1.3) & (r <= 1.3), a, 0.0)),
+        ("sft_is", lambda p, r, a: p),
+        ("sft_phi", lambda p, r, a: p * (1 - p)),
+    ],
+)
+def test_gradient_of_a_detached_weight_is_minus_the_weight(name: str, weight: Any) -> None:
+    algorithm = loss_only(name)
+    batch = with_weights(replace(random_batch(5), proximal_logprobs_BT=None), algorithm)
+    _, grad = gradient(batch, algorithm)
+    assert batch.advantages_BT is not None
+    policy = batch.policy_logprobs_BT.detach()
+    expected = -weight(policy.exp(), (policy - batch.rollout_logprobs_BT).exp(), batch.advantages_BT)
+    torch.testing.assert_close(grad, expected * batch.token_weights_BT)
+
+
+def test_gradient_of_gspo_and_vespo_is_the_weight_of_the_sequence() -> None:
+    batch = inputs([[-1.0, -1.3], [-1.0, -0.5]], [[-1.1, -1.1], [-1.0, -1.1]], [[1.0, 1.0], [2.0, 2.0]])
+    log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
+    weight = log_r.mean(-1, keepdim=True).exp() * batch.advantages()
+    _, grad = gradient(batch, loss_only("gspo", clip_range_low=0.9, clip_range_high=9.0))
+    torch.testing.assert_close(grad, -weight / 4)
+    phi = POLICY_LOSS_FNS["vespo"]().phi(log_r.sum(-1, keepdim=True), batch.advantages())  # type: ignore[attr-defined]
+    _, grad = gradient(batch, loss_only("vespo"))
+    torch.testing.assert_close(grad, -phi * batch.advantages() / 4)
+
+
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+def test_on_policy_the_ratio_is_exactly_one_and_the_kl_exactly_zero(name: str) -> None:
+    algorithm = loss_only(name)
+    batch = random_batch(2, dtype=torch.float32)
+    same = batch.policy_logprobs_BT.detach().clone()
+    batch = replace(batch, rollout_logprobs_BT=same, ref_logprobs_BT=same, proximal_logprobs_BT=None)
+    batch = with_weights(batch, algorithm)
+    loss, metrics = algorithm.compute_loss(batch)
+    (grad,) = torch.autograd.grad(loss, batch.policy_logprobs_BT)
+    assert batch.advantages_BT is not None
+    assert torch.equal(grad, -batch.advantages_BT * batch.token_weights_BT)
+    assert metrics["ppo_kl"].item() == 0.0
+    assert metrics.get("clip_frac", torch.tensor(0.0)).item() == 0.0
+    for estimator in KL_FNS.values():
+        assert estimator().per_token(same, same, same).abs().sum().item() == 0.0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_is_masked_changes_nothing_whatever_it_holds(name: str, garbage: float) -> None:
+    algorithm, batch = whole(name, 7, "token-mean")
+    loss, grad = gradient(batch, algorithm)
+    changes = {
+        key: value.masked_fill(~batch.loss_mask_BT, garbage)
+        for key, value in vars(batch).items()
+        if key.endswith("_BT") and isinstance(value, torch.Tensor) and value.is_floating_point()
+        if key != "token_weights_BT"
+    }
+    changes["policy_logprobs_BT"] = changes["policy_logprobs_BT"].detach().requires_grad_()
+    dirty_loss, dirty_grad = gradient(replace(batch, **changes), algorithm)
+    assert torch.equal(dirty_loss, loss)
+    assert torch.equal(dirty_grad, grad)
+    assert (dirty_grad[~batch.loss_mask_BT] == 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_sequence_without_trained_tokens_changes_nothing(name: str) -> None:
+    algorithm, batch = whole(name, 13, "seq-mean-token-mean")
+    rows = [0, 1, 4, 5] if name == "dpo" else [0, 1, 3, 4, 5]  # row 2 is empty, and so is its pair for dpo
+    kept = take(batch, torch.tensor(rows))
+    kept = with_weights(replace(kept, policy_logprobs_BT=kept.policy_logprobs_BT.detach().requires_grad_()), algorithm)
+    loss, grad = gradient(batch, algorithm)
+    kept_loss, kept_grad = gradient(kept, algorithm)
+    if name == "dpo":
+        batch_rest = grad[2:4]
+        assert batch_rest.abs().sum() == 0.0
+    torch.testing.assert_close(kept_loss, loss)
+    torch.testing.assert_close(kept_grad, grad[rows])
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dpo"}))
+def test_the_order_of_rows_changes_nothing(name: str) -> None:
+    algorithm, batch = whole(name, 17, "seq-mean-token-mean")
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    loss, grad = gradient(batch, algorithm)
+    shuffled = with_weights(take(batch, order), algorithm)
+    shuffled_loss, _ = algorithm.compute_loss(shuffled)
+    (shuffled_grad,) = torch.autograd.grad(shuffled_loss, batch.policy_logprobs_BT)
+    torch.testing.assert_close(shuffled_loss, loss)
+    torch.testing.assert_close(shuffled_grad, grad)
+
+
+@pytest.mark.parametrize("field", ["policy_logprobs_BT", "rollout_logprobs_BT", "advantages_BT", "ref_logprobs_BT"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_trained_and_is_named(field: str, bad: float) -> None:
+    algorithm = make_algorithm("grpo")
+    batch = random_batch(1)
+    value = getattr(batch, field).detach().clone()
+    value[1, 3] = bad
+    dirty = replace(batch, **{field: value}, uids=[f"run/task-{row}" for row in range(6)])
+    with pytest.raises(ValueError, match=rf"{field} is .* at row 1, position 3 \(experience run/task-1\)"):
+        algorithm.compute_loss(dirty)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_type_runs_with_nothing_but_its_name(name: str) -> None:
+    algorithm = make_algorithm(name)
+    batch = with_weights(random_batch(0), algorithm)
+    loss, grad = gradient(batch, algorithm)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all() and grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_ratios_stay_finite(name: str) -> None:
+    batch = random_batch(4, dtype=torch.float32)
+    algorithm = loss_only(name)
+    far = batch.policy_logprobs_BT.detach() + torch.tensor([-500.0, 500.0] * 3)[:, None]
+    batch = with_weights(replace(batch, rollout_logprobs_BT=far, proximal_logprobs_BT=far), algorithm)
+    loss, grad = gradient(batch, algorithm)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_backward_keeps_one_tensor_of_the_size_of_the_logprobs(name: str) -> None:
+    algorithm = loss_only(name)
+    batch = with_weights(random_batch(0), algorithm)
+    kept: list[torch.Tensor] = []
+    loss, _ = algorithm.compute_loss(batch)
+    node = loss.grad_fn
+    assert node is not None
+    kept.extend(node.saved_tensors)  # type: ignore[attr-defined]
+    assert [tuple(tensor.shape) for tensor in kept] == [tuple(batch.policy_logprobs_BT.shape)]
+    assert [type(edge[0]).__name__ for edge in node.next_functions if edge[0] is not None] == ["AccumulateGrad"]
+
+
+def test_the_entropy_bonus_reaches_the_entropy() -> None:
+    algorithm, batch = whole("ppo", 0, "token-mean")
+    loss, _ = algorithm.compute_loss(batch)
+    assert batch.entropy_BT is not None
+    (grad,) = torch.autograd.grad(loss, batch.entropy_BT)
+    torch.testing.assert_close(grad, -0.01 * batch.token_weights_BT)
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    algorithm, batch = whole("ppo", 0, "token-mean")
+    loss, _ = algorithm.compute_loss(batch)
+    with torch.no_grad():
+        assert torch.equal(algorithm.compute_loss(batch)[0], loss.detach())
+
+
+def test_m2po_bounds_the_second_moment_of_every_sequence_and_so_of_the_batch() -> None:
+    loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)  # type: ignore[call-arg]
+    batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
+    log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
+    advantages = batch.advantages()
+    dropped = loss.dropped(batch, log_r, advantages)  # type: ignore[attr-defined]
+    trusted = batch.loss_mask_BT & (advantages * log_r > 0)
+    assert dropped.any() and (trusted & ~dropped).any() and not (dropped & ~trusted).any()
+    for row in range(8):
+        kept = log_r[row][(trusted & ~dropped)[row]].square()
+        assert len(kept) == 0 or kept.mean() <= 0.04
+        gone = log_r[row][dropped[row]].square()
+        assert len(gone) == 0 or torch.cat([kept, gone.min()[None]]).mean() > 0.04
+
+
+def test_sequence_masking_drops_unwanted_tokens_of_far_sequences_only() -> None:
+    batch = inputs([[-1.0, -1.0], [-1.0, -1.0]], [[-0.5, -0.5], [-1.0, -1.0]], [[-1.0, 1.0], [-1.0, 1.0]])
+    loss, metrics = loss_only("ppo", enable_sequence_masking=True).compute_loss(batch)
+    assert metrics["sequence_mask_frac"].item() == 0.25
+    assert loss.item() == pytest.approx((-math.exp(-0.5) + 1.0 - 1.0) / 4)
+
+
+def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
+    batch = inputs([-1.0, -1.0], [-1.5, -9.0], [1.0, 1.0], proximal_logprobs_BT=torch.tensor([[-1.2, -1.2]]).double())
+    per_token, metrics = POLICY_LOSS_FNS["decoupled_ppo"]()(batch)
+    assert per_token.flatten().tolist() == pytest.approx([-math.exp(0.3) * 1.2, 0.0])
+    assert metrics["behavior_cap_frac"].item() == 0.5
+
+
+def test_the_rollout_correction_multiplies_the_policy_loss_but_not_the_kl() -> None:
+    more = {
+        "proximal_logprobs_BT": torch.tensor([[-1.0, -1.0]]).double(),
+        "ref_logprobs_BT": torch.zeros(1, 2).double(),
+    }
+    batch = inputs([-1.0, -1.0], [-1.0 - math.log(1.5), -1.0 - math.log(3.0)], [1.0, 1.0], **more)
+    parts = {"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}}
+    algorithm = make_algorithm("grpo", rollout_correction={"method": "mask", "high": 2.0}, **parts)
+    loss, metrics = algorithm.compute_loss(batch)
+    assert loss.item() == pytest.approx(-(1.5 + 0.0) / 2 + 0.1 * 0.5)
+    assert metrics["is_clip_frac"].item() == 0.5

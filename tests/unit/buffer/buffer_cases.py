@@ -1,0 +1,105 @@
+"""Experiences, shards and logs for the tests of the buffer: small, and readable in an assertion."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rftdask.buffer.experience import Experience, Status
+from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.sampling import SampleRule
+from rftdask.buffer.shard import ShardName
+from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.storage import Storage, open_storage
+
+_numbers = itertools.count()
+
+
+def new_storage() -> Storage:
+    """An empty tree in memory."""
+    return open_storage(f"memory://buffer-{next(_numbers)}")
+
+
+def experience(
+    task: int = 0, rollout: int = 0, *, step: int = 1, status: Status = Status.OK, **fields: Any
+) -> Experience:
+    """Two prompt tokens and three response tokens that tell the task and the rollout."""
+    values: dict[str, Any] = {
+        "taskset": "t",
+        "epoch": 0,
+        "task_index": task,
+        "rollout": rollout,
+        "explore_step": step,
+        "status": status,
+        "tokens": (1, 2, task, rollout, 9),
+        "prompt_length": 2,
+        "rollout_logprobs": (-0.5, -0.25, -1.0),
+        "reward": float(rollout) if status.trainable else None,
+        "error": "" if status.trainable else f"task {task} rollout {rollout} {status}",
+    }
+    return Experience(**{**values, **fields})
+
+
+Statuses = Callable[[int, int], Status]
+"""(task, rollout) -> status"""
+
+
+def all_ok(task: int, rollout: int) -> Status:
+    return Status.OK
+
+
+def commit_batch(
+    log: ExperienceLog,
+    step: int,
+    batch: int,
+    *,
+    tasks_per_batch: int = 2,
+    tasks_per_step: int = 4,
+    repeat_times: int = 2,
+    version: int = 0,
+    statuses: Statuses = all_ok,
+) -> ShardName:
+    """Commit rollout batch `batch` of explore step `step`. Tasks are numbered through the whole run, from 0."""
+    first = (step - 1) * tasks_per_step + batch * tasks_per_batch
+    last = min(first + tasks_per_batch, step * tasks_per_step)
+    rows = [
+        experience(task, k, step=step, status=statuses(task, k), min_policy_version=version, max_policy_version=version)
+        for task in range(first, last)
+        for k in range(repeat_times)
+    ]
+    return log.commit(rows, explore_step=step, batch=batch)
+
+
+def make_source(
+    storage: Storage, *, log: ExperienceLog | None = None, lineage: str = "main", **options: Any
+) -> LogSource:
+    """A source over `storage`: four tasks a step in rollout batches of two, two groups a train batch."""
+    rule = SampleRule(
+        groups_per_batch=options.pop("groups_per_batch", 2),
+        tasks_per_step=options.pop("tasks_per_step", 4),
+        ordered=options.pop("ordered", True),
+        max_staleness=options.pop("max_staleness", None),
+    )
+    return LogSource(
+        log or ExperienceLog(storage),
+        Ledger(storage, lineage),
+        LogOptions(
+            rule=rule,
+            tasks_per_batch=options.pop("tasks_per_batch", 2),
+            max_read_timeout_s=options.pop("max_read_timeout_s", 0.02),
+            poll_interval_s=0.001,
+        ),
+        **options,
+    )
+
+
+def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
+    """The uids of the batches of `steps`, which must all be there."""
+    batches = []
+    for step in steps:
+        found = source.batch(step)
+        assert found is not None, f"batch {step} is missing"
+        batches.append(found[1].uids)
+    return batches

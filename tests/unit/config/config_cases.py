@@ -1,0 +1,84 @@
+"""Small configurations for the tests, and values that a key does not have by default."""
+
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from rftdask.config import Config, load_config
+from rftdask.config.base import child_of, default_of, plain
+from rftdask.errors import ConfigError
+
+
+def grpo(**sections: Any) -> dict[str, Any]:
+    """The smallest configuration of mode both, with more sections or changed ones."""
+    return {
+        "model": {"model_path": "tiny", "max_model_len": 64},
+        "buffer": {"batch_size": 4, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        **sections,
+    }
+
+
+def sft(**sections: Any) -> dict[str, Any]:
+    """The smallest configuration that trains on a dataset."""
+    return {
+        "mode": "train",
+        "model": {"model_path": "tiny", "max_model_len": 64},
+        "algorithm": {"algorithm_type": "sft"},
+        "buffer": {"batch_size": 4, "trainer_input": {"experience_buffer": {"path": "pairs.jsonl"}}},
+        **sections,
+    }
+
+
+def with_key(path: str, value: Any) -> dict[str, Any]:
+    """`grpo()` with one dotted key set; an item of a list is written name[]."""
+    tree = grpo()
+    if path.startswith("buffer.explorer_input.tasksets[]"):
+        del tree["buffer"]["explorer_input"]["taskset"]
+    node = tree
+    *sections, key = path.split(".")
+    for section in sections:
+        if section.endswith("[]"):
+            node = node.setdefault(section[:-2], [{}])[0]
+            if "tasksets" in section:
+                node.setdefault("path", "more.jsonl")
+            if section == "stages[]":
+                node.setdefault("stage_name", "one")
+        else:
+            node = node.setdefault(section, {})
+    node[key] = value
+    return tree
+
+
+def reachable(path: str) -> bool:
+    """Whether a key can be set at all: not inside a list or dict of sections that is refused as a whole."""
+    return not any(refused in path for refused in ("lora_configs[].", "auxiliary_models[].", "auxiliary_buffers.<"))
+
+
+def problems(source: Any, *overrides: str) -> list[str]:
+    """The lines of the ConfigError that loading must raise."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    return caught.value.problems
+
+
+def config(source: Any, *overrides: str) -> Config:
+    return load_config(source, overrides)
+
+
+def another_value(info: FieldInfo) -> Any:
+    """A valid value of a key's type that is not its default, as plain data."""
+    default = plain(default_of(info))
+    if child_of(info) or isinstance(default, list | dict):
+        return {"a": 1} if isinstance(default, dict) else [{}] if child_of(info) else ["a"]
+    kinds = {part for part in (info.annotation, *get_args(info.annotation)) if isinstance(part, type)}
+    literal = [part for part in (info.annotation, *get_args(info.annotation)) if get_origin(part) is Literal]
+    if literal:
+        return next(value for value in get_args(literal[0]) if value != default)
+    if isinstance(default, bool) or bool in kinds:
+        return not default
+    if isinstance(default, str) or (default is None and "str" in str(info.annotation)):
+        return "other"
+    if isinstance(default, int | float):
+        return (default / 2 or 0.5) if isinstance(default, float) else default + 1
+    return {"a": 1} if "dict" in str(info.annotation) else 2

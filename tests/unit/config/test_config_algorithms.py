@@ -1,0 +1,93 @@
+"""Promises about what an algorithm needs beside its name: it is asked for by its key, before anything starts, and what
+does not go together is told.
+"""
+
+from typing import Any
+
+import pytest
+from config_cases import config, grpo, problems, sft
+
+from rftdask.config import make_plan
+from rftdask.config.mixture import num_experts, num_own_rollouts
+
+SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
+
+
+def mix(args: dict[str, Any] | None = None, **buffer: Any) -> dict[str, Any]:
+    tree = grpo(algorithm={"algorithm_type": "mix", "sample_strategy_args": args})
+    tree["buffer"] = {**tree["buffer"], **SHOWN, **buffer}
+    return tree
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("batch_size", [1, 3, 56])
+def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch_size: int) -> None:
+    loaded = config(mix({"expert_data_ratio": ratio}, batch_size=batch_size))
+    assert loaded.algorithm.sample_strategy == "mix"
+    assert num_own_rollouts(loaded) == 8 * batch_size
+    assert num_experts(loaded) == pytest.approx(ratio * loaded.buffer.train_batch_size, abs=1.0)
+    assert make_plan(loaded).stages[0].groups_per_batch == batch_size
+
+
+def test_a_mixed_batch_that_parts_a_group_is_refused_with_its_arithmetic() -> None:
+    (line,) = problems(mix({"expert_data_ratio": 0.5}, train_batch_size=20))
+    assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, which is no multiple" in line
+
+
+def test_a_mixture_needs_its_demonstrations() -> None:
+    (line,) = problems(grpo(algorithm={"algorithm_type": "mix"}))
+    assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.path: required for mix")
+    (line,) = problems(mix({"sft_dataset_name": "other"}))
+    assert line.startswith("buffer.trainer_input.auxiliary_buffers.other.path: required")
+    (line,) = problems(mix({"expert_data_ratio": 1.0}))
+    assert "1.0 is not a number from 0 to below 1" in line
+    (line,) = problems(mix({"ratio": 0.5}))
+    assert "takes expert_data_ratio, max_staleness, sft_dataset_name" in line
+
+
+def test_a_sample_strategy_goes_with_its_algorithms() -> None:
+    (line,) = problems(
+        grpo(algorithm={"sample_strategy": "mix"}), "buffer.trainer_input.auxiliary_buffers.sft_dataset.path=x"
+    )
+    assert "mix does not go with grpo" in line
+    (line,) = problems(mix(), "algorithm.sample_strategy=default")
+    assert "default does not go with mix" in line
+
+
+def test_the_bound_of_a_mixture_is_the_bound_of_the_run() -> None:
+    assert config(mix({"max_staleness": 3})).synchronizer.max_staleness == 3
+
+
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+def test_a_student_needs_one_teacher(name: str) -> None:
+    tree = grpo(algorithm={"algorithm_type": name})
+    (line,) = problems(tree)
+    assert line == f"explorer.auxiliary_models: {name} learns from one teacher; give [{{model_path: ...}}]"
+    loaded = config({**tree, "explorer": {"auxiliary_models": [{"model_path": "big"}]}})
+    assert "with the teacher big" in make_plan(loaded).render()
+
+
+def test_models_beside_the_policy_are_refused_where_nothing_reads_them() -> None:
+    (line,) = problems(grpo(explorer={"auxiliary_models": [{"model_path": "judge"}]}))
+    assert line.startswith("explorer.auxiliary_models: models beside the policy are not available")
+
+
+def test_a_critic_that_nothing_trains_is_warned_about() -> None:
+    loaded = config(grpo(), "model.critic_model_path=value")
+    assert loaded.warnings == ("model.critic_model_path: ignored: grpo has no critic",)
+    assert config(grpo(algorithm={"algorithm_type": "ppo"}), "model.critic_model_path=value").warnings == ()
+
+
+@pytest.mark.parametrize("name", ["dpo", "cpt"])
+def test_rows_of_a_dataset_are_counted_not_rollouts(name: str) -> None:
+    loaded = config(sft(algorithm={"algorithm_type": name}))
+    assert loaded.buffer.train_batch_size == 4
+    assert loaded.buffer.trainer_input.experience_buffer.storage_type == "file"
+
+
+def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
+    shown = {"path": "x", "pth": "y", "replay_buffer": {"enable": True}}
+    tree = mix(trainer_input={"auxiliary_buffers": {"sft_dataset": shown}})
+    first, second = problems(tree)
+    assert first.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.pth: unknown key; did you mean path?")
+    assert "replay_buffer.enable: true is not available in this release" in second

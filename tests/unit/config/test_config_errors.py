@@ -1,0 +1,284 @@
+"""Promises about what a user is told.
+
+- All mistakes at once, sorted by path; no mistake hides another, and a mistake in one key does not invent others.
+- Each line: the path, the value, what is allowed; the nearest names for a misspelled one.
+- No secret in a message.
+"""
+
+import pytest
+from config_cases import config, grpo, problems, sft
+
+from rftdask.config import load_config
+from rftdask.errors import ConfigError
+
+
+def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
+    source = {
+        "mode": "bth",
+        "name": "../elsewhere",
+        "algorithm": {"repeat_time": 4, "lr": 3, "optimizer": {"lr": -1, "betas": [0.9]}},
+        "model": {
+            "max_model_len": 64,
+            "max_prompt_tokens": 50,
+            "max_response_tokens": 30,
+            "top_p": 1.5,
+            "temperature": True,
+        },
+        "buffer": {"batch_size": 2.5, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "trainer": {"grad_clip": "much", "num_ranks": 2},
+        "explorers": {},
+    }
+    assert problems(source) == [
+        "algorithm.lr: unknown key; lr is a key of algorithm.optimizer, trainer.critic",
+        "algorithm.optimizer.betas: the list is too short",
+        "algorithm.optimizer.lr: -1 is too small; it must be at least 0",
+        "algorithm.repeat_time: unknown key; did you mean repeat_times?",
+        "buffer.batch_size: 2.5 is not a whole number",
+        "explorers: unknown key; did you mean explorer?",
+        "mode: 'bth' is not one of both, explore, train, bench; did you mean both?",
+        "model.max_model_len: max_prompt_tokens 50 + max_response_tokens 30 = 80 exceeds max_model_len 64; "
+        "lower one of them or raise max_model_len",
+        "model.model_path: required, and not given",
+        "model.temperature: true is not a number",
+        "model.top_p: 1.5 is too large; it must be at most 1",
+        "name: '../elsewhere' is not a folder name, or folder names joined by /",
+        "trainer.grad_clip: 'much' is not a number",
+        "trainer.num_ranks: 2 is not available in this release (more than one rank); leave it out or set null",
+    ]
+
+
+def test_the_error_counts_the_problems_and_names_the_file(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {model_path: tiny, max_model_len: 64}\nmode: bench\nseed: x\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value) == (
+        f"2 problems in {file}:\n"
+        "  - buffer.explorer_input.eval_tasksets: required in mode bench: what to evaluate\n"
+        "  - seed: 'x' is not a whole number"
+    )
+
+
+def test_a_key_of_another_section_is_told_by_its_place() -> None:
+    assert problems(grpo(trainer={"batch_size": 4, "model_path": "m"})) == [
+        "trainer.batch_size: unknown key; did you mean micro_batch_size?; batch_size is a key of buffer",
+        "trainer.model_path: unknown key; model_path is a key of model, explorer.rollout_model, "
+        "explorer.auxiliary_models[]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"explorer": 3}, "explorer: 3 is not a section (key: value lines)"),
+        ({"explorer": {"env_vars": {"A": 1}}}, "explorer.env_vars.A: 1 is not text; put it in quotes"),
+        ({"stages": "one"}, "stages: 'one' is not a list"),
+        ({"seed": "12a"}, "seed: '12a' is not a whole number"),
+        ({"deterministic": "maybe"}, "deterministic: 'maybe' is not true or false"),
+        ({"name": ""}, "name: must not be empty"),
+        ({"trainer": {"name": "a/b"}}, "trainer.name: 'a/b' is not a usable name"),
+        ({"synchronizer": {"sync_timeout": 0}}, "synchronizer.sync_timeout: 0 is too small; it must be more than 0"),
+        ({"algorithm": {"optimizer": {"lr": float("inf")}}}, "algorithm.optimizer.lr: inf is not a finite number"),
+        (
+            {"algorithm": {"optimizer": {"betas": [0.9, 0.9, 0.9]}}},
+            "algorithm.optimizer.betas: the list has 3 items; it must have 2",
+        ),
+        (
+            {"algorithm": {"optimizer": {"betas": [0.9, 2]}}},
+            "algorithm.optimizer.betas[1]: 2 is too large; it must be less than 1",
+        ),
+        (
+            {"explorer": {"rollout_model": {"engine_type": "vllm"}}},
+            "explorer.rollout_model.engine_type: 'vllm' is not available in this release (this engine); "
+            "use transformers or fake",
+        ),
+        (
+            {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},
+            "model.tinker.enable: true is not available in this release (the Tinker service); "
+            "leave it out or set false",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_allowed(section: dict, line: str) -> None:
+    assert problems(grpo(**section)) == [line]
+
+
+def test_a_group_is_never_split_over_batches() -> None:
+    assert problems(grpo(), "buffer.train_batch_size=20", "algorithm.repeat_times=8") == [
+        "buffer.train_batch_size: 20 is not a multiple of algorithm.repeat_times 8, "
+        "and groups are never split; use 16 or 24"
+    ]
+
+
+def test_batches_smaller_than_a_group_are_told_the_smallest_batch() -> None:
+    assert problems(grpo(), "buffer.train_batch_size=4")[0].endswith("use 8")
+
+
+def test_an_algorithm_that_learns_from_a_dataset_names_its_modes() -> None:
+    assert problems(sft(mode="both")) == [
+        "mode: both makes rollouts, and sft learns from a dataset; use mode train (bench to evaluate its checkpoints)"
+    ]
+
+
+def test_each_mode_needs_its_data() -> None:
+    at = "buffer.explorer_input"
+    assert problems(grpo(buffer={})) == [f"{at}.taskset.path: required in mode both: the tasks to explore"]
+    assert problems(grpo(mode="explore", buffer={})) == [
+        f"{at}.taskset.path: required in mode explore: the tasks to explore"
+    ]
+    assert problems(grpo(mode="bench")) == [f"{at}.eval_tasksets: required in mode bench: what to evaluate"]
+    assert problems(sft(buffer={})) == [
+        "buffer.trainer_input.experience_buffer.path: required for sft: the dataset to learn from"
+    ]
+    assert config(grpo(mode="train", buffer={})).mode == "train"
+
+
+def test_taskset_and_tasksets_exclude_each_other() -> None:
+    assert problems(grpo(), "buffer.explorer_input.tasksets=[{path: b.jsonl}]") == [
+        "buffer.explorer_input.tasksets: given beside taskset; give one of them"
+    ]
+
+
+def test_tasksets_have_names_of_their_own() -> None:
+    assert problems(grpo(), "buffer.explorer_input.eval_tasksets=[{path: b.jsonl, name: taskset_0}]") == [
+        "buffer.explorer_input: 2 tasksets are named 'taskset_0'; each needs a name of its own"
+    ]
+
+
+def test_a_training_taskset_does_not_choose_its_own_group_size() -> None:
+    assert problems(grpo(), "buffer.explorer_input.taskset.repeat_times=2") == [
+        "buffer.explorer_input.taskset.repeat_times: 2 differs from algorithm.repeat_times 8, "
+        "which decides for training; leave it out"
+    ]
+
+
+def test_two_names_of_one_limit_may_not_differ() -> None:
+    assert problems(grpo(), "trainer.grad_clip=2", "algorithm.optimizer.clip_grad=3") == [
+        "trainer.grad_clip: 2.0 differs from algorithm.optimizer.clip_grad 3.0, and both are the same limit; give one"
+    ]
+    assert problems(
+        grpo(),
+        "algorithm.sample_strategy=staleness_control",
+        "algorithm.sample_strategy_args={max_staleness: 2}",
+        "synchronizer.max_staleness=1",
+    ) == [
+        "algorithm.sample_strategy_args.max_staleness: 2 differs from synchronizer.max_staleness 1, "
+        "and both are the same bound; give one"
+    ]
+
+
+def test_a_strategy_takes_only_its_own_arguments() -> None:
+    assert problems(grpo(), "algorithm.sample_strategy_args={max_staleness: 2}") == [
+        "algorithm.sample_strategy_args.max_staleness: unknown key; sample_strategy default takes no arguments"
+    ]
+
+
+def test_lengths_must_be_given_one_way_or_the_other() -> None:
+    assert problems(grpo(model={"model_path": "m", "max_prompt_tokens": 5})) == [
+        "model.max_model_len: required, unless max_prompt_tokens and max_response_tokens are both given"
+    ]
+
+
+def test_secrets_are_refused_and_never_shown() -> None:
+    source = grpo(
+        explorer={
+            "rollout_model": {"api_key": "sk-1"},
+            "env_vars": {"OPENAI_API_KEY": "sk-2", "HF_TOKEN": "sk-3", "PLAIN": "fine"},
+            "auxiliary_models": [{"api_key": "sk-4"}],
+        },
+        monitor={"monitor_args": {"nested": {"password": "sk-5"}, "api_key_env": "NAME"}},
+    )
+    lines = problems(source)
+    assert [line.split(":")[0] for line in lines] == [
+        "explorer.auxiliary_models[0].api_key",
+        "explorer.env_vars.HF_TOKEN",
+        "explorer.env_vars.OPENAI_API_KEY",
+        "explorer.rollout_model.api_key",
+        "monitor.monitor_args.nested.password",
+    ]
+    assert not any("sk-" in line for line in lines)
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    (line,) = problems(grpo(), "mode=postgresql://user:hunter2@host/db")
+    assert "hunter2" not in line
+
+
+def test_a_broken_key_does_not_invent_other_mistakes() -> None:
+    assert problems(grpo(), "buffer.batch_size=x", "buffer.train_batch_size=20") == [
+        "buffer.batch_size: 'x' is not a whole number"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (
+            ["algorithm.repeat_times=1"],
+            "algorithm.repeat_times: 1: grpo compares the rollouts of a task, so a lone one teaches nothing; "
+            "use 2 or more",
+        ),
+        (
+            ["buffer.total_steps=5", "buffer.total_epochs=2"],
+            "buffer.total_epochs: ignored: buffer.total_steps is given and decides",
+        ),
+        (
+            ["trainer.trainer_strategy=fsdp2"],
+            "trainer.trainer_strategy: fsdp2 is the same as single with one rank",
+        ),
+        (
+            [
+                "explorer.eval_interval=10",
+                "synchronizer.sync_interval=4",
+                "buffer.explorer_input.eval_tasksets=[{path: e}]",
+            ],
+            "explorer.eval_interval: 10 is not a multiple of explorer_sync_interval 4: evaluated every 8 steps",
+        ),
+        (
+            ["buffer.train_batch_size=64"],
+            "synchronizer.explorer_sync_interval: not every synchronization brings new weights: between two of "
+            "them the explorer makes explorer_sync_interval 1 x batch_size 4 x repeat_times 8 = 32 experiences, "
+            "and new weights need trainer_sync_interval 1 x train_batch_size 64 = 64; with 2 each would",
+        ),
+        (
+            ["buffer.trainer_input.experience_buffer.path=x.db"],
+            "buffer.trainer_input.experience_buffer.path: ignored: rollouts are read from the log of the run",
+        ),
+    ],
+)
+def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -> None:
+    assert config(grpo(), *overrides).warnings == (warning,)
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("synchronizer.sync_method", "nccl", "checkpoint"),
+        ("synchronizer.sync_method", "memory", "checkpoint"),
+        ("synchronizer.sync_method", "online", "checkpoint"),
+        ("synchronizer.sync_method", "offline", "checkpoint"),
+        ("synchronizer.sync_style", "dynamic_by_explorer", "explorer_driven"),
+        ("synchronizer.sync_style", "dynamic_by_trainer", "trainer_driven"),
+        ("trainer.trainer_type", "verl", "torch"),
+        ("algorithm.algorithm_type", "grpo_verl", "grpo"),
+        ("algorithm.advantage_fn", "grpo_verl", "grpo"),
+        ("algorithm.sample_strategy", "warmup", "default"),
+    ],
+)
+def test_an_old_value_is_replaced_with_a_warning(key: str, old: str, new: str) -> None:
+    loaded = config(grpo(), f"{key}={old}")
+    section, name = key.split(".")
+    assert getattr(getattr(loaded, section), name) == new
+    assert len(loaded.warnings) == 1 and loaded.warnings[0].startswith(f"{key}: {old} is taken as {new}: ")
+
+
+def test_an_old_key_is_replaced_with_a_warning() -> None:
+    loaded = config(grpo(), "algorithm.optimizer.warmup_style=cosine")
+    assert loaded.algorithm.optimizer.lr_scheduler_type == "cosine"
+    assert loaded.warnings == ("algorithm.optimizer.warmup_style: old name of lr_scheduler_type",)
+
+
+def test_an_old_key_beside_its_new_name_is_refused() -> None:
+    assert problems(
+        grpo(), "algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=constant"
+    ) == ["algorithm.optimizer.warmup_style: an old name of lr_scheduler_type, which is given as well; leave it out"]

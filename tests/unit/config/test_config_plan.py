@@ -1,0 +1,129 @@
+"""Promises about the plan.
+
+- Steps and experiences follow from the sizes of the datasets by the arithmetic of the schema's docstrings.
+- What cannot be known without the network is said to be unknown, not guessed.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from config_cases import config, grpo, sft
+
+from rftdask.config import make_plan
+from rftdask.config.count import count_rows
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> str:
+    """21 tasks."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(21)) + "\n")
+    return str(file)
+
+
+def test_steps_follow_from_the_size_of_the_taskset(tasks: str) -> None:
+    source = grpo()
+    source["buffer"]["explorer_input"]["taskset"]["path"] = tasks
+    (stage,) = make_plan(config(source, "buffer.total_epochs=2", "buffer.train_batch_size=40")).stages
+    assert stage.num_tasks == 21
+    assert stage.explore_steps == 10  # 42 tasks in steps of 4
+    assert stage.experiences == 320
+    assert stage.train_steps == 8
+    assert stage.groups_per_batch == 5
+
+
+def test_total_steps_limit_both_sides(tasks: str) -> None:
+    source = grpo()
+    source["buffer"]["explorer_input"]["taskset"]["path"] = tasks
+    (stage,) = make_plan(config(source, "buffer.total_steps=9", "trainer.total_steps=3")).stages
+    assert (stage.explore_steps, stage.experiences, stage.train_steps) == (9, 288, 3)
+
+
+def test_unknown_sizes_are_not_guessed() -> None:
+    source = grpo()
+    source["buffer"]["explorer_input"]["taskset"]["path"] = "openai/gsm8k"
+    plan = make_plan(config(source, "trainer.total_steps=3"))
+    (stage,) = plan.stages
+    assert (stage.num_tasks, stage.explore_steps, stage.experiences, stage.train_steps) == (None, None, None, None)
+    assert plan.render().count("known when the dataset is read") == 4
+    assert "at most 3, known when the dataset is read" in plan.render()
+
+
+def test_sft_steps_are_whole_batches_of_all_epochs(tasks: str) -> None:
+    loaded = config(sft(), f"buffer.trainer_input.experience_buffer.path={tasks}", "buffer.total_epochs=3")
+    (stage,) = make_plan(loaded).stages
+    assert (stage.num_tasks, stage.experiences, stage.train_steps) == (21, 63, 15)
+    assert [role.name for role in stage.roles] == ["trainer"]
+
+
+def test_a_trainer_alone_reads_until_the_log_ends() -> None:
+    plan = make_plan(config(grpo(mode="train")))
+    assert plan.stages[0].train_steps is None
+    assert "until the experience log ends" in plan.render()
+    bounded = make_plan(config(grpo(mode="train"), "trainer.total_steps=5"))
+    assert "train steps  at most 5, until the experience log ends" in bounded.render()
+
+
+def test_the_rendered_plan_reads_well() -> None:
+    source = grpo(name="demo", checkpoint_root_dir="/data")
+    source["buffer"]["explorer_input"] = {
+        "taskset": {"path": "reasoning-gym:basic_arithmetic", "dataset_args": {"size": 40}},
+        "eval_tasksets": [{"name": "held_out", "path": "reasoning-gym:basic_arithmetic", "repeat_times": 4}],
+    }
+    assert make_plan(config(source, "explorer.rollout_model.engine_num=2")).render() == (
+        "stage            demo\n"
+        "mode             both\n"
+        "algorithm        grpo\n"
+        "folder           /data/rftdask/demo\n"
+        "explorer         2 x transformers engine, auto, tiny\n"
+        "trainer          1 x torch rank, tiny, with a frozen reference model unless its coefficient is 0\n"
+        "synchronizer     1 x fixed; intervals: explorer 1, trainer 1; offset 0\n"
+        "tasks per epoch  40\n"
+        "explore steps    10\n"
+        "experiences      320\n"
+        "train batch      32 experiences = 4 groups\n"
+        "train steps      10\n"
+        "eval held_out    500 tasks x 4 rollouts\n"
+        "eval interval    100 explore steps"
+    )
+
+
+def test_every_stage_is_planned() -> None:
+    plan = make_plan(config(grpo(stages=[{"stage_name": "a"}, {"stage_name": "b", "mode": "explore"}])))
+    assert [(stage.name, stage.mode) for stage in plan.stages] == [("rft/a", "both"), ("rft/b", "explore")]
+    assert [role.name for role in plan.stages[1].roles] == ["explorer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": 2}', 2),
+        ("a.json", '[{"a": 1}, {"a": 2}, {"a": 3}]', 3),
+        ("a.json", '{"a": 1}\n{"a": 2}\n', 2),
+        ("a.csv", 'a,b\n1,"two\nlines"\n3,4\n', 2),
+        ("a.txt", "x\n", None),
+        ("a.json", "[1,", None),
+    ],
+)
+def test_rows_of_local_files_are_counted(tmp_path: Path, name: str, text: str, rows: int | None) -> None:
+    (tmp_path / name).write_text(text)
+    assert count_rows(str(tmp_path / name), "train", {}) == rows
+
+
+def test_rows_of_parquet_come_from_its_footer(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"a": list(range(7))}), tmp_path / "a.parquet")
+    assert count_rows(str(tmp_path / "a.parquet"), "train", {}) == 7
+    (tmp_path / "b.parquet").write_bytes(b"not parquet")
+    assert count_rows(str(tmp_path / "b.parquet"), "train", {}) is None
+
+
+def test_a_folder_counts_the_files_of_the_split(tmp_path: Path) -> None:
+    (tmp_path / "train-0.jsonl").write_text("{}\n{}\n")
+    (tmp_path / "train-1.jsonl").write_text("{}\n")
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    assert count_rows(str(tmp_path), "train", {}) == 3
+    assert count_rows(str(tmp_path), "test", {}) == 1
+    assert count_rows(str(tmp_path / "absent"), "train", {}) is None

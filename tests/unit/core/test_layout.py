@@ -1,0 +1,48 @@
+"""Promises of the layout: roles that work at the same time share neither cores nor GPUs, or it is refused with the
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, plan_layout, visible_gpus
+from rftdask.config import Config, load_config
+from rftdask.errors import UserError
+
+
+def stage(engines: int, *overrides: str) -> Config:
+    tree = {
+        "model": {"model_path": "m", "max_model_len": 64},
+        "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_num": engines}},
+    }
+    return load_config(tree, overrides)
+
+
+def test_two_cores_are_a_trainer_that_also_controls_and_an_engine() -> None:
+    expected = (WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0", ("explorer",), 1))
+    assert plan_layout([stage(1)], 2) == Layout(expected)
+
+
+def test_every_role_has_a_gpu_of_its_own() -> None:
+    workers = plan_layout([stage(7)], 64, num_gpus=8).workers
+    assert [worker.gpu for worker in workers] == list(range(8))
+    assert {worker.threads for worker in workers} == {8}
+
+
+def test_more_roles_than_gpus_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(
+        UserError, match=r"1 trainer \+ 8 explorers .* = 9 processes .* 8 GPUs .* lower engine_num to 7"
+    ):
+        plan_layout([stage(8)], 64, num_gpus=8)
+
+
+def test_gpus_are_those_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    assert visible_gpus() == ["2", "GPU-5f"]
+    assert (count_gpus(stage(1)), count_gpus(stage(1, "cluster.gpu_per_node=1"))) == (2, 1)
+    with pytest.raises(UserError, match="gpu_per_node is 3, and 2 GPUs can be seen"):
+        count_gpus(stage(1, "cluster.gpu_per_node=3"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []

@@ -1,0 +1,87 @@
+"""What every engine promises. Subclass `EngineContract` with the fixtures `engine` and `weights_file`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.errors import RoleError
+from rftdask.explorer.engines.base import Engine, GenerateRequest, SamplingParams
+
+
+def make_requests(num_prompts: int = 3, group_size: int = 2, max_tokens: int = 6, first_seed: int = 0):
+    return [
+        GenerateRequest(
+            tuple(range(3 + prompt, 6 + 3 * prompt)),
+            SamplingParams(max_tokens=max_tokens + prompt),
+            seed=first_seed + prompt * group_size + sibling,
+        )
+        for prompt in range(num_prompts)
+        for sibling in range(group_size)
+    ]
+
+
+class EngineContract:
+    def test_no_requests_no_generations(self, engine: Engine) -> None:
+        assert engine.generate([]) == []
+
+    def test_one_generation_for_each_request_in_their_order(self, engine: Engine) -> None:
+        requests = make_requests()
+        forward, backward = engine.generate(requests), engine.generate(requests[::-1])
+        assert len(forward) == len(requests)
+        assert [generation.tokens for generation in forward] == [generation.tokens for generation in backward[::-1]]
+
+    def test_one_logprob_for_each_token_and_none_above_zero(self, engine: Engine) -> None:
+        for generation in engine.generate(make_requests()):
+            assert len(generation.logprobs) == len(generation.tokens) > 0
+            assert max(generation.logprobs) <= 0
+
+    def test_no_response_exceeds_its_own_max_tokens(self, engine: Engine) -> None:
+        requests = make_requests(max_tokens=1)
+        lengths = [len(generation.tokens) for generation in engine.generate(requests)]
+        assert all(length <= request.sampling.max_tokens for length, request in zip(lengths, requests, strict=True))
+
+    def test_a_response_that_was_cut_off_says_length(self, engine: Engine) -> None:
+        sampling = SamplingParams(max_tokens=2, min_tokens=2, ignore_eos=True)
+        [generation] = engine.generate([GenerateRequest((3, 4), sampling, seed=0)])
+        assert (len(generation.tokens), generation.finish_reason) == (2, "length")
+
+    def test_the_same_call_twice_gives_the_same_bits(self, engine: Engine) -> None:
+        assert engine.generate(make_requests()) == engine.generate(make_requests())
+
+    def test_another_seed_gives_other_tokens(self, engine: Engine) -> None:
+        one, other = engine.generate(make_requests()), engine.generate(make_requests(first_seed=1000))
+        assert [generation.tokens for generation in one] != [generation.tokens for generation in other]
+
+    def test_tokens_do_not_depend_on_the_seeds_of_neighbors(self, engine: Engine) -> None:
+        one, other = make_requests(), make_requests(first_seed=1000)
+        mixed = [one[0], *other[1:]]
+        assert engine.generate(mixed)[0].tokens == engine.generate(one)[0].tokens
+
+    def test_the_largest_and_negative_seeds_are_seeds(self, engine: Engine) -> None:
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        seeds = (2**63 - 1, -(2**63), -1)
+        generations = engine.generate([GenerateRequest((3, 4), sampling, seed) for seed in seeds])
+        assert len({generation.tokens for generation in generations}) == 3
+
+    def test_it_serves_version_0_until_told_otherwise(self, engine: Engine, weights_file: Path) -> None:
+        def versions() -> set[tuple[int, int]]:
+            generations = engine.generate(make_requests())
+            return {(generation.min_policy_version, generation.max_policy_version) for generation in generations}
+
+        assert versions() == {(0, 0)}
+        engine.load_weights(7, [weights_file])
+        assert engine.policy_version == 7
+        assert versions() == {(7, 7)}
+
+    def test_a_missing_weights_file_is_refused_by_name(self, engine: Engine, tmp_path: Path) -> None:
+        with pytest.raises(RoleError, match=r"version 3.*absent\.safetensors"):
+            engine.load_weights(3, [tmp_path / "absent.safetensors"])
+        assert engine.policy_version == 0
+
+    def test_closing_twice_is_closing_once_and_a_closed_engine_says_so(self, engine: Engine) -> None:
+        engine.close()
+        engine.close()
+        with pytest.raises(RoleError, match="was closed"):
+            engine.generate(make_requests())

@@ -1,0 +1,176 @@
+"""Sampling: the rules of `rftdask.explorer.engines.sampling`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rftdask.explorer.engines.base import SamplingParams
+from rftdask.explorer.engines.sampling import (
+    SamplingRows,
+    draw_uniforms,
+    forbid_tokens,
+    keep_top,
+    penalize_repetition,
+    sample_inverse_cdf,
+    sample_tokens,
+)
+
+NEVER = -torch.inf
+
+
+def logprobs(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities]).log()
+
+
+def kept(logprobs_BV: Tensor) -> list[list[int]]:
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in logprobs_BV]
+
+
+def top(logprobs_BV: Tensor, k: int, p: float) -> list[int]:
+    num_rows = len(logprobs_BV)
+    return kept(keep_top(logprobs_BV, torch.full((num_rows,), k), torch.full((num_rows,), p)))[0]
+
+
+def test_top_k_keeps_exactly_k_of_equal_tokens_the_first_ones() -> None:
+    assert top(logprobs(0.1, 0.3, 0.3, 0.3), k=2, p=1.0) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"), [(0.0, [2]), (0.49, [2]), (0.5, [2]), (0.51, [0, 2]), (0.76, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, expected: list[int]) -> None:
+    assert top(logprobs(0.25, 0.125, 0.5, 0.125), k=2**62, p=p) == expected
+
+
+def test_top_p_counts_the_share_within_the_top_k() -> None:
+    # Within the top 2, token 2 holds 2/3.
+    assert top(logprobs(0.25, 0.125, 0.5, 0.125), k=2, p=0.66) == [2]
+    assert top(logprobs(0.25, 0.125, 0.5, 0.125), k=2, p=0.67) == [0, 2]
+
+
+def test_what_is_kept_keeps_its_logprob() -> None:
+    result = keep_top(logprobs(0.25, 0.125, 0.5, 0.125), torch.tensor([2]), torch.tensor([1.0]))
+    assert result.tolist() == [[pytest.approx(np.log(0.25)), NEVER, pytest.approx(np.log(0.5)), NEVER]]
+
+
+def test_inverse_cdf_gives_each_token_the_interval_of_its_probability() -> None:
+    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
+    rows = logprobs(0.25, 0.5, 0.25).expand(6, 3)
+    assert sample_inverse_cdf(rows, uniforms).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_inverse_cdf_never_draws_an_excluded_token() -> None:
+    rows = torch.tensor([[NEVER, 0.0, NEVER, -1.0, NEVER]]).expand(1001, 5)
+    uniforms = torch.linspace(0, 1 - 2**-53, 1001, dtype=torch.float64)
+    assert set(sample_inverse_cdf(rows, uniforms).tolist()) == {1, 3}
+
+
+def test_inverse_cdf_draws_the_distribution() -> None:
+    torch.manual_seed(0)
+    wanted = torch.log_softmax(torch.randn(20), dim=0)
+    num_draws = 200_000
+    uniforms = torch.from_numpy(draw_uniforms(1, num_draws))
+    counts = torch.bincount(sample_inverse_cdf(wanted.expand(num_draws, 20), uniforms), minlength=20)
+    expected = wanted.exp() * num_draws
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001; the seed is fixed
+
+
+def test_a_longer_stream_begins_with_the_shorter_one() -> None:
+    assert draw_uniforms(5, 100)[:10].tolist() == draw_uniforms(5, 10).tolist()
+    assert draw_uniforms(5, 10).tolist() != draw_uniforms(6, 10).tolist()
+
+
+def test_repetition_penalty_makes_seen_tokens_less_likely_whatever_their_sign() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]])
+    seen = torch.tensor([[True, True, False, False]] * 2)
+    result = penalize_repetition(logits, seen, torch.tensor([2.0, 1.0]))
+    assert result.tolist() == [[1.0, -4.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]]
+
+
+def test_forbidding_touches_only_the_rows_told_and_not_its_input() -> None:
+    logits = torch.zeros(2, 3)
+    result = forbid_tokens(logits, torch.tensor([0, 2]), torch.tensor([True, False]))
+    assert result.tolist() == [[NEVER, 0.0, NEVER], [0.0, 0.0, 0.0]]
+    assert logits.tolist() == [[0.0] * 3] * 2
+
+
+MIXED = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=0),
+    SamplingParams(max_tokens=9, temperature=0.5, top_p=0.7),
+    SamplingParams(max_tokens=9, temperature=2.0, top_k=3, min_tokens=4),
+    SamplingParams(max_tokens=9, top_k=1),
+    SamplingParams(max_tokens=9, repetition_penalty=1.5),
+]
+
+
+def test_a_row_gets_the_same_token_and_logprob_alone_as_among_rows_with_other_parameters() -> None:
+    torch.manual_seed(0)
+    logits_BV, seen_BV = torch.randn(6, 50) * 2, torch.rand(6, 50) < 0.3
+    uniforms_B, end_ids = torch.rand(6, dtype=torch.float64), torch.tensor([3, 4])
+
+    def sample(rows: slice) -> tuple[list[int], list[float]]:
+        tokens_B, logprobs_B = sample_tokens(
+            logits_BV[rows], uniforms_B[rows], SamplingRows.stack(MIXED[rows]), end_ids=end_ids, seen_BV=seen_BV[rows]
+        )
+        return tokens_B.tolist(), logprobs_B.tolist()
+
+    alone = [sample(slice(row, row + 1)) for row in range(6)]
+    tokens, token_logprobs = sample(slice(None))
+    assert tokens == [row_tokens[0] for row_tokens, _ in alone]
+    assert token_logprobs == [row_logprobs[0] for _, row_logprobs in alone]
+
+
+def test_selecting_rows_is_stacking_those_rows() -> None:
+    index = [4, 2, 2]
+    selected = SamplingRows.stack(MIXED).select(torch.tensor(index))
+    stacked = SamplingRows.stack([MIXED[row] for row in index])
+    for name in ("temperature_B", "greedy_B", "top_p_B", "top_k_B", "min_tokens_B", "penalty_B"):
+        assert getattr(selected, name).tolist() == getattr(stacked, name).tolist()
+
+
+def test_logprobs_are_of_the_tempered_softmax_before_any_restriction() -> None:
+    torch.manual_seed(0)
+    logits_BV = torch.randn(6, 50)
+    tokens_B, logprobs_B = sample_tokens(
+        logits_BV,
+        torch.rand(6, dtype=torch.float64),
+        SamplingRows.stack(MIXED),
+        end_ids=torch.tensor([3]),
+        seen_BV=torch.rand(6, 50) < 0.5,
+    )
+    temperatures = torch.tensor([params.temperature or 1.0 for params in MIXED])
+    expected = torch.log_softmax(logits_BV / temperatures[:, None], dim=-1)[range(6), tokens_B]
+    torch.testing.assert_close(logprobs_B, expected)
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    torch.manual_seed(0)
+    logits_BV = torch.randn(32, 50)
+    rows = SamplingRows.stack([SamplingParams(max_tokens=1, top_k=1)] * 32)
+    tokens_B, _ = sample_tokens(logits_BV, torch.rand(32, dtype=torch.float64), rows)
+    assert tokens_B.tolist() == logits_BV.argmax(dim=-1).tolist()
+
+
+def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
+    logits_BV = torch.tensor([[0.0, 100.0]])
+    rows = SamplingRows.stack([SamplingParams(max_tokens=9, min_tokens=2)])
+    uniform_B = torch.tensor([0.5], dtype=torch.float64)
+    tokens = [
+        sample_tokens(logits_BV, uniform_B, rows, step=step, end_ids=torch.tensor([1]))[0].item() for step in range(4)
+    ]
+    assert tokens == [0, 0, 1, 1]
+
+
+def test_half_precision_logits_are_computed_with_in_float32() -> None:
+    logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    uniform_B = torch.tensor([0.5], dtype=torch.float64)
+    rows = SamplingRows.stack([SamplingParams(max_tokens=1)])
+    tokens_B, logprobs_B = sample_tokens(logits_BV, uniform_B, rows)
+    expected = torch.log_softmax(logits_BV.float(), dim=-1)[0, tokens_B[0]]
+    assert logprobs_B.dtype == torch.float32
+    assert logprobs_B[0] == expected

@@ -1,0 +1,291 @@
+"""The transformers engine, against a tiny random Qwen2: batching, padding and compaction change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rftdask.errors import DataError, RoleError
+from rftdask.explorer.engines import make_engine
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.transformers import TransformersEngine
+from tests.unit.engines.engine_contract import EngineContract, make_requests
+from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE
+
+PROMPTS = [(5,), (7, 8, 9), (11, 12, 13, 14, 15, 16, 17), (7, 8, 9), (20, 21)]
+
+
+def requests_for(prompts: Sequence[tuple[int, ...]], **sampling: object) -> list[GenerateRequest]:
+    params = SamplingParams(**{"max_tokens": 12, **sampling})  # type: ignore[arg-type]
+    return [GenerateRequest(prompt, params, seed=100 + number) for number, prompt in enumerate(prompts)]
+
+
+def assert_same(ones: Sequence[Generation], others: Sequence[Generation]) -> None:
+    """Equal tokens and ends; logprobs up to rounding."""
+    for one, other in zip(ones, others, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Engine:
+    return make_engine("transformers", str(model_folder))
+
+
+class TestTransformersEngine(EngineContract):
+    @pytest.fixture
+    def weights_file(self, other_model_folder: Path) -> Path:
+        return other_model_folder / "model.safetensors"
+
+
+MIXED_REQUESTS = [
+    replace(request, sampling=sampling)
+    for request, sampling in zip(
+        requests_for([*PROMPTS, *PROMPTS]),
+        [
+            SamplingParams(max_tokens=12),
+            SamplingParams(max_tokens=3),
+            SamplingParams(max_tokens=12, temperature=0.0),
+            SamplingParams(max_tokens=20, temperature=0.7, top_p=0.8),
+            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=12, top_k=5),
+            SamplingParams(max_tokens=12, min_tokens=6),
+            SamplingParams(max_tokens=12, repetition_penalty=1.3),
+            SamplingParams(max_tokens=30, ignore_eos=True),
+            SamplingParams(max_tokens=12, temperature=1.5),
+        ],
+        strict=True,
+    )
+]
+
+
+class TestBatching:
+    @pytest.mark.parametrize("requests", [MIXED_REQUESTS, requests_for(PROMPTS * 4), make_requests(2, 8)])
+    def test_a_batch_gives_what_its_requests_give_one_by_one(
+        self, engine: Engine, requests: list[GenerateRequest]
+    ) -> None:
+        assert_same(engine.generate(requests), [engine.generate([request])[0] for request in requests])
+
+    def test_a_longer_neighbor_changes_no_token(self, engine: Engine) -> None:
+        [request] = requests_for([(7, 8, 9)], max_tokens=20)
+        neighbor = GenerateRequest(tuple(range(3, 60)), SamplingParams(max_tokens=2), seed=0)
+        assert_same(engine.generate([neighbor, request])[1:], engine.generate([request]))
+
+    def test_a_list_above_max_batch_tokens_is_cut_and_gives_the_same(self, model_folder: Path, engine: Engine) -> None:
+        small = TransformersEngine(str(model_folder), max_batch_tokens=60)
+        assert_same(small.generate(MIXED_REQUESTS), engine.generate(MIXED_REQUESTS))
+
+    def test_a_request_above_max_batch_tokens_is_a_batch_of_its_own(self, model_folder: Path) -> None:
+        small = TransformersEngine(str(model_folder), max_batch_tokens=1)
+        assert len(small.generate(make_requests())) == 6
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+    def test_they_equal_those_of_a_full_forward(self, engine: Engine, model_folder: Path, temperature: float) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+        requests = requests_for(PROMPTS, temperature=temperature, top_p=0.9)
+        for request, generation in zip(requests, engine.generate(requests), strict=True):
+            sequence = torch.tensor([[*request.prompt_tokens, *generation.tokens]])
+            with torch.no_grad():
+                logits = model(sequence).logits[0, len(request.prompt_tokens) - 1 : -1] / (temperature or 1.0)
+            expected = torch.log_softmax(logits, dim=-1)[range(len(generation.tokens)), generation.tokens]
+            assert generation.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+class TestSampling:
+    def test_greedy_equals_transformers_own_greedy(self, engine: Engine, model_folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+        requests = requests_for(PROMPTS, temperature=0.0)
+        for request, generation in zip(requests, engine.generate(requests), strict=True):
+            prompt = torch.tensor([request.prompt_tokens])
+            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+            assert list(generation.tokens) == output[0, prompt.shape[1] :].tolist()
+
+    def test_top_k_of_one_is_greedy(self, engine: Engine) -> None:
+        assert_same(
+            engine.generate(requests_for(PROMPTS, top_k=1)), engine.generate(requests_for(PROMPTS, temperature=0.0))
+        )
+
+    def test_a_huge_repetition_penalty_lets_no_token_of_prompt_or_response_return(self, engine: Engine) -> None:
+        requests = requests_for(PROMPTS, temperature=0.0, repetition_penalty=1e6)
+        for request, generation in zip(requests, engine.generate(requests), strict=True):
+            sequence = [*request.prompt_tokens, *generation.tokens]
+            assert len(set(sequence)) == len(sequence)
+
+    def test_first_tokens_are_distributed_as_the_softmax(self, engine: Engine, model_folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+        num_draws, prompt = 4000, (7, 8, 9)
+        with torch.no_grad():
+            expected = torch.softmax(model(torch.tensor([prompt])).logits[0, -1], dim=-1) * num_draws
+        generations = engine.generate(requests_for([prompt] * num_draws, max_tokens=1))
+        counts = torch.bincount(
+            torch.tensor([generation.tokens[0] for generation in generations]), minlength=VOCAB_SIZE
+        )
+        common = expected >= 5  # where chi-square holds; the rest is one more cell
+        cells = [(counts[common], expected[common]), (counts[~common].sum()[None], expected[~common].sum()[None])]
+        chi_square = sum(((count - mean) ** 2 / mean).sum().item() for count, mean in cells if mean.sum() > 0)
+        assert (
+            chi_square < 2 * VOCAB_SIZE
+        )  # far beyond p = 0.001 for at most 64 degrees of freedom; the seeds are fixed
+
+
+class TestEnds:
+    def test_a_response_stops_with_its_first_end_token(self, engine: Engine) -> None:
+        generations = engine.generate(requests_for([(7, 8, 9)] * 64, max_tokens=200, temperature=2.0))
+        reasons = {generation.finish_reason for generation in generations}
+        assert "stop" in reasons
+        for generation in generations:
+            assert not set(END_IDS) & set(generation.tokens[:-1])
+            assert (generation.tokens[-1] in END_IDS) == (generation.finish_reason == "stop")
+
+    def test_both_end_tokens_of_the_config_are_ends(self, engine: Engine) -> None:
+        generations = engine.generate(requests_for([(7, 8, 9)] * 64, max_tokens=200, temperature=2.0))
+        assert {generation.tokens[-1] for generation in generations if generation.finish_reason == "stop"} == {1, 2}
+
+    def test_no_end_token_before_min_tokens(self, engine: Engine) -> None:
+        generations = engine.generate(requests_for([(7, 8, 9)] * 64, max_tokens=30, min_tokens=15, temperature=2.0))
+        lengths = [len(generation.tokens) for generation in generations]
+        assert min(lengths) >= 16 and min(lengths) < 30
+
+    def test_ignore_eos_goes_on_to_max_tokens(self, engine: Engine) -> None:
+        generations = engine.generate(requests_for([(7, 8, 9)] * 64, max_tokens=40, ignore_eos=True, temperature=2.0))
+        assert {(len(generation.tokens), generation.finish_reason) for generation in generations} == {(40, "length")}
+        assert any(set(END_IDS) & set(generation.tokens[:-1]) for generation in generations)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("request_", "problem"),
+        [
+            (GenerateRequest((), SamplingParams(max_tokens=1), 0), "its prompt is empty"),
+            (GenerateRequest((VOCAB_SIZE,), SamplingParams(max_tokens=1), 0), "outside the vocabulary of 64"),
+            (GenerateRequest((-1,), SamplingParams(max_tokens=1), 0), "outside the vocabulary of 64"),
+            (GenerateRequest((3,), SamplingParams(max_tokens=0), 0), "max_tokens is 0"),
+            (GenerateRequest((3,), SamplingParams(max_tokens=1, temperature=1e-9), 0), "temperature is 1e-09"),
+            (GenerateRequest((3,), SamplingParams(max_tokens=1, temperature=-1), 0), "temperature is -1"),
+            (GenerateRequest((3,), SamplingParams(max_tokens=1, temperature=float("nan")), 0), "temperature is nan"),
+        ],
+    )
+    def test_a_request_that_cannot_be_answered_is_named(
+        self, engine: Engine, request_: GenerateRequest, problem: str
+    ) -> None:
+        with pytest.raises(RoleError, match=f"request 1 of 2: .*{problem}"):
+            engine.generate([GenerateRequest((3,), SamplingParams(max_tokens=1), 0), request_])
+
+    def test_a_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="cannot be loaded"):
+            make_engine("transformers", str(tmp_path))
+
+    def test_a_folder_that_lacks_a_tensor_is_refused_by_its_name(self, tmp_path: Path, model_folder: Path) -> None:
+        tensors = load_file(model_folder / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+        with pytest.raises(DataError, match=r"model\.norm\.weight"):
+            make_engine("transformers", str(tmp_path))
+
+
+class TestLoadWeights:
+    def test_new_weights_give_what_an_engine_made_of_them_gives(self, engine: Engine, other_model_folder: Path) -> None:
+        before = engine.generate(MIXED_REQUESTS)
+        engine.load_weights(4, [other_model_folder / "model.safetensors"])
+        other = make_engine("transformers", str(other_model_folder))
+        other.policy_version = 4
+        after = engine.generate(MIXED_REQUESTS)
+        assert after == other.generate(MIXED_REQUESTS)
+        assert [one.tokens for one in after] != [one.tokens for one in before]
+
+    def test_files_are_loaded_as_their_union(self, engine: Engine, other_model_folder: Path, tmp_path: Path) -> None:
+        tensors = load_file(other_model_folder / "model.safetensors")
+        names = sorted(tensors)
+        save_file({name: tensors[name] for name in names[::2]}, tmp_path / "a.safetensors")
+        save_file({name: tensors[name] for name in names[1::2]}, tmp_path / "b.safetensors")
+        engine.load_weights(4, [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+        other = make_engine("transformers", str(other_model_folder))
+        assert [one.tokens for one in engine.generate(MIXED_REQUESTS)] == [
+            one.tokens for one in other.generate(MIXED_REQUESTS)
+        ]
+
+    def test_weights_of_another_dtype_become_the_engines(
+        self, engine: Engine, model_folder: Path, tmp_path: Path
+    ) -> None:
+        tensors = load_file(model_folder / "model.safetensors")
+        save_file({name: tensor.double() for name, tensor in tensors.items()}, tmp_path / "double.safetensors")
+        before = engine.generate(MIXED_REQUESTS)
+        engine.load_weights(0, [tmp_path / "double.safetensors"])
+        assert engine.generate(MIXED_REQUESTS) == before
+
+    def test_a_tied_name_may_be_left_out_an_untied_one_may_not(
+        self, engine: Engine, tied: bool, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        tensors = load_file(other_model_folder / "model.safetensors")
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, tmp_path / "model.safetensors")
+        if tied:
+            engine.load_weights(4, [tmp_path / "model.safetensors"])
+        else:
+            with pytest.raises(RoleError, match=r"lm_head\.weight is in no file"):
+                engine.load_weights(4, [tmp_path / "model.safetensors"])
+
+    def test_either_tied_name_fills_both(
+        self, engine: Engine, tied: bool, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        if not tied:
+            pytest.skip("the model has no tied tensors")
+        tensors = load_file(other_model_folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        save_file(tensors, tmp_path / "model.safetensors")
+        engine.load_weights(4, [tmp_path / "model.safetensors"])
+        other = make_engine("transformers", str(other_model_folder))
+        other.policy_version = 4
+        assert engine.generate(MIXED_REQUESTS) == other.generate(MIXED_REQUESTS)
+
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            ({"model.norm.weight": torch.zeros(33)}, r"model\.norm\.weight is \[33\] in .*, \[32\] in the model"),
+            ({"model.extra": torch.zeros(1)}, r"holds model\.extra, which the model has not"),
+            ({"model.norm.weight": None}, r"model\.norm\.weight is in no file"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
+        self,
+        engine: Engine,
+        other_model_folder: Path,
+        tmp_path: Path,
+        change: dict[str, torch.Tensor | None],
+        problem: str,
+    ) -> None:
+        tensors = {**load_file(other_model_folder / "model.safetensors"), **change}
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "m.safetensors")
+        before = engine.generate(MIXED_REQUESTS)
+        with pytest.raises(RoleError, match=problem):
+            engine.load_weights(4, [tmp_path / "m.safetensors"])
+        assert engine.generate(MIXED_REQUESTS) == before
+
+    def test_a_tensor_in_two_files_is_refused(self, engine: Engine, other_model_folder: Path) -> None:
+        file = other_model_folder / "model.safetensors"
+        with pytest.raises(RoleError, match="and in a file before it"):
+            engine.load_weights(4, [file, file])
+
+    def test_a_torn_file_is_refused_by_version(self, engine: Engine, other_model_folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "torn.safetensors").write_bytes((other_model_folder / "model.safetensors").read_bytes()[:-8])
+        with pytest.raises(RoleError, match="cannot read the files of version 4"):
+            engine.load_weights(4, [tmp_path / "torn.safetensors"])
+
+    def test_logits_that_are_not_numbers_are_an_error_not_a_token(
+        self, engine: Engine, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        tensors = load_file(other_model_folder / "model.safetensors")
+        tensors["model.norm.weight"].fill_(torch.nan)
+        save_file(tensors, tmp_path / "model.safetensors")
+        engine.load_weights(4, [tmp_path / "model.safetensors"])
+        with pytest.raises(RoleError, match="not numbers, for 6 requests at response token 1"):
+            engine.generate(make_requests())

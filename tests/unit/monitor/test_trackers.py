@@ -1,0 +1,104 @@
+"""Promises of the trackers: fed from the files alone, at least once, and never the end of a run."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from rftdask.errors import UserError
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.monitor.trackers import NoTracker, Tracker, TrackerFeed, make_tracker
+
+
+class ListTracker(Tracker):
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, int, dict[str, float]]] = []
+        self.is_broken = False
+
+    def log(self, role, step, metrics, time_s=None):
+        if self.is_broken:
+            raise ConnectionError("no route")
+        self.logged.append((role, step, dict(metrics)))
+
+
+def tensorboard_values(folder: Path) -> list[tuple[str, int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events = [event for file in sorted(folder.iterdir()) for event in LegacyEventFileLoader(str(file)).Load()]
+    return [(value.tag, event.step, value.simple_value) for event in events for value in event.summary.value]
+
+
+def test_a_tracker_gets_all_rows_and_the_next_driver_goes_on(storage, clock):
+    writer = MetricsWriter(storage, "trainer", clock=clock)
+    writer.write(1, {"loss": 1.0}, stage="rl")
+    first, second = ListTracker(), ListTracker()
+    assert TrackerFeed(storage, first, "wandb").poll() == 1  # and this driver dies
+    writer.write(2, {"loss": 0.5}, stage="rl")
+    writer.close()
+    TrackerFeed(storage, second, "wandb").close()
+    assert first.logged == [("trainer", 1, {"loss": 1.0})]
+    assert second.logged == [("trainer", 2, {"loss": 0.5})]
+
+
+def test_tags_other_than_the_stage_enter_the_name(storage, clock):
+    with MetricsWriter(storage, "eval", clock=clock) as writer:
+        writer.write(4, {"accuracy": 0.5}, taskset="gsm8k", stage="rl")
+    tracker = ListTracker()
+    TrackerFeed(storage, tracker, "wandb").poll()
+    assert tracker.logged == [("eval", 4, {"gsm8k/accuracy": 0.5})]
+
+
+def test_a_tracker_without_history_is_given_all_again(storage, clock):
+    MetricsWriter(storage, "trainer", clock=clock).write(1, {"loss": 1.0})
+    TrackerFeed(storage, ListTracker(), "tensorboard").poll()
+    fresh = ListTracker()
+    fresh.keeps_history = False
+    assert TrackerFeed(storage, fresh, "tensorboard").poll() == 1
+
+
+def test_a_broken_tracker_is_set_aside_and_the_next_loses_nothing(storage, clock, caplog):
+    MetricsWriter(storage, "trainer", clock=clock).write(1, {"loss": 1.0})
+    broken = ListTracker()
+    broken.is_broken = True
+    feed = TrackerFeed(storage, broken, "wandb")
+    with caplog.at_level(logging.WARNING, logger="rftdask"):
+        assert feed.poll() == 0
+        feed.close()
+    assert "ListTracker failed and is not fed any more: no route" in caplog.text
+    assert isinstance(feed.error, ConnectionError)
+    assert TrackerFeed(storage, ListTracker(), "wandb").poll() == 1
+
+
+def test_tensorboard_files_hold_what_the_metrics_files_hold(storage, clock, tmp_path):
+    with MetricsWriter(storage, "trainer", clock=clock) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 0.5, "kl": 0.25})
+    tracker = make_tracker("tensorboard", folder=tmp_path, project="p", name="n")
+    TrackerFeed(storage, tracker, "tensorboard").close()
+    values = tensorboard_values(tmp_path / "tensorboard" / "trainer")
+    assert sorted(values) == [("kl", 2, 0.25), ("loss", 1, 1.0), ("loss", 2, 0.5)]
+
+
+def test_without_a_local_folder_the_files_go_to_a_temporary_one_that_is_named(caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="rftdask"):
+        tracker = make_tracker("tensorboard", folder=None, project="p", name="n")
+    assert not tracker.keeps_history
+    assert str(tmp_path) in caplog.text
+
+
+def test_none_tracks_nothing():
+    assert isinstance(make_tracker("none", folder=None, project="p", name="n"), NoTracker)
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_missing_package_is_told_with_its_extra(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, kind, None)  # as if it were not installed
+    with pytest.raises(UserError, match=rf'pip install "rftdask\[{kind}\]"'):
+        make_tracker(kind, folder=tmp_path, project="p", name="n")
+
+
+def test_an_unknown_tracker_is_refused(tmp_path):
+    with pytest.raises(UserError, match="use tensorboard, wandb, mlflow or none"):
+        make_tracker("neptune", folder=tmp_path, project="p", name="n")

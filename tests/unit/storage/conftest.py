@@ -1,0 +1,40 @@
+"""An S3 server for the storage tests: moto, on this machine, with dummy credentials.
+
+moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    """URL of the server, which the environment already names to S3 clients; it has the bucket `bucket`."""
+    from moto.server import ThreadedMotoServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "dummy")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.delenv("AWS_SESSION_TOKEN", raising=False)
+        patch.delenv("AWS_PROFILE", raising=False)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        patch.setenv("AWS_ENDPOINT_URL", endpoint)
+        import s3fs
+
+        s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)  # moto keeps it between modules
+        yield endpoint
+        server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_endpoint: str) -> str:
+    """A prefix of its own in the bucket."""
+    return f"s3://bucket/{uuid.uuid4().hex[:8]}"

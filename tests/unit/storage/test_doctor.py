@@ -1,0 +1,78 @@
+"""The doctor says "ok" of storage that keeps its promises, and "BROKEN", naming the promise, of storage that does not.
+
+fsspec's own local file system is the sick patient: it writes in place and its "create" is a look and then a write.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.errors import UserError
+from rftdask.storage import open_storage
+from rftdask.storage.doctor import Check, Cost, DoctorReport, check_race, check_replace, check_storage
+from rftdask.storage.fsspec_store import FsspecStorage
+
+
+def words(report: DoctorReport) -> dict[str, bool | None]:
+    return {check.name: check.ok for check in report.checks}
+
+
+def test_a_local_disk_keeps_every_promise_and_is_left_clean(tmp_path: Path) -> None:
+    report = check_storage(tmp_path)
+    promises = ["write and read", "create-only", "atomic replace", "list after write", "clock", "remove"]
+    assert words(report) == dict.fromkeys(promises, True)
+    assert report.is_safe and list(tmp_path.iterdir()) == []
+    assert [cost.verb for cost in report.costs] == [
+        "put 1 KiB", "put_new 1 KiB", "get 1 KiB", "put 256 KiB", "get 256 KiB", "list",
+    ]  # fmt: skip
+    assert all(cost.num_calls > 0 and 0 < cost.p50_ms <= cost.p99_ms for cost in report.costs)
+
+
+def test_s3_keeps_every_promise_that_it_has(s3_url: str) -> None:
+    report = check_storage(s3_url)
+    assert report.is_safe, report.render()
+    assert words(report)["create-only"] is True and words(report)["clock"] is None
+    assert open_storage(s3_url).list() == []
+
+
+def test_torn_reads_are_found(tmp_path: Path) -> None:
+    check = check_replace(FsspecStorage(f"file://{tmp_path}"))
+    assert check.ok is False and " 0 torn" not in check.detail
+
+
+def test_a_protocol_without_create_only_is_never_called_safe(tmp_path: Path) -> None:
+    check = check_race(FsspecStorage(f"file://{tmp_path}"))
+    assert check.ok is False and "use one writer only" in check.detail
+
+
+def test_what_cannot_be_checked_is_not_called_ok() -> None:
+    report = check_storage("memory://doctor")
+    assert {name for name, ok in words(report).items() if ok is None} == {
+        "create-only", "atomic replace", "list after write", "clock",
+    }  # fmt: skip
+
+
+def test_storage_that_cannot_be_written_is_a_report_not_an_exception(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    report = check_storage(tmp_path / "file" / "runs")
+    assert not report.is_safe and words(report)["write and read"] is False and report.costs == ()
+    assert "something above it is a file" in report.render()
+
+
+def test_a_url_that_cannot_be_opened_is_the_users_error() -> None:
+    with pytest.raises(UserError):
+        check_storage("nosuch://bucket")
+
+
+def test_the_report_reads_like_this() -> None:
+    checks = (Check("create-only", False, "3 of 50"), Check("clock", None, "no files"), Check("remove", True, "gone"))
+    assert DoctorReport("s3://b/x", checks, (Cost("put 1 KiB", 100, 1.25, 30.5),)).render().splitlines() == [
+        "storage s3://b/x: BROKEN: create-only",
+        "  create-only       BROKEN       3 of 50",
+        "  clock             not checked  no files",
+        "  remove            ok           gone",
+        "  cost (ms)               p50      p99   calls",
+        "  put 1 KiB              1.25    30.50     100",
+    ]

@@ -1,0 +1,181 @@
+"""What only a POSIX file system can do to us: kills between two system calls, full disks, files in the way.
+
+Promises: a killed writer leaves no visible name and no torn file; a failed write leaves nothing and says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rftdask
+from rftdask.errors import StorageError
+from rftdask.storage.base import TMP_PREFIX
+from rftdask.storage.local import LocalStorage
+
+WRITER = """
+import sys
+from rftdask.storage import open_storage
+store, size = open_storage(sys.argv[1]), int(sys.argv[2])
+for k in range(1_000_000):
+    store.put("pointer", bytes([k % 251]) * size)
+    store.put_new(f"log/{sys.argv[3]}-{k}", bytes([k % 251]) * size)
+"""
+REMOVER = """
+import sys
+from rftdask.storage import open_storage
+open_storage(sys.argv[1]).remove("run")
+"""
+
+
+def start_python(script: str, *arguments: str) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": str(Path(rftdask.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], env=env)
+
+
+def start_writer(store: LocalStorage, size_bytes: int, life: int) -> subprocess.Popen[bytes]:
+    return start_python(WRITER, store.url, str(size_bytes), str(life))
+
+
+def kill_when(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL at the first moment `condition` holds; fails when it does not within a minute."""
+    try:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert process.poll() is None and time.monotonic() < deadline
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def all_names(root: str) -> list[str]:
+    return [name for _, folders, files in os.walk(root) for name in (*folders, *files)]
+
+
+def leftovers(root: str) -> list[str]:
+    return [name for name in all_names(root) if name.startswith(TMP_PREFIX)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "runs")
+
+
+def test_killed_writers_leave_whole_files_and_lose_none_they_confirmed(store: LocalStorage) -> None:
+    size = 200_000
+    seen_before: set[str] = set()
+    for life in range(6):
+        writer = start_writer(store, size, life)
+        kill_when(lambda life=life: f"{life}-{3 + life}" in store.list("log"), writer)
+        names = set(store.list("log"))
+        assert seen_before < names
+        for path in ("pointer", *(f"log/{name}" for name in names)):
+            data = store.get(path)
+            assert len(data) == size and data == data[:1] * size
+        seen_before = names
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_visible_name(store: LocalStorage) -> None:
+    size = 64_000_000
+    writer = start_writer(store, size, 0)
+    kill_when(lambda: bool(leftovers(store.url)), writer)
+    assert len(leftovers(store.url)) == 1
+    assert store.list() == [] and not store.exists("pointer")
+
+
+def test_sweep_takes_old_leftovers_and_nothing_else(store: LocalStorage) -> None:
+    store.put("a/b", b"x")
+    Path(store.url, "a", TMP_PREFIX + "1-file").write_bytes(b"half")
+    Path(store.url, TMP_PREFIX + "2-folder").mkdir()
+    Path(store.url, TMP_PREFIX + "2-folder", "file").write_bytes(b"half removed")
+    assert store.sweep(older_than_s=3600) == 0
+    assert store.sweep(older_than_s=0) == 2
+    assert sorted(all_names(store.url)) == ["a", "b"]
+
+
+def test_writes_leave_nothing_but_their_file(store: LocalStorage) -> None:
+    store.put("a/b", b"x")
+    assert store.put_new("a/c", b"x") and not store.put_new("a/c", b"y")
+    store.remove("a/b")
+    assert sorted(all_names(store.url)) == ["a", "c"]
+    assert os.stat(f"{store.url}/a/c").st_nlink == 1
+
+
+@pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
+def test_a_file_in_the_way_is_told(store: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]) -> None:
+    store.put("file", b"x")
+    with pytest.raises(StorageError, match=r"file/below/name failed: .*something above it is a file"):
+        write(store, "file/below/name", b"x")
+    assert all_names(store.url) == ["file"] and store.get("file") == b"x"
+
+
+def test_a_folder_in_the_way_is_told_and_left_alone(store: LocalStorage) -> None:
+    store.put("folder/file", b"x")
+    with pytest.raises(StorageError, match="a folder has that name"):
+        store.put("folder", b"x")
+    assert sorted(all_names(store.url)) == ["file", "folder"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[LocalStorage]:
+    """Storage on a file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a full disk needs the right to mount a small tmpfs (root)")
+    yield LocalStorage(disk)
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
+def test_a_full_disk_is_told_and_leaves_no_part(
+    small_disk: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]
+) -> None:
+    small_disk.put("old", b"x" * 100_000)
+    with pytest.raises(StorageError, match=r"new failed: No space left on device; free some space"):
+        write(small_disk, "new", b"x" * 2_000_000)
+    assert all_names(small_disk.url) == ["old"] and small_disk.get("old") == b"x" * 100_000
+    small_disk.put("old", b"room again")
+
+
+def test_a_read_only_disk_is_told(small_disk: LocalStorage) -> None:
+    small_disk.put("old", b"x")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk.url], check=True)
+    for write in (lambda: small_disk.put("old", b"y"), lambda: small_disk.remove("old")):
+        with pytest.raises(StorageError, match="read-only"):
+            write()
+    assert small_disk.get("old") == b"x"
+
+
+def test_a_folder_collected_under_a_writer_is_made_again(store: LocalStorage) -> None:
+    def collect() -> None:
+        for _ in range(4):  # each can break one of the writer's five tries
+            store.remove("bucket")
+
+    for k in range(30):
+        collector = threading.Thread(target=collect)
+        collector.start()
+        store.put(f"bucket/{k}", b"x")
+        collector.join(timeout=60)
+    assert leftovers(store.url) == []
+
+
+def test_a_remover_killed_in_the_middle_leaves_no_half_folder(store: LocalStorage) -> None:
+    folder = Path(store.url, "run")
+    folder.mkdir(parents=True)
+    for k in range(5_000):
+        (folder / f"{k}").touch()
+    remover = start_python(REMOVER, store.url)
+    kill_when(lambda: bool(os.listdir(store.url)) and os.listdir(store.url) != ["run"], remover)
+    assert store.list() == []
+    store.sweep(older_than_s=0)
+    assert all_names(store.url) == []

@@ -1,0 +1,158 @@
+"""What a network does to S3: replies lost after the work was done, conflicts, overload, refusals.
+
+Promises: a lost reply is no lost race, a rival's object with the same bytes is; every retry is bounded and counted.
+A proxy on this machine plays the faults in front of the moto server; nothing inside the storage is replaced.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from rftdask.errors import NotFoundError, StorageError
+from rftdask.storage import Storage, open_storage
+
+ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
+PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
+PLAYED |= {"forbidden": (403, "AccessDenied"), "lost": (500, "InternalError"), "rival": (500, "InternalError")}
+
+
+class FaultyS3(ThreadingHTTPServer):
+    """Forwards to `endpoint`; every PUT of an object takes the next word of `script`, if one is left.
+
+    "lost": done, but answered with 500. "dropped": done, then the connection is closed without an answer. "rival": a
+    rival creates the object with the same bytes, ours is answered with 500. Others: not done, answered as in PLAYED.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.upstream = endpoint.removeprefix("http://")
+        self.script: list[str] = []
+        self.num_puts = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyS3
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def play(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_put = self.command == "PUT"
+        self.server.num_puts += is_put
+        word = self.server.script.pop(0) if is_put and self.server.script else "pass"
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "expect")}
+        if word == "rival":
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-meta-")}
+        if word not in ("refused", "conflict", "forbidden"):
+            status, reply_headers, reply = self.forward(headers, body)
+        if word == "dropped":
+            self.close_connection = True
+            return
+        if word in PLAYED:
+            status, reply_headers, reply = PLAYED[word][0], {}, ERROR.format(PLAYED[word][1]).encode()
+        self.send_response(status)
+        for name, value in reply_headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in reply_headers:
+            self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = play
+
+    def forward(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=30)
+        try:
+            upstream.request(self.command, self.path, body, headers)
+            reply = upstream.getresponse()
+            content = reply.read()
+            kept = {k: v for k, v in reply.getheaders() if k.lower() not in ("connection", "transfer-encoding")}
+            return reply.status, kept, content
+        finally:
+            upstream.close()
+
+
+@pytest.fixture
+def faults(s3_endpoint: str) -> Iterator[FaultyS3]:
+    server = FaultyS3(s3_endpoint)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(timeout=30)
+    server.server_close()
+
+
+@pytest.fixture
+def store(s3_url: str, faults: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{faults.server_port}")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # bodies as they are, no trailers
+    store = open_storage(s3_url)
+    store.put("warm", b"an open connection, which clients like to use again")
+    faults.num_puts = 0
+    return store
+
+
+@pytest.mark.parametrize("fault", ["lost", "dropped"])
+def test_a_lost_reply_is_not_a_lost_race(store: Storage, faults: FaultyS3, fault: str) -> None:
+    faults.script = [fault]
+    assert store.put_new("ledger/4.json", b"mine") is True
+    assert store.get("ledger/4.json") == b"mine" and faults.num_puts == 2
+
+
+def test_a_rival_with_the_same_bytes_has_won(store: Storage, faults: FaultyS3) -> None:
+    faults.script = ["rival"]
+    assert store.put_new("ledger/4.json", b"the same batch") is False
+    assert faults.num_puts == 2
+
+
+def test_a_conflict_is_tried_again(store: Storage, faults: FaultyS3) -> None:
+    faults.script = ["conflict", "conflict"]
+    assert store.put_new("ledger/4.json", b"mine") is True
+    assert faults.num_puts == 3
+    faults.script = ["conflict"]
+    assert store.put_new("ledger/4.json", b"other") is False
+
+
+def test_put_is_tried_again_under_overload(store: Storage, faults: FaultyS3) -> None:
+    faults.script = ["refused", "lost", "refused"]
+    store.put("pointer", b"3")
+    assert store.get("pointer") == b"3" and faults.num_puts == 4
+
+
+def test_retries_end_and_the_error_counts_them(store: Storage, faults: FaultyS3) -> None:
+    faults.script = ["refused"] * 9
+    with pytest.raises(StorageError, match=r"put_new .*ledger/4.json failed after 5 of 5 tries.*check the network"):
+        store.put_new("ledger/4.json", b"mine")
+    faults.script = []
+    assert faults.num_puts == 5 and store.list() == ["warm"]
+
+
+def test_a_refusal_is_not_tried_again(store: Storage, faults: FaultyS3) -> None:
+    faults.script = ["forbidden"]
+    with pytest.raises(StorageError, match=r"after 1 of 5 tries.*permissions on the bucket"):
+        store.put("pointer", b"3")
+    assert faults.num_puts == 1
+
+
+def test_a_missing_bucket_is_told(s3_endpoint: str) -> None:
+    store = open_storage("s3://no-such-bucket/runs")
+    with pytest.raises(StorageError, match="check that the bucket exists"):
+        store.put("a", b"x")
+    with pytest.raises(NotFoundError):
+        store.get("a")
+
+
+def test_an_unreachable_service_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3_endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(StorageError, match=r"after 5 of 5 tries"):
+        open_storage("s3://bucket/runs").get("a")

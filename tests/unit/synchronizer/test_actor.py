@@ -1,0 +1,158 @@
+"""Promises of the synchronizer: it wakes who waits, every wait ends, and without it the pointer has the answer.
+
+Its methods are coroutines and run here in a plain event loop; a long poll interval shows that it was not the poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from rftdask.errors import WaitTimeout
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.actor import SyncHandle, Synchronizer
+from rftdask.synchronizer.weights import WEIGHTS_POINTER, publish_weights
+
+_numbers = itertools.count()
+NEVER_S = 3600.0
+"""A poll interval that no test lives to see."""
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return open_storage(f"memory://actor-{next(_numbers)}")
+
+
+def run(actor: Synchronizer, story: Coroutine[Any, Any, Any]) -> Any:
+    async def whole() -> Any:
+        try:
+            return await asyncio.wait_for(story, 30)
+        finally:
+            await actor.close()
+            await actor.close()
+
+    return asyncio.run(whole())
+
+
+def test_waiting_ends_when_the_version_is_published(storage: Storage) -> None:
+    actor = Synchronizer(storage.url, 0.001)
+
+    async def story() -> Any:
+        waiting = asyncio.create_task(actor.wait_for_version(2, 20))
+        assert await actor.latest() is None
+        publish_weights(storage, 1, b"w1", "main")
+        while (latest := await actor.latest()) is None:
+            await asyncio.sleep(0.001)
+        assert (latest.version, waiting.done()) == (1, False)
+        return publish_weights(storage, 2, b"w2", "main"), await waiting
+
+    published, answer = run(actor, story())
+    assert answer == published
+
+
+def test_who_waits_for_an_older_version_is_answered_at_once_with_the_newest(storage: Storage) -> None:
+    publish_weights(storage, 5, b"w", "main")
+    actor = Synchronizer(storage.url, NEVER_S)
+    answer = run(actor, actor.wait_for_version(2, 20))
+    assert answer.version == 5
+
+
+def test_a_wait_that_is_not_answered_ends(storage: Storage) -> None:
+    actor = Synchronizer(storage.url, 0.001)
+    assert run(actor, actor.wait_for_version(1, 0.02)) is None
+
+
+def test_a_hint_is_a_look(storage: Storage) -> None:
+    actor = Synchronizer(storage.url, NEVER_S)
+
+    async def story() -> Any:
+        waiting = asyncio.create_task(actor.wait_for_version(1, 20))
+        await actor.latest()
+        publish_weights(storage, 1, b"w", "main")
+        await actor.hint()
+        return await waiting
+
+    assert run(actor, story()).version == 1
+
+
+def test_a_garbage_pointer_is_no_news(storage: Storage) -> None:
+    publish_weights(storage, 3, b"w", "main")
+    actor = Synchronizer(storage.url, 0.001)
+
+    async def story() -> Any:
+        assert (await actor.latest()).version == 3
+        storage.put(WEIGHTS_POINTER, b"garbage")
+        assert await actor.wait_for_version(4, 0.02) is None
+        return await actor.latest()
+
+    assert run(actor, story()).version == 3
+
+
+def test_all_who_wait_are_woken_also_when_several_called_first(storage: Storage) -> None:
+    actor = Synchronizer(storage.url, NEVER_S)
+
+    async def story() -> Any:
+        num_before = len(asyncio.all_tasks())
+        waits = [asyncio.create_task(actor.wait_for_version(v, 20)) for v in (1, 1, 2)]
+        await actor.latest()
+        publish_weights(storage, 2, b"w", "main")
+        await actor.hint()
+        answers = await asyncio.gather(*waits)
+        await actor.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return answers, len(asyncio.all_tasks()) - num_before
+
+    answers, num_left = run(actor, story())
+    assert [answer.version for answer in answers] == [2, 2, 2]
+    assert num_left == 0, "a second watcher"
+
+
+def test_without_a_cluster_the_handle_reads_the_pointer(storage: Storage) -> None:
+    handle = SyncHandle(storage, None, poll_interval_s=0.001)
+    handle.hint()
+    assert handle.latest() is None
+    published = publish_weights(storage, 4, b"w", "main")
+    assert handle.wait_for_version(3, deadline_s=20) == published
+    assert handle.wait_for_version(4, deadline_s=0) == published
+
+
+def test_the_handle_has_a_deadline_that_names_what_is_missing(storage: Storage) -> None:
+    publish_weights(storage, 2, b"w", "main")
+    with pytest.raises(WaitTimeout, match=r"policy version 3 was not published in 0 s; newest: 2\..*sync_timeout"):
+        SyncHandle(storage, None, poll_interval_s=0.001).wait_for_version(3, deadline_s=0.01)
+
+
+class BrokenClient:
+    """A client whose scheduler is gone."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def get_dataset(self, name: str) -> Any:
+        self.num_calls += 1
+        raise OSError("the scheduler is gone")
+
+
+def test_a_lost_actor_costs_time_and_nothing_else(storage: Storage) -> None:
+    client = BrokenClient()
+    handle = SyncHandle(storage, client, poll_interval_s=0.001)
+    with pytest.raises(WaitTimeout):
+        handle.wait_for_version(1, deadline_s=0.01)
+    handle.hint()
+    assert client.num_calls >= 2
+    publish_weights(storage, 1, b"w", "main")
+    assert handle.wait_for_version(1, deadline_s=20).version == 1
+
+
+def test_a_handle_does_not_look_again_sooner_than_its_interval(storage: Storage) -> None:
+    client = BrokenClient()
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout):
+        SyncHandle(storage, client, poll_interval_s=0.01).wait_for_version(1, deadline_s=0.05)
+    assert client.num_calls <= (time.monotonic() - began) / 0.01 + 1

@@ -1,0 +1,161 @@
+"""Promises of the sync styles: the table of each; none waits for itself; what is trained is within the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sync_simulation import Simulation
+
+from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, Admission, SyncRules, SyncStyle
+
+FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle
+
+
+def fixed(explorer: int = 1, trainer: int = 1, offset: int = 0, per_step: int = 8, batch: int = 8) -> SyncRules:
+    return SyncRules(FIXED, explorer, trainer, offset, per_step, batch)
+
+
+@pytest.mark.parametrize(
+    ("rules", "versions"),
+    [
+        (fixed(), [0, 1, 2, 3, 4, 5, 6]),  # on policy: step s runs with what steps 1..s-1 trained
+        (fixed(offset=1), [0, 0, 1, 2, 3, 4, 5]),  # one step off policy
+        (fixed(offset=3), [0, 0, 0, 0, 1, 2, 3]),
+        (fixed(2, 2), [0, 0, 2, 2, 4, 4, 6]),
+        (fixed(2, 2, offset=1), [0, 0, 0, 2, 2, 4, 4]),
+        (fixed(3, 1), [0, 0, 0, 3, 3, 3, 6]),
+        (fixed(1, 2), [0, 0, 2, 2, 4, 4, 6]),  # the trainer publishes every other version
+        (fixed(per_step=16), [0, 2, 4, 6, 8, 10, 12]),  # two batches a step
+        (fixed(batch=16), [0, 0, 1, 1, 2, 2, 3]),  # two steps a batch
+        (fixed(per_step=8, batch=12), [0, 0, 1, 2, 2, 3, 4]),
+    ],
+)
+def test_fixed_runs_each_step_with_one_known_version(rules: SyncRules, versions: list[int]) -> None:
+    assert [rules.admit(step) for step in range(1, 8)] == [Admission(v, exact=True) for v in versions]
+
+
+@pytest.mark.parametrize(
+    ("rules", "bound"),
+    [
+        (fixed(), 0),
+        (fixed(offset=1), 1),
+        (fixed(2, 2), 1),
+        (fixed(2, 2, offset=1), 2),
+        (fixed(per_step=16), 1),  # the second batch of a step is one version off
+        (fixed(batch=16), 0),
+    ],
+)
+def test_fixed_implies_its_bound(rules: SyncRules, bound: int) -> None:
+    assert rules.staleness_bound == bound
+    assert dataclasses.replace(rules, max_staleness=9).staleness_bound == 9
+
+
+def other(style: SyncStyle, explorer: int = 1, trainer: int = 1, **fields: Any) -> SyncRules:
+    return SyncRules(
+        style, explorer, trainer, **{"sync_offset": 0, "experiences_per_step": 8, "train_batch_size": 8, **fields}
+    )
+
+
+def test_explorer_driven_asks_at_its_boundaries_for_what_is_trainable() -> None:
+    assert [other(EXPLORER).admit(s).version for s in range(1, 6)] == [0, 1, 2, 3, 4]
+    assert [other(EXPLORER, 2).admit(s).version for s in range(1, 7)] == [0, 0, 1, 1, 2, 2]
+    # Two steps fill a batch: more than one version in two steps cannot be asked for.
+    assert [other(EXPLORER, train_batch_size=16).admit(s).version for s in range(1, 6)] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("style", [TRAINER, ASYNC])
+def test_the_trainer_driven_styles_wait_for_nothing_but_staleness(style: SyncStyle) -> None:
+    versions = [other(style).admit(s).version for s in range(1, 9)]
+    assert versions == [max(0, s - 1 - DEFAULT_MAX_STALENESS) for s in range(1, 9)]
+    tight = other(style, max_staleness=1)
+    assert [tight.admit(s).version for s in range(1, 6)] == [0, 0, 1, 2, 3]
+    assert not tight.admit(5).exact
+
+
+def test_new_weights_are_taken_at_boundaries_and_by_fully_async_always() -> None:
+    assert [s for s in range(1, 9) if other(TRAINER, 3).takes_newest_at(s)] == [1, 4, 7]
+    assert [s for s in range(1, 9) if other(TRAINER, 3, sync_offset=2).takes_newest_at(s)] == [3, 6]
+    assert [s for s in range(1, 4) if other(ASYNC, 3).takes_newest_at(s)] == [1, 2, 3]
+
+
+def test_the_trainer_publishes_at_its_intervals_or_when_asked() -> None:
+    assert [s for s in range(1, 8) if other(TRAINER, trainer=3).publish_due(s, 0, 0)] == [3, 6]
+    asked = other(EXPLORER, trainer=3)
+    assert [s for s in range(1, 8) if asked.publish_due(s, 0, requested=4)] == [4, 5, 6, 7]
+    assert not asked.publish_due(5, published=4, requested=4)
+
+
+@pytest.mark.parametrize(("rules", "steps"), [(fixed(batch=16), 2), (fixed(per_step=16), 1), (fixed(per_step=6), 2)])
+def test_explore_steps_of_a_version_are_those_that_fill_its_batch(rules: SyncRules, steps: int) -> None:
+    assert rules.explore_steps_for(1) == steps
+    assert rules.explore_steps_for(0) == 0
+    assert rules.num_steps_from(steps) >= 1 > rules.num_steps_from(steps - 1)
+
+
+@st.composite
+def any_rules(draw: Any, min_groups: int = 1) -> tuple[SyncRules, int]:
+    repeat_times = draw(st.sampled_from((1, 3)))
+    tasks, groups = draw(st.integers(1, 12)), draw(st.integers(min_groups, 14))
+    rules = SyncRules(
+        style=draw(st.sampled_from(SyncStyle)),
+        explorer_sync_interval=draw(st.integers(1, 5)),
+        trainer_sync_interval=draw(st.integers(1, 5)),
+        sync_offset=draw(st.integers(0, 4)),
+        experiences_per_step=tasks * repeat_times,
+        train_batch_size=groups * repeat_times,
+    )
+    return rules, repeat_times
+
+
+@given(any_rules(), st.integers(1, 300), st.none() | st.integers(0, 3))
+def test_no_style_asks_for_what_the_steps_before_cannot_train(
+    drawn: tuple[SyncRules, int], step: int, max_staleness: int | None
+) -> None:
+    rules = dataclasses.replace(drawn[0], max_staleness=max_staleness)
+    wanted = rules.admit(step).version
+    assert wanted <= rules.num_steps_from(step - 1)
+    assert rules.style is EXPLORER or wanted % rules.trainer_sync_interval == 0, "it will be published"
+    assert rules.admit(step + 1).version >= wanted
+
+
+@settings(max_examples=100)
+@given(any_rules())
+def test_the_bound_of_fixed_holds_for_ever_and_is_met(drawn: tuple[SyncRules, int]) -> None:
+    rules = dataclasses.replace(drawn[0], style=FIXED)
+    count, batch = rules.experiences_per_step, rules.train_batch_size
+    ages = [-(-step * count // batch) - 1 - rules.admit(step).version for step in range(1, 3000)]
+    assert max(ages) == rules.staleness_bound
+
+
+@settings(max_examples=200)
+@given(any_rules(), st.integers(0, 2**32), st.booleans())
+def test_no_style_waits_for_itself(drawn: tuple[SyncRules, int], seed: int, ahead: bool) -> None:
+    rules, repeat_times = drawn
+    simulation = Simulation(
+        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=1, sampling_ahead=ahead
+    )
+    outcome = simulation.run()
+    assert outcome.stuck == ""
+    assert outcome.train_steps == rules.num_steps_from(30)
+    assert outcome.max_staleness <= rules.staleness_bound
+    assert outcome.num_stale_groups == 0, "what was sampled within the rules is not thrown away"
+    if rules.style is FIXED:
+        assert outcome.versions == [rules.admit(s).version for s in range(1, len(outcome.versions) + 1)]
+
+
+@settings(max_examples=200)
+@given(any_rules(min_groups=5), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
+def test_groups_that_fail_or_come_late_do_not_stop_a_run(
+    drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
+) -> None:
+    rules, repeat_times = drawn
+    simulation = Simulation(
+        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=window, empty_share=empty_share
+    )
+    outcome = simulation.run()
+    assert outcome.stuck == ""
+    assert outcome.max_staleness <= rules.staleness_bound

@@ -1,0 +1,267 @@
+"""The shape of the project. Promises:
+
+- imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
+- `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
+- what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
+- environment.yml asks for what pyproject.toml and constraints.txt say.
+
+The two import rules are functions of a folder, so small invented packages show below that they can fail.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+LAYERS = (
+    {"errors"},
+    {"config", "storage", "algorithm", "child", "dask_task", "toy"},
+    {"buffer", "synchronizer", "monitor"},
+    {"rules"},
+    {"run_folder"},
+    {"explorer", "trainer"},
+    {"cluster", "checks", "summarize", "status", "lineage"},
+    {"stage"},
+    {"experiment"},
+    {"cli"},
+    {"", "__main__"},  # the package itself: what users import
+)
+"""First name below `rftdask` of the modules of each layer, the lowest first."""
+
+Graph = dict[str, set[str]]
+
+
+# ---- the import graph
+
+
+def read_modules(package: Path) -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree of every module of the package, without importing any."""
+    trees = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        trees[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(), str(path))
+    return trees
+
+
+def imported_names(module: str, is_package: bool, tree: ast.Module) -> Iterator[tuple[str, str | None]]:
+    """(module, name or None) of every import anywhere in the tree: late ones and those for type checking count too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((source, alias.name) for alias in node.names)
+
+
+def import_graph(package: Path) -> Graph:
+    """Module -> modules of the package that it imports. `from p import m` means the module p.m where there is one."""
+    trees = read_modules(package)
+    packages = {name for name in trees if any(other.startswith(name + ".") for other in trees)}
+    graph: Graph = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for source, item in imported_names(name, name in packages, tree):
+            target = f"{source}.{item}" if f"{source}.{item}" in trees else source
+            if item is not None and item.startswith("__") and target == package.name:
+                continue  # `from rftdask import __version__`: a constant, not what the package offers
+            if target in trees and target != name:
+                graph[name].add(target)
+    return graph
+
+
+def top_level(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
+
+
+def layer_problems(graph: Graph) -> list[str]:
+    """A sentence for every import that does not point downward and every module without a layer."""
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    unknown = sorted({top_level(module) for module in graph} - level.keys())
+    problems = [f"{name} has no layer: place it in LAYERS in {Path(__file__).name}" for name in unknown]
+    for module, targets in graph.items():
+        for target in sorted(targets):
+            here, there = top_level(module), top_level(target)
+            if here != there and {here, there} <= level.keys() and level[there] >= level[here]:
+                problems.append(f"{module} imports {target}, which is in no lower layer")
+    return problems
+
+
+def find_cycle(graph: Graph) -> list[str]:
+    """The modules of one cycle in order, the first repeated at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph[module]):
+            if cycle := visit(target, [*path, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
+
+
+def test_imports_point_one_way():
+    assert layer_problems(import_graph(ROOT / "rftdask")) == []
+
+
+def test_no_modules_form_an_import_cycle():
+    assert find_cycle(import_graph(ROOT / "rftdask")) == []
+
+
+# ---- the import rules can fail
+
+
+def invent(folder: Path, **sources: str) -> Graph:
+    """The import graph of an invented package; `buffer__log="..."` is the source of rftdask/buffer/log.py."""
+    for name, source in sources.items():
+        path = folder / "rftdask" / (name.replace("__", "/") + ".py")
+        for parent in [path.parent, *path.parent.parents]:
+            parent.mkdir(parents=True, exist_ok=True)
+            if parent.is_relative_to(folder / "rftdask"):
+                (parent / "__init__.py").touch()
+        path.write_text(source)
+    return import_graph(folder / "rftdask")
+
+
+def test_a_downward_import_is_allowed(tmp_path):
+    graph = invent(
+        tmp_path, buffer__log="from rftdask.storage.base import Store", storage__base="import rftdask.errors", errors=""
+    )
+    assert graph["rftdask.buffer.log"] == {"rftdask.storage.base"}
+    assert layer_problems(graph) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import rftdask.trainer.loop",
+        "from rftdask.trainer.loop import run",
+        "from rftdask.trainer import loop",
+        "from ..trainer import loop",
+        "def late():\n    from rftdask.trainer.loop import run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rftdask.trainer.loop import run",
+    ],
+)
+def test_an_upward_import_is_found_however_it_is_written(tmp_path, source):
+    graph = invent(tmp_path, buffer__log=source, trainer__loop="")
+    assert layer_problems(graph) == ["rftdask.buffer.log imports rftdask.trainer.loop, which is in no lower layer"]
+
+
+def test_an_import_within_a_layer_is_found(tmp_path):
+    graph = invent(tmp_path, explorer__loop="from rftdask.trainer import loop", trainer__loop="")
+    assert layer_problems(graph) == ["rftdask.explorer.loop imports rftdask.trainer.loop, which is in no lower layer"]
+
+
+def test_an_import_of_the_package_itself_is_found_unless_it_is_the_version(tmp_path):
+    graph = invent(
+        tmp_path, buffer__log="from rftdask import Experiment", buffer__shard="from rftdask import __version__"
+    )
+    assert layer_problems(graph) == ["rftdask.buffer.log imports rftdask, which is in no lower layer"]
+
+
+def test_a_module_without_a_layer_is_named(tmp_path):
+    assert layer_problems(invent(tmp_path, util="")) == ["util has no layer: place it in LAYERS in test_project.py"]
+
+
+def test_a_cycle_is_found_through_late_and_relative_imports(tmp_path):
+    graph = invent(
+        tmp_path,
+        buffer__log="from . import shard",
+        buffer__shard="from rftdask.buffer.ledger import read",
+        buffer__ledger="def late():\n    import rftdask.buffer.log",
+    )
+    cycle = ["rftdask.buffer.ledger", "rftdask.buffer.log", "rftdask.buffer.shard", "rftdask.buffer.ledger"]
+    assert find_cycle(graph) == cycle
+
+
+def test_a_package_that_offers_its_modules_is_no_cycle(tmp_path):
+    graph = invent(tmp_path, buffer__log="", buffer__shard="from rftdask.buffer import log")
+    (tmp_path / "rftdask/buffer/__init__.py").write_text("from rftdask.buffer.shard import Shard\nfrom .log import Log")
+    assert find_cycle(graph) == []
+    assert find_cycle(import_graph(tmp_path / "rftdask")) == []
+
+
+# ---- light imports
+
+
+@pytest.mark.parametrize("module", ["rftdask", "rftdask.config", "rftdask.storage"])
+def test_reading_a_config_needs_no_model_library(module):
+    code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'vllm'}} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+# ---- dependencies
+
+
+CORE = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
+UNPINNED_EXTRAS = {"gpu", "vllm"}
+"""Extras whose wheels only machines with a GPU install; constraints.txt says why it leaves them out."""
+OFFERED_BY = {"mlflow": "mlflow-skinny"}
+"""Import name -> distribution, where the names differ and the distribution may be absent."""
+PEERS = {"openrlhf", "trinity", "verl"}
+"""What rftdask.algorithm.conformance, and nothing else, imports to compare our losses with. The versions they ask for
+exclude each other and ours, so no extra could install them; tests/conformance/install_peers.sh does."""
+
+
+def read_pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pins.items()}
+
+
+def test_what_the_package_imports_is_declared():
+    declared = {canonicalize_name(wanted.name) for wanted in [*CORE, *(w for extra in EXTRAS.values() for w in extra)]}
+    distributions = packages_distributions()
+    undeclared = {}
+    for module, tree in read_modules(ROOT / "rftdask").items():
+        for source, _ in imported_names(module, False, tree):
+            name = source.partition(".")[0]
+            if name in PEERS and module.startswith("rftdask.algorithm.conformance."):
+                continue
+            offers = {canonicalize_name(offer) for offer in distributions.get(name, [OFFERED_BY.get(name, name)])}
+            if name not in {"", "rftdask", *sys.stdlib_module_names} and not offers & declared:
+                undeclared[name] = module
+    assert undeclared == {}
+
+
+@pytest.mark.parametrize("extra", ["", *sorted(EXTRAS.keys() - UNPINNED_EXTRAS)])
+def test_every_dependency_has_a_pin_that_satisfies_it(extra):
+    pins = read_pins()
+    wanted = [each for each in (EXTRAS[extra] if extra else CORE) if each.name != "rftdask"]
+    unmet = {str(each): pins.get(canonicalize_name(each.name)) for each in wanted}
+    assert {text: pin for text, pin in unmet.items() if pin is None or pin not in Requirement(text).specifier} == {}
+
+
+def test_the_pins_name_no_local_build():
+    assert [pin for pin in read_pins().values() if "+" in pin] == []
+
+
+def test_the_conda_environment_is_the_constrained_set():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    assert conda == ["python=3.11", "pip"]
+    assert pip == {"pip": ["-c constraints.txt", "-e .[dev,notebook]"]}
+    assert "3.11" in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert environment["name"] == PROJECT["name"]
+    assert {"dev", "notebook"} <= EXTRAS.keys()

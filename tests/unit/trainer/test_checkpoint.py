@@ -1,0 +1,129 @@
+"""Promises of checkpoints: valid or not there; the newest valid one stays; the pointer follows the manifest."""
+
+from __future__ import annotations
+
+import pytest
+from trainer_cases import new_storage
+
+from rftdask.errors import DamagedError, StorageError
+from rftdask.storage import Storage
+from rftdask.storage.faults import FaultyStorage
+from rftdask.synchronizer.manifest import NAME, is_valid
+from rftdask.synchronizer.weights import CHECKPOINT_POINTER, read_pointer
+from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return new_storage()
+
+
+def save(storage: Storage, step: int, keep: int = 0) -> None:
+    Checkpoints(storage, "main", keep).save(step, {"actor/model.safetensors": b"model %d" % step}, {"step": step})
+
+
+def test_the_newest_is_loaded_with_its_state_and_files(storage: Storage) -> None:
+    assert Checkpoints(storage, "main").load_newest() is None
+    for step in (2, 10, 4):
+        save(storage, step)
+    found = Checkpoints(storage, "main").load_newest()
+    assert found is not None
+    step, state, read = found
+    assert (step, state, read("actor/model.safetensors")) == (10, {"step": 10}, b"model 10")
+    assert checkpoint_steps(storage) == [2, 4, 10]
+    assert read_pointer(storage, CHECKPOINT_POINTER) == 10
+
+
+@pytest.mark.parametrize("killed_at", range(4))
+def test_a_save_that_is_killed_leaves_the_one_before(storage: Storage, killed_at: int) -> None:
+    save(storage, 2)
+    puts: list[str] = []
+
+    def kill(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and stage == "before":
+            puts.append(path)
+            if len(puts) == killed_at + 1:
+                raise StorageError("killed")
+
+    with pytest.raises(StorageError, match="killed"):
+        save(FaultyStorage(storage, kill), 4)
+    whole = killed_at == 3  # only the pointer was missing
+    assert newest_valid_checkpoint(storage) == (4 if whole else 2)
+    assert read_pointer(storage, CHECKPOINT_POINTER) == 2
+    found = Checkpoints(storage, "main").load_newest()
+    assert found is not None
+    assert found[0] == read_pointer(storage, CHECKPOINT_POINTER) == (4 if whole else 2)
+    save(storage, 4)
+    assert newest_valid_checkpoint(storage) == read_pointer(storage, CHECKPOINT_POINTER) == 4
+
+
+@pytest.mark.parametrize("path", ["actor/model.safetensors", "trainer_state.json", NAME])
+def test_a_damaged_checkpoint_is_none_and_is_written_again(storage: Storage, path: str) -> None:
+    save(storage, 2)
+    save(storage, 4)
+    storage.put(f"global_step_4/{path}", b"{}")
+    found = Checkpoints(storage, "main").load_newest()
+    assert found is not None
+    assert found[0] == 2
+    save(storage, 4)
+    assert newest_valid_checkpoint(storage) == 4
+
+
+def test_a_valid_checkpoint_is_not_written_again(storage: Storage) -> None:
+    save(storage, 2)
+    Checkpoints(storage, "main").save(2, {"actor/model.safetensors": b"other"}, {"step": 99})
+    assert storage.get("global_step_2/actor/model.safetensors") == b"model 2"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0, [1, 2, 3, 4, 5]), (1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_the_oldest_beyond_the_limit_go(storage: Storage, keep: int, kept: list[int]) -> None:
+    for step in range(1, 6):
+        save(storage, step, keep)
+        assert newest_valid_checkpoint(storage) == step
+    assert checkpoint_steps(storage) == kept
+
+
+def test_what_is_newer_and_broken_is_not_counted_against_what_is_valid(storage: Storage) -> None:
+    storage.put("global_step_9/actor/model.safetensors", b"torn")
+    for step in (2, 4):
+        save(storage, step, keep=1)
+    assert checkpoint_steps(storage) == [4, 9]
+    assert newest_valid_checkpoint(storage) == 4
+
+
+def test_a_checkpoint_that_goes_is_gone_before_its_files_are(storage: Storage) -> None:
+    save(storage, 1)
+
+    def kill(verb: str, path: str, stage: str) -> None:
+        if (verb, path, stage) == ("remove", "global_step_1", "before"):
+            raise StorageError("killed")
+
+    with pytest.raises(StorageError, match="killed"):
+        save(FaultyStorage(storage, kill), 2, keep=1)
+    assert not is_valid(storage, "global_step_1")
+    assert newest_valid_checkpoint(storage) == 2
+
+
+def test_files_are_added_once_and_only_to_what_exists(storage: Storage) -> None:
+    checkpoints = Checkpoints(storage, "main")
+    save(storage, 2)
+    checkpoints.add_files(2, {"actor/huggingface/config.json": b"{}"})
+    assert is_valid(storage, "global_step_2")
+    before = storage.get(f"global_step_2/{NAME}")
+    checkpoints.add_files(2, {"actor/huggingface/config.json": b"other"})
+    assert storage.get("global_step_2/actor/huggingface/config.json") == b"{}"
+    assert storage.get(f"global_step_2/{NAME}") == before
+    checkpoints.add_files(3, {"x": b""})
+    assert checkpoint_steps(storage) == [2]
+
+
+def test_a_checkpoint_of_another_lineage_is_refused(storage: Storage) -> None:
+    save(storage, 2)
+    with pytest.raises(DamagedError, match="global_step_2 is of lineage main, this trainer works on fork"):
+        Checkpoints(storage, "fork").load_newest()
+
+
+def test_other_folders_are_no_checkpoints(storage: Storage) -> None:
+    for path in ("global_step_x/a", "global_step_/a", "old_global_step_3/a", "global_steps/a"):
+        storage.put(path, b"")
+    assert checkpoint_steps(storage) == []

@@ -1,0 +1,182 @@
+"""Promises of the gang: the first error ends all ranks, a loss restarts them from storage, and some errors end the run.
+
+The Dask client is a fake that keeps the script a test gives it; a real cluster is in tests/integration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from rftdask.errors import DataError, FencedError, RftError, RoleError, StorageError, WaitTimeout
+from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys
+
+
+class FakeFuture:
+    """Done when made, or never."""
+
+    def __init__(self, key: str, outcome: Any) -> None:
+        self.key = key
+        self.outcome = outcome
+        failed = isinstance(outcome, BaseException)
+        self.status = outcome if isinstance(outcome, str) else "error" if failed else "finished"
+
+    def done(self) -> bool:
+        return self.status != "pending"
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self.done():
+            callback(self)
+
+    def exception(self) -> BaseException | None:
+        return self.outcome if isinstance(self.outcome, BaseException) else None
+
+    def result(self, timeout: float) -> Any:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+class FakeClient:
+    """Workers by address, and the outcome of every rank of every generation: a result, an error, or a status."""
+
+    def __init__(self, workers: dict[str, bool], *generations: list[Any]) -> None:
+        self.workers = workers
+        self.generations = list(generations)
+        self.submitted: list[tuple[str, str]] = []
+        self.keys: list[str] = []
+        self.cancelled: list[int] = []
+        self.outcomes: list[Any] = []
+        self.lingering = self.looks = 0
+        """Looks at the workers for which called-off ranks still run."""
+
+    def scheduler_info(self, n_workers: int) -> dict[str, Any]:
+        resources = {address: {TRAINER_RESOURCE: 1} if trains else {} for address, trains in self.workers.items()}
+        return {"workers": {address: {"resources": held} for address, held in resources.items()}}
+
+    def run(self, function: Any, workers: list[str] | None = None, on_error: str = "raise") -> dict[str, Any]:
+        if function is active_keys:
+            self.looks += 1
+            return {"tcp://x": self.keys if self.looks <= self.lingering else []}
+        assert workers is not None
+        self.outcomes = self.generations.pop(0)
+        if isinstance(self.outcomes[0], OSError):
+            raise self.outcomes[0]
+        return {workers[0]: ("10.0.0.1", 4321)}
+
+    def submit(
+        self, function: Any, spec: RankSpec, address: str, *, key: str, workers: list[str], **options: Any
+    ) -> FakeFuture:
+        assert workers == [address]
+        assert spec.rendezvous == ("10.0.0.1", 4321)
+        self.submitted.append((address, f"rank {spec.rank}"))
+        self.keys.append(key)
+        return FakeFuture(key, self.outcomes[spec.rank])
+
+    def cancel(self, futures: list[FakeFuture], force: bool) -> None:
+        self.cancelled.append(len(futures))
+
+
+def make_spec(rank: int, rendezvous: tuple[str, int]) -> RankSpec:
+    return RankSpec({}, "memory://x", None, rank, 1, rendezvous, 1, None)
+
+
+def gang(client: FakeClient, *, world_size: int = 1, notes: list[str] | None = None, cancelled: bool = False) -> Gang:
+    return Gang(
+        client,  # type: ignore[arg-type]  # the few calls that a gang makes
+        make_spec,
+        world_size=world_size,
+        max_restarts=2,
+        worker_deadline_s=0.0,
+        note=(notes if notes is not None else []).append,
+        cancelled=lambda: cancelled,
+    )
+
+
+def test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers() -> None:
+    client = FakeClient({"tcp://c": True, "tcp://a": False, "tcp://b": True}, [{"step": 3}, {"step": -1}])
+    assert gang(client, world_size=2).run() == {"step": 3}
+    assert client.submitted == [("tcp://b", "rank 0"), ("tcp://c", "rank 1")]
+    assert client.cancelled == [2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (RoleError("trainer-rank-0 ended with code -9"), "ended with code -9"),
+        (WaitTimeout("said nothing"), "said nothing"),
+        (StorageError("disk"), "disk"),
+        (ZeroDivisionError("a bug"), "a trainer rank failed: ZeroDivisionError: a bug"),
+        (CancelledError("trainer-0"), "trainer rank"),
+        ("lost", "a trainer rank's task is lost: its worker or the scheduler was lost"),
+        ("cancelled", "a trainer rank's task is cancelled"),
+    ],
+)
+def test_a_lost_rank_ends_its_gang_and_the_next_one_goes_on(loss: Any, text: str) -> None:
+    notes: list[str] = []
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, ["pending", loss], [{"step": 9}, {}])
+    assert gang(client, world_size=2, notes=notes).run() == {"step": 9}
+    assert client.cancelled == [2, 2], "the rank that still ran was called off"
+    assert len(set(client.keys)) == 4, "a key is never used again"
+    assert len(notes) == 1
+    assert notes[0].startswith("trainer restarts from its newest checkpoint (1 of 2): ")
+    assert text in notes[0]
+
+
+def test_a_rank_that_failed_at_once_is_a_lost_rank_too() -> None:
+    client = FakeClient({"tcp://a": True}, [ZeroDivisionError("at once")], [{"step": 1}])
+    assert gang(client).run() == {"step": 1}
+
+
+def test_a_worker_lost_before_its_rank_started_is_a_lost_rank_too() -> None:
+    notes: list[str] = []
+    client = FakeClient({"tcp://a": True}, [OSError("connection refused")], [{"step": 1}])
+    assert gang(client, notes=notes).run() == {"step": 1}
+    assert "tcp://a was lost before its rank started: connection refused" in notes[0]
+
+
+def test_a_run_that_ends_calls_its_ranks_off() -> None:
+    client = FakeClient({"tcp://a": True}, ["pending"])
+    with pytest.raises(RoleError, match="the run ended while the trainer was at work"):
+        gang(client, cancelled=True).run()
+    assert client.cancelled == [1]
+
+
+def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
+    client = FakeClient({"tcp://a": True}, *([RoleError(f"cause {n}")] for n in range(9)))
+    with pytest.raises(RoleError, match="the trainer failed 3 times; the last time: cause 2"):
+        gang(client).run()
+    assert client.cancelled == [1, 1, 1]
+
+
+@pytest.mark.parametrize("error", [FencedError("another trainer"), DataError("the dataset has changed")])
+def test_what_a_restart_cannot_mend_ends_the_run(error: RftError) -> None:
+    client = FakeClient({"tcp://a": True}, [error], [{"step": 1}])
+    with pytest.raises(type(error), match=str(error)):
+        gang(client).run()
+    assert len(client.generations) == 1
+
+
+def test_a_run_that_is_over_is_not_restarted() -> None:
+    client = FakeClient({"tcp://a": True}, [RoleError("gone")], [{"step": 1}])
+    with pytest.raises(RoleError, match="gone"):
+        gang(client, cancelled=True).run()
+
+
+def test_workers_that_do_not_come_are_counted() -> None:
+    client = FakeClient({"tcp://a": True, "tcp://b": False})
+    with pytest.raises(RoleError, match="1 of 2 trainer workers joined in 0 s"):
+        gang(client, world_size=2).run()
+
+
+def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> None:
+    client = FakeClient({"tcp://b": True}, [RoleError("lost")], [{"step": 3}])
+    client.lingering = 2
+    looks_at_second_start: list[int] = []
+    runs = gang(client, notes=None)
+    runs._note = lambda _: looks_at_second_start.append(client.looks)  # called between two generations
+    assert runs.run() == {"step": 3}
+    assert looks_at_second_start == [3]

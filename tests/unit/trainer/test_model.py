@@ -1,0 +1,280 @@
+"""The trainer's model helpers: logprobs equal a plain forward's and the engine's, weights come back to the bit."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rftdask.errors import DataError
+from rftdask.explorer.engines import make_engine
+from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
+from rftdask.trainer.model import export_hf, load_policy, state_dict_bytes, token_logprobs
+
+VOCAB_SIZE = 50
+PROMPT_LENGTHS = [3, 1, 5, 4]
+LENGTHS = [9, 4, 5, 12]  # the third row has no response
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token per letter, "a" is 2. Byte-level, because AutoTokenizer makes every tokenizer of a Qwen2 that."""
+    letters = string.ascii_letters[: VOCAB_SIZE - 2]
+    vocab = {"<pad>": 0, "<end>": 1, **{letter: number for number, letter in enumerate(letters, start=2)}}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=request.param,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def policy(folder: Path) -> Any:
+    return load_policy(str(folder), "float32", "cpu")[0]
+
+
+def make_inputs() -> dict[str, Tensor]:
+    lengths_B = torch.tensor(LENGTHS)
+    mask_BL = torch.arange(max(LENGTHS)) < lengths_B[:, None]
+    ids_BL = torch.randint(2, VOCAB_SIZE, mask_BL.shape, generator=torch.Generator().manual_seed(1)) * mask_BL
+    return {
+        "input_ids_BL": ids_BL,
+        "attention_mask_BL": mask_BL,
+        "prompt_lengths_B": torch.tensor(PROMPT_LENGTHS),
+        "lengths_B": lengths_B,
+        "temperature_B": torch.tensor([1.0, 0.5, 1.0, 2.0]),
+    }
+
+
+def plain_row(policy: Any, inputs: dict[str, Tensor], row: int) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of one response by an unpadded forward pass with all logits."""
+    prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
+    ids_L = inputs["input_ids_BL"][row, :length]
+    logits_TV = policy(ids_L[None]).logits[0, prompt - 1 : length - 1] / inputs["temperature_B"][row]
+    categorical = torch.distributions.Categorical(logits=logits_TV)
+    return categorical.log_prob(ids_L[prompt:]), categorical.entropy()
+
+
+class TestTokenLogprobs:
+    def test_they_and_entropies_equal_those_of_plain_unpadded_passes(self, policy: Any) -> None:
+        inputs = make_inputs()
+        logprobs_BT, entropy_BT = token_logprobs(policy, **inputs, with_entropy=True)
+        assert entropy_BT is not None
+        assert logprobs_BT.shape == entropy_BT.shape == (4, 8)
+        for row in (0, 1, 3):
+            logprobs_T, entropy_T = plain_row(policy, inputs, row)
+            end = LENGTHS[row] - PROMPT_LENGTHS[row]
+            torch.testing.assert_close(logprobs_BT[row, :end], logprobs_T, atol=1e-5, rtol=0)
+            torch.testing.assert_close(entropy_BT[row, :end], entropy_T, atol=1e-5, rtol=0)
+            assert not logprobs_BT[row, end:].any()
+            assert not entropy_BT[row, end:].any()
+        assert not logprobs_BT[2].any()
+
+    def test_no_entropy_unless_asked_for(self, policy: Any) -> None:
+        assert token_logprobs(policy, **make_inputs())[1] is None
+
+    def test_they_equal_what_the_engine_recorded(self, policy: Any, folder: Path) -> None:
+        engine = make_engine("transformers", str(folder))
+        temperatures = [1.0, 0.7, 0.0]
+        requests = [
+            GenerateRequest((5, 6, 7)[: number + 1], SamplingParams(max_tokens=8, temperature=temperature), seed=number)
+            for number, temperature in enumerate(temperatures)
+        ]
+        generations = engine.generate(requests)
+        rows = [
+            [*request.prompt_tokens, *generation.tokens]
+            for request, generation in zip(requests, generations, strict=True)
+        ]
+        longest = max(map(len, rows))
+        logprobs_BT, _ = token_logprobs(
+            policy,
+            input_ids_BL=torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+            attention_mask_BL=torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+            prompt_lengths_B=torch.tensor([1, 2, 3]),
+            lengths_B=torch.tensor([len(row) for row in rows]),
+            temperature_B=torch.tensor(temperatures),
+        )
+        for values, generation in zip(logprobs_BT.tolist(), generations, strict=True):
+            assert values[: len(generation.tokens)] == pytest.approx(generation.logprobs, abs=1e-5)
+
+    def gradients(self, policy: Any, **options: Any) -> list[Tensor]:
+        policy.zero_grad()
+        logprobs_BT, entropy_BT = token_logprobs(policy, **make_inputs(), with_entropy=True, **options)
+        assert entropy_BT is not None
+        (logprobs_BT.sum() + 0.1 * entropy_BT.sum()).backward()
+        return [parameter.grad.clone() for parameter in policy.parameters()]
+
+    def test_gradients_equal_those_of_plain_unpadded_passes(self, policy: Any) -> None:
+        got = self.gradients(policy)
+        policy.zero_grad()
+        inputs = make_inputs()
+        for row in (0, 1, 3):
+            logprobs_T, entropy_T = plain_row(policy, inputs, row)
+            (logprobs_T.sum() + 0.1 * entropy_T.sum()).backward()
+        for grad, parameter in zip(got, policy.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("positions", [1, 3])
+    def test_computing_the_logits_in_chunks_changes_nothing(self, policy: Any, positions: int) -> None:
+        chunked = {"max_logits": positions * VOCAB_SIZE}
+        whole_BT, _ = token_logprobs(policy, **make_inputs())
+        with torch.no_grad():
+            chunked_BT, _ = token_logprobs(policy, **make_inputs(), **chunked)
+        torch.testing.assert_close(chunked_BT, whole_BT, atol=1e-6, rtol=0)
+        for grad, expected in zip(self.gradients(policy, **chunked), self.gradients(policy), strict=True):
+            torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+
+    def test_deterministic_mode_gives_the_same_gradients_to_the_bit(self, policy: Any) -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            one, other = self.gradients(policy), self.gradients(policy)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(grad, again) for grad, again in zip(one, other, strict=True))
+
+    def test_logits_are_computed_at_response_positions_only(self, policy: Any) -> None:
+        shapes = []
+        hook = policy.get_output_embeddings().register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape)))
+        token_logprobs(policy, **make_inputs())
+        hook.remove()
+        assert shapes == [(sum(LENGTHS) - sum(PROMPT_LENGTHS), VOCAB_SIZE)]
+
+    def test_a_row_without_a_prompt_is_refused(self, policy: Any) -> None:
+        inputs = {**make_inputs(), "prompt_lengths_B": torch.tensor([3, 0, 5, 4])}
+        with pytest.raises(ValueError, match="a row has no prompt"):
+            token_logprobs(policy, **inputs)
+
+
+class TestLoadPolicy:
+    def test_it_gives_the_model_in_the_dtype_asked_for_and_the_tokenizer(self, folder: Path) -> None:
+        policy, tokenizer = load_policy(str(folder), "bfloat16", "cpu")
+        assert policy.dtype == torch.bfloat16
+        assert tokenizer("df").input_ids == [5, 7]
+
+    @pytest.mark.parametrize(
+        ("file", "what"),
+        [("config.json", "configuration"), ("model.safetensors", "weights"), ("tokenizer", "tokenizer")],
+    )
+    def test_what_the_folder_lacks_is_named(self, folder: Path, tmp_path: Path, file: str, what: str) -> None:
+        for path in folder.iterdir():
+            if not path.name.startswith(file):
+                (tmp_path / path.name).write_bytes(path.read_bytes())
+        with pytest.raises(DataError, match=f"{tmp_path} holds no {what}.*save_pretrained"):
+            load_policy(str(tmp_path), "float32", "cpu")
+
+    def test_a_lacking_tensor_is_named_not_made_up(self, folder: Path, tmp_path: Path) -> None:
+        for path in folder.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(DataError, match=r"lacks the weights \['model\.norm\.weight'\]"):
+            load_policy(str(tmp_path), "float32", "cpu")
+
+    def test_torn_weights_are_refused(self, folder: Path, tmp_path: Path) -> None:
+        for path in folder.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes()[: -8 if path.suffix == ".safetensors" else None])
+        with pytest.raises(DataError, match="cannot be loaded"):
+            load_policy(str(tmp_path), "float32", "cpu")
+
+    def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="no folder on this machine"):
+            load_policy(str(tmp_path / "absent"), "float32", "cpu")
+
+    def test_a_model_that_caps_its_logits_is_refused(self, tmp_path: Path) -> None:
+        config = Gemma2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+        save_tokenizer(tmp_path)
+        with pytest.raises(DataError, match="Gemma2ForCausalLM are not lm_head"):
+            load_policy(str(tmp_path), "float32", "cpu")
+
+
+def train_a_little(policy: Any) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
+
+
+class TestWeightsOut:
+    def test_the_same_weights_give_the_same_bytes(self, folder: Path) -> None:
+        one, other = (state_dict_bytes(load_policy(str(folder), "float32", "cpu")[0]) for _ in range(2))
+        assert one == other
+
+    def test_a_tied_tensor_is_there_once_under_its_first_name(self, policy: Any) -> None:
+        names = set(load(state_dict_bytes(policy)))
+        assert "model.embed_tokens.weight" in names
+        assert ("lm_head.weight" in names) == (not policy.config.tie_word_embeddings)
+
+    def test_an_engine_that_loads_them_generates_with_the_trained_weights(
+        self, policy: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        train_a_little(policy)
+        (tmp_path / "model.safetensors").write_bytes(state_dict_bytes(policy))
+        engine = make_engine("transformers", str(folder))
+        engine.load_weights(3, [tmp_path / "model.safetensors"])
+        [generation] = engine.generate([GenerateRequest((5, 6), SamplingParams(max_tokens=6, temperature=0), seed=0)])
+        prompt = torch.tensor([[5, 6]])
+        expected = policy.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=6, use_cache=False
+        )
+        assert list(generation.tokens) == expected[0, 2:].tolist()
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_an_exported_folder_gives_back_weights_tokenizer_and_generation_config(
+        self, folder: Path, tmp_path: Path, dtype: str
+    ) -> None:
+        policy, tokenizer = load_policy(str(folder), dtype, "cpu")
+        train_a_little(policy)
+        export_hf(policy, tokenizer, tmp_path / "export")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert again.dtype == policy.dtype
+        assert state_dict_bytes(again) == state_dict_bytes(policy)
+        tokenizer_again = AutoTokenizer.from_pretrained(tmp_path / "export")
+        assert tokenizer_again("df").input_ids == [5, 7]
+        assert tokenizer_again.chat_template == tokenizer.chat_template
+        assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == 1

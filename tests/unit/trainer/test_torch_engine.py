@@ -1,0 +1,178 @@
+"""Promises of the PyTorch engine: the cut into micro-batches changes nothing, a checkpoint restores to the bit, every
+model beside the policy does its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+from rftdask.algorithm import make_algorithm
+from rftdask.buffer.batch import Batch, join_batches, supervised_batch
+from rftdask.errors import DataError, RoleError
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
+from rftdask.trainer.engines.critic import value_loss
+from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.schedule import LearningRate
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    build_toy_model(folder / "policy", **SIZES)
+    build_toy_model(folder / "teacher", seed=1, **SIZES)
+    yield folder
+    torch.use_deterministic_algorithms(False)
+
+
+def adam(lr: float = 1e-2) -> AdamOptions:
+    return AdamOptions(LearningRate(lr), (0.9, 0.999), 0.0, 1.0)
+
+
+def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **options: Any) -> TorchEngine:
+    algorithm = make_algorithm(name, **(parts or {}))
+    values: dict[str, Any] = {
+        "model_path": str(models / "policy"),
+        "dtype": "float32",
+        "device": "cpu",
+        "adam": adam(),
+        "max_tokens_per_micro_batch": 1000,
+        "max_response_tokens": 6,
+        "micro_batch_size": None,
+        "seed": 0,
+        "deterministic": True,
+        "critic": CriticOptions(str(models / "policy"), adam(), 0.5) if algorithm.use_critic else None,
+        "teacher_path": str(models / "teacher") if name == "on_policy_distill" else None,
+        **options,
+    }
+    return TorchEngine(TorchOptions(**values), algorithm)
+
+
+def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> Batch:
+    """Random rollouts of three to six tokens, two prompt tokens each."""
+    random = np.random.default_rng(seed)
+    rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
+    batch = supervised_batch(rows, [f"row {i}" for i in range(len(rows))], size)
+    return replace(
+        batch,
+        rewards=random.random(len(batch)).astype(np.float32),
+        rollout_logprobs=-5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
+        experts=np.zeros(len(batch), bool),
+        baselines=random.random(len(batch)).astype(np.float32),
+    )
+
+
+def batch_for(name: str) -> Batch:
+    own = rollouts()
+    if name == "dpo":
+        return replace(rollouts(6, 2), experts=np.ones(12, bool))
+    shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["shown 0", "shown 1"])
+    return join_batches(own, shown) if name == "mix" else own
+
+
+NAMES = ["grpo", "ppo", "mix", "dpo", "remax", "on_policy_distill", "reinforceplusplus", "sapo"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_change_the_gradient_by_rounding_alone(models: Path, name: str) -> None:
+    batch = batch_for(name)
+    results = []
+    for size in (None, 3):
+        trained = engine(models, name, micro_batch_size=size)
+        metrics = trained.train_step(batch, 1)
+        # Not the weights: Adam's first step is the sign of the gradient, where rounding shows.
+        results.append({k: v for k, v in metrics.items() if not k.startswith("lr")})
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert results[1][key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
+    adaptive = {"kl_coef": 0.5, "adaptive": True, "target_kl": 0.01, "horizon": 50}
+    parts = {"kl_loss_fn_args": adaptive, "kl_penalty_fn": "k1", "kl_penalty_fn_args": adaptive}
+    first = engine(models, name, parts)
+    for step in (1, 2):
+        first.train_step(rollouts(seed=step), step)
+    files = first.state_files()
+    second = engine(models, name, parts, seed=9)
+    second.load_state_files(files.__getitem__)
+    assert second.state_files() == files
+    for each in (first, second):
+        each.train_step(rollouts(seed=3), 3)
+    assert first.state_files() == second.state_files()
+    assert load(first.state_files()["rng.safetensors"])["kl_coefs"].tolist() != [0.5, 0.5]
+
+
+def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
+    trained = engine(models, "ppo", critic_warmup=2)
+    start, errors = trained.weights(), []
+    for step in (1, 2):
+        errors.append(trained.train_step(rollouts(), step)["critic_error"])
+        assert trained.weights() == start
+    metrics = trained.train_step(rollouts(), 3)
+    assert trained.weights() != start
+    assert errors[0] > errors[1] > metrics["critic_error"]
+    assert metrics["value_mean"] != 0.0
+
+
+def test_value_loss_is_clipped_around_the_old_value() -> None:
+    values = torch.tensor([[0.2, 2.0, -2.0]], requires_grad=True)
+    loss = value_loss(values, torch.zeros(1, 3), torch.ones(1, 3), 0.5)
+    # 0.5 (0.2 - 1)^2; max of 0.5 (2 - 1)^2 and 0.5 (0.5 - 1)^2; max of 0.5 (-2 - 1)^2 and 0.5 (-0.5 - 1)^2
+    assert loss.tolist() == [pytest.approx([0.32, 0.5, 4.5])]
+    loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [pytest.approx([-0.8, 1.0, -3.0])]
+
+
+def test_demonstrations_are_imitated_and_enter_no_baseline(models: Path) -> None:
+    own, both = batch_for("grpo"), batch_for("mix")
+    metrics = [engine(models, "mix", {"policy_loss_fn_args": {"mu": 0.0}}).train_step(b, 1) for b in (own, both)]
+    for key in ("reward_mean", "num_groups", "usual_loss"):
+        assert metrics[0][key] == pytest.approx(metrics[1][key]), key
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
+    assert engine(models, "mix").train_step(both, 1)["expert_loss"] > 0
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(models / "teacher", vocab_size=99)
+    build_toy_model(tmp_path / "other", **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(DataError, match="has a vocabulary of 99 tokens"):
+        engine(models, "on_policy_distill", teacher_path=str(tmp_path / "other"))
+
+
+def test_recomputed_logprobs_begin_at_ratio_one(models: Path) -> None:
+    parts = {"kl_loss_fn": "none"}
+    recorded = engine(models, "grpo", parts).train_step(rollouts(), 1)
+    recomputed = engine(models, "grpo", parts, recompute_old_logprobs=True).train_step(rollouts(), 1)
+    assert recomputed["ppo_kl"] == 0.0 != recorded["ppo_kl"]
+
+
+def test_what_is_not_finite_names_step_and_row(models: Path) -> None:
+    batch = rollouts()
+    batch.rollout_logprobs[0] = np.nan
+    with pytest.raises(RoleError, match=r"step 7: .*row 0"):
+        engine(models, "grpo").train_step(batch, 7)
+
+
+def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Path) -> None:
+    parts = {"advantage_fn": "clipb", "advantage_fn_args": {"mu": 0.1}, "kl_loss_fn": "none"}
+    metrics = engine(models, "grpo", parts).train_step(rollouts(), 1)
+    assert 0.0 < metrics["token_filter_frac"] < 1.0
+    none = engine(models, "grpo", {**parts, "advantage_fn_args": {"mu": 100.0}}).train_step(rollouts(), 1)
+    assert none["token_filter_frac"] == 0.0
+    assert metrics["grad_norm"] != none["grad_norm"]

@@ -1,0 +1,294 @@
+"""Promises of the loop: batch, train, publish, checkpoint, record; killed anywhere, the next ends in the same state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from trainer_cases import Sink, fill_log, make_trainer, new_storage
+
+from rftdask.buffer.audit import audit_log
+from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.log import ExperienceLog
+from rftdask.errors import StorageError, WaitTimeout
+from rftdask.storage import Storage
+from rftdask.storage.faults import FaultyStorage
+from rftdask.synchronizer.manifest import is_valid
+from rftdask.synchronizer.weights import (
+    CHECKPOINT_POINTER,
+    WEIGHTS_POINTER,
+    latest_published,
+    published_versions,
+    read_pointer,
+)
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.trainer import TrainResult
+
+NUM_STEPS = 5
+
+
+@pytest.fixture
+def storage() -> Storage:
+    store = new_storage()
+    fill_log(store, NUM_STEPS)
+    return store
+
+
+def final_state(storage: Storage) -> dict[str, Any]:
+    """All that a run leaves behind and that must not depend on how often it was killed."""
+    last = checkpoint_steps(storage)[-1]
+    ledger = Ledger(storage)
+    return {
+        "weights": storage.get(f"weights/{last}/model.safetensors"),
+        "checkpoint": storage.get(f"global_step_{last}/actor/model.safetensors"),
+        "export": storage.get(f"global_step_{last}/{HF_FOLDER}/model.safetensors"),
+        "ledger": [ledger.read(step) for step in range(1, ledger.last_step() + 1)],
+        "pointers": [read_pointer(storage, name) for name in (WEIGHTS_POINTER, CHECKPOINT_POINTER)],
+        "checkpoints": checkpoint_steps(storage),
+        "versions": published_versions(storage),
+    }
+
+
+def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: Storage) -> None:
+    events: list[Any] = []
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if verb in ("put", "put_new") and stage == "after":
+            events.append(path)
+
+    make_trainer(FaultyStorage(storage, note), events=events, total_steps=2, save_hf_checkpoint="never").run()
+    readable = [f"{e['event']} {e.get('step', e.get('version'))}" if isinstance(e, dict) else e for e in events]
+    assert readable == [
+        "started 0",
+        "ledger/main/00000001.json",
+        "weights/1/model.safetensors",
+        "weights/1/MANIFEST.json",
+        WEIGHTS_POINTER,
+        "published 1",
+        "step 1",
+        "ledger/main/00000002.json",
+        "weights/2/model.safetensors",
+        "weights/2/MANIFEST.json",
+        WEIGHTS_POINTER,
+        "published 2",
+        "global_step_2/actor/model.safetensors",
+        "global_step_2/trainer_state.json",
+        "global_step_2/MANIFEST.json",
+        CHECKPOINT_POINTER,
+        "checkpoint 2",
+        "step 2",
+    ]
+
+
+def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage: Storage) -> None:
+    sink = Sink()
+    assert make_trainer(storage, sink=sink).run() == TrainResult(NUM_STEPS, stopped=False)
+    state = final_state(storage)
+    assert state["pointers"] == [5, 5]
+    assert state["checkpoints"] == [2, 4, 5]
+    assert state["versions"] == [1, 2, 3, 4, 5]
+    assert state["weights"] == state["checkpoint"] == state["export"]
+    assert [step for step, _ in sink.rows] == [1, 2, 3, 4, 5]
+    assert sink.num_flushed == 5
+    audit = audit_log(ExperienceLog(storage), Ledger(storage), 1)
+    assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (10, 10, 0, ())
+
+
+class Killed(StorageError):
+    """The process is gone here."""
+
+
+def run_killed_at(storage: Storage, kill_at: int, **options: Any) -> bool:
+    """A trainer that dies at its `kill_at`-th write, before or after it; whether it did."""
+    count = 0
+
+    def kill(verb: str, path: str, stage: str) -> None:
+        nonlocal count
+        if verb in ("put", "put_new", "remove"):
+            count += 1
+            if count == kill_at:
+                raise Killed(f"{verb} {path} {stage}")
+
+    try:
+        make_trainer(FaultyStorage(storage, kill), **options).run()
+    except Killed:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_killed_at_any_write_a_resumed_run_ends_in_the_same_state(keep: int) -> None:
+    whole = new_storage()
+    fill_log(whole, NUM_STEPS)
+    make_trainer(whole, keep=keep).run()
+    expected = final_state(whole)
+    expected["ledger"] = [(entry.step, entry.positions) for entry in expected["ledger"]]
+    kill_at = 0
+    was_killed = True
+    while was_killed:
+        kill_at += 1
+        storage = new_storage()
+        fill_log(storage, NUM_STEPS)
+        was_killed = run_killed_at(storage, kill_at, keep=keep)
+        before = [read_pointer(storage, name) or 0 for name in (WEIGHTS_POINTER, CHECKPOINT_POINTER)]
+        assert before[1] == 0 or is_valid(storage, f"global_step_{before[1]}"), "the pointer names what is complete"
+        assert before[0] == 0 or latest_published(storage) is not None
+        make_trainer(storage, keep=keep).run()
+        found = final_state(storage)
+        found["ledger"] = [(entry.step, entry.positions) for entry in found["ledger"]]
+        assert found == expected, f"killed at write {kill_at}"
+        assert audit_log(ExperienceLog(storage), Ledger(storage), 1).problems == ()
+    assert kill_at > 60, "the run has that many writes, before and after"
+
+
+def test_killed_again_and_again_a_run_still_ends(storage: Storage) -> None:
+    kills = 0
+    while run_killed_at(storage, 25):
+        kills += 1
+    assert kills >= 2
+    whole = new_storage()
+    fill_log(whole, NUM_STEPS)
+    make_trainer(whole).run()
+    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(storage: Storage) -> None:
+    make_trainer(storage, total_steps=4).run()
+    data = storage.get("global_step_4/actor/model.safetensors")
+    storage.put("global_step_4/actor/model.safetensors", data[:-1])
+    events: list[dict[str, Any]] = []
+    make_trainer(storage, events=events).run()
+    assert events[0] == {"event": "started", "step": 2}
+    whole = new_storage()
+    fill_log(whole, NUM_STEPS)
+    make_trainer(whole).run()
+    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+    assert is_valid(storage, "global_step_4")
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "save_interval", "exported"),
+    [(4, 2, [4]), (3, 2, [3]), (None, 2, [5]), (None, 5, [5]), (None, 0, [5]), (99, 1, [5])],
+)
+def test_the_last_checkpoint_has_the_export_also_when_the_data_ends_early(
+    storage: Storage, total_steps: int | None, save_interval: int, exported: list[int]
+) -> None:
+    make_trainer(storage, total_steps=total_steps, save_interval=save_interval).run()
+    assert [
+        s for s in checkpoint_steps(storage) if storage.exists(f"global_step_{s}/{HF_FOLDER}/model.safetensors")
+    ] == exported
+    assert all(is_valid(storage, f"global_step_{step}") for step in checkpoint_steps(storage))
+
+
+@pytest.mark.parametrize(("save", "exported"), [("always", [2, 4, 5]), ("never", [])])
+def test_exports_are_always_or_never_made_when_asked(storage: Storage, save: str, exported: list[int]) -> None:
+    make_trainer(storage, save_hf_checkpoint=save).run()
+    assert [
+        s for s in checkpoint_steps(storage) if storage.exists(f"global_step_{s}/{HF_FOLDER}/model.safetensors")
+    ] == exported
+
+
+def test_a_later_start_that_ends_earlier_still_makes_the_export(storage: Storage) -> None:
+    run_killed_at(storage, 45)
+    step = newest_valid_checkpoint(storage)
+    assert step == 2
+    assert make_trainer(storage, total_steps=2).run() == TrainResult(2, stopped=False)
+    assert storage.exists(f"global_step_2/{HF_FOLDER}/model.safetensors")
+
+
+def test_only_so_many_checkpoints_are_kept(storage: Storage) -> None:
+    make_trainer(storage, save_interval=1, keep=2).run()
+    assert checkpoint_steps(storage) == [4, 5]
+
+
+def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storage) -> None:
+    asked: list[int] = []
+    trainer = make_trainer(storage, should_stop=lambda: len(asked) == 3 or asked.append(1) is not None, save_interval=0)
+    result = trainer.run()
+    assert result == TrainResult(step=4, stopped=True)
+    assert checkpoint_steps(storage) == [4]
+    assert read_pointer(storage, WEIGHTS_POINTER) == 4
+    assert make_trainer(storage).run() == TrainResult(NUM_STEPS, stopped=False)
+    whole = new_storage()
+    fill_log(whole, NUM_STEPS)
+    make_trainer(whole).run()
+    assert final_state(storage)["weights"] == final_state(whole)["weights"]
+
+
+def test_asked_to_stop_before_the_first_batch_nothing_is_written() -> None:
+    storage = new_storage()
+    fill_log(storage, 0)
+    assert make_trainer(storage, should_stop=lambda: True).run() == TrainResult(0, stopped=True)
+    assert checkpoint_steps(storage) == published_versions(storage) == []
+
+
+def test_a_run_that_is_done_does_nothing_when_started_again(storage: Storage) -> None:
+    make_trainer(storage, total_steps=NUM_STEPS).run()
+    before = final_state(storage)
+    writes: list[str] = []
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if verb in ("put", "put_new", "remove"):
+            writes.append(path)
+
+    events: list[dict[str, Any]] = []
+    make_trainer(FaultyStorage(storage, note), events=events, total_steps=NUM_STEPS).run()
+    assert final_state(storage) == before
+    assert writes == []
+    assert events == [{"event": "started", "step": 5}]
+
+
+def test_weights_are_published_when_they_are_due_and_at_the_end(storage: Storage) -> None:
+    make_trainer(storage, publish_due=lambda step, published: step % 3 == 0).run()
+    assert published_versions(storage) == [3, 5]
+
+
+def test_weights_nobody_loads_are_not_published(storage: Storage) -> None:
+    make_trainer(storage, publish=False).run()
+    assert published_versions(storage) == []
+
+
+def test_weights_asked_for_while_the_trainer_waits_are_published(storage: Storage) -> None:
+    requested = [0]
+    trainer = make_trainer(storage, publish_due=lambda step, published: published < requested[0] <= step, total_steps=2)
+    trainer.publish_if_due_now()
+    assert published_versions(storage) == []
+    trainer.run()
+    assert published_versions(storage) == [2]
+
+
+def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
+    sink = Sink()
+    make_trainer(storage, sink=sink, total_steps=3).run()
+    step, row = sink.rows[2]
+    assert step == 3
+    expected = {
+        "num_rows": 2.0,
+        "num_tokens": 6.0,
+        "num_trained_tokens": 4.0,
+        "response_length": 2.0,
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "staleness": 2.0,
+        "staleness_max": 2.0,
+        "loss": 0.0,
+    }
+    assert {name: row[name] for name in expected} == expected
+    times = {"wait_s", "train_s", "publish_s", "checkpoint_s", "step_s", "tokens_per_s"}
+    assert set(row) == set(expected) | times
+
+
+def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
+    storage = new_storage()
+    fill_log(storage, 1)
+    ExperienceLog(storage).unseal()
+    with pytest.raises(WaitTimeout, match="batch 2 did not come"):
+        make_trainer(storage).run()
+    assert read_pointer(storage, WEIGHTS_POINTER) == 1
+
+
+def test_a_checkpoint_keeps_what_a_new_process_needs(storage: Storage) -> None:
+    make_trainer(storage, total_steps=2).run()
+    state = json.loads(storage.get("global_step_2/trainer_state.json"))
+    assert state == {"step": 2, "lineage": "main", "published": 2, "source": {"low": 3, "beyond": []}}

@@ -1,0 +1,85 @@
+"""A trainer without a model, over an experience log in memory: what the tests of the loop and of checkpoints share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rftdask.buffer.experience import Experience
+from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.sampling import SampleRule
+from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.storage import Storage, open_storage
+from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.trainer import Trainer, TrainerOptions
+
+_numbers = itertools.count()
+
+
+def new_storage() -> Storage:
+    return open_storage(f"memory://trainer-{next(_numbers)}")
+
+
+def fill_log(storage: Storage, steps: int) -> None:
+    """A finished log: one task of two rollouts in each explore step, one batch for each."""
+    log = ExperienceLog(storage)
+    for step in range(1, steps + 1):
+        rows = [
+            Experience(
+                "t",
+                0,
+                step,
+                k,
+                step,
+                tokens=(1, step, k),
+                prompt_length=1,
+                rollout_logprobs=(-1.0, -2.0),
+                reward=float(k),
+            )
+            for k in (0, 1)
+        ]
+        log.commit(rows, explore_step=step, batch=0)
+    log.seal(steps)
+
+
+class Sink:
+    """Metrics in a list."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.num_flushed = 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, metrics))
+
+    def flush(self) -> None:
+        self.num_flushed = len(self.rows)
+
+
+def make_trainer(
+    storage: Storage,
+    *,
+    events: list[dict[str, Any]] | None = None,
+    sink: Sink | None = None,
+    keep: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+    publish_due: Callable[[int, int], bool] = lambda step, published: True,
+    **options: Any,
+) -> Trainer:
+    """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
+    values = {"total_steps": None, "save_interval": 2, "save_hf_checkpoint": "last", "lineage": "main", "publish": True}
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
+    return Trainer(
+        FakeTrainEngine(),
+        LogSource(ExperienceLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0)),
+        Checkpoints(storage, "main", keep),
+        storage,
+        sink or Sink(),
+        TrainerOptions(**{**values, **options}),
+        publish_due=publish_due,
+        should_stop=should_stop,
+        emit=(events if events is not None else []).append,
+    )
