@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.checks import check_inputs
 from rftdask.cluster.base import Layout, count_gpus, plan_layout
 from rftdask.config import Config, load_config, replace
@@ -171,8 +171,8 @@ class Experiment:
         """Every committed experience of the (last) stage that explores, as pandas or as a lazy Dask frame."""
         import pandas as pd
 
-        storage = open_storage(self._exploring_stage().checkpoint_job_dir)
-        experiences = ExperienceLog(storage)
+        stage = self._exploring_stage()
+        experiences = open_log(open_storage(stage.checkpoint_job_dir), stage)
         shards = experiences.shards()
         if dask:
             import dask.dataframe as dd

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import num_explore_steps
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout
 from rftdask.config import Config
@@ -246,6 +247,7 @@ class StageRun:
         config = self._config
         return LearnedOrder(
             self._storage,
+            open_log(self._storage, config),
             config.buffer.explorer_input.train_tasksets[0],
             batch_size=config.buffer.batch_size,
             batches_per_step=num_batches(config.buffer.batch_size, tasks_per_batch(config)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rules import tasks_per_batch
@@ -71,7 +71,7 @@ def _stage_status(config: Config) -> StageStatus:
         for role in ("trainer", "explorer")
         if (holder := lease_holder(storage, role)) is not None
     }
-    experiences = ExperienceLog(storage)
+    experiences = open_log(storage, config)
     ledger = Ledger(storage, MAIN_LINEAGE)
     shards = experiences.shards()
     audit = (

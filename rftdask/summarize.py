@@ -12,6 +12,7 @@ import pandas as pd
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.config import Config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary
@@ -104,7 +105,7 @@ def _role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
 
 def _counts(stages: Sequence[StageFolder]) -> ExperienceCounts | None:
     audits = [
-        audit_log(ExperienceLog(s.storage), Ledger(s.storage, MAIN_LINEAGE), tasks_per_batch(s.config))
+        audit_log(open_log(s.storage, s.config), Ledger(s.storage, MAIN_LINEAGE), tasks_per_batch(s.config))
         for s in stages
         if s.config.algorithm.schema_type == "experience"
     ]
@@ -123,7 +124,7 @@ def _samples(stages: Sequence[StageFolder]) -> tuple[SampleAnswer, ...]:
     """Answers to the first evaluation tasks by the first and the last version evaluated, in the last stage with any."""
     for stage in reversed(stages):
         for taskset in stage.config.buffer.explorer_input.eval_tasksets:
-            log = ExperienceLog(stage.storage, f"eval/{taskset.name}")
+            log = open_log(stage.storage, stage.config, f"eval/{taskset.name}")
             shards = [name for name in log.shards(0) if name.batch == 0]
             if shards:
                 before, after = (_answers(log, name) for name in (shards[0], shards[-1]))

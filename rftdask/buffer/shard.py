@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rftdask.buffer.experience import SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
 from rftdask.errors import DamagedError, DataError
 
-_NAME = re.compile(r"(\d{8,})-(\d{4,})-([0-9a-f]+)-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.parquet")
+_NAME = re.compile(r"(\d{8,})-(\d{4,})-([0-9a-f]+)-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)")
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +29,7 @@ class ShardName:
     """What a shard's file name says.
 
     Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is part 3 of explore step 12, written by 9f3a...,
-    with 64 rows sampled by versions 10 to 11; crc32 of the file last.
+    with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file.
     """
 
     explore_step: int
@@ -39,12 +39,13 @@ class ShardName:
     min_policy_version: int
     max_policy_version: int
     crc32: int
+    suffix: str = "parquet"
 
     @cached_property
     def text(self) -> str:
         return (
             f"{self.explore_step:08d}-{self.batch:04d}-{self.writer}-n{self.num_rows}"
-            f"-v{self.min_policy_version}-{self.max_policy_version}-{self.crc32:08x}.parquet"
+            f"-v{self.min_policy_version}-{self.max_policy_version}-{self.crc32:08x}.{self.suffix}"
         )
 
     @classmethod
@@ -53,8 +54,8 @@ class ShardName:
         match = _NAME.fullmatch(text)
         if match is None:
             return None
-        step, batch, writer, rows, low, high, crc = match.groups()
-        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16))
+        step, batch, writer, rows, low, high, crc, suffix = match.groups()
+        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16), suffix)
         return name if name.text == text else None  # other zeros or digits would name another path
 
 

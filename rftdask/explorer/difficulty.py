@@ -38,11 +38,20 @@ def difficulty_rule(selector: DataSelectorConfig) -> DifficultyRule:
 class LearnedOrder:
     """Chooses the tasks of each explore step of one run.
 
-    Example: LearnedOrder(storage, taskset, batch_size=32, batches_per_step=4, repeat_times=8).tasks(step=5, known=3)
+    Example:
+        order = LearnedOrder(storage, log, taskset, batch_size=32, batches_per_step=4, repeat_times=8)
+        order.tasks(step=5, known=3)
     """
 
     def __init__(
-        self, storage: Storage, config: TasksetConfig, *, batch_size: int, batches_per_step: int, repeat_times: int
+        self,
+        storage: Storage,
+        log: ExperienceLog,
+        config: TasksetConfig,
+        *,
+        batch_size: int,
+        batches_per_step: int,
+        repeat_times: int,
     ) -> None:
         """Raises: DataError: the columns of the pass rates are missing, or an argument of the selector is wrong."""
         self._rule = difficulty_rule(config.data_selector)
@@ -50,7 +59,7 @@ class LearnedOrder:
         self._state = self._rule.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
         """Explore steps whose results are in the state."""
-        self._log = ExperienceLog(storage)
+        self._log = log
         self._choices = Choices(storage)
         self._batch_size = batch_size
         self._batches_per_step = batches_per_step

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client, Future, KilledWorker
 
 from rftdask.buffer.experience import Status
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import TaskRef, explore_tasks
 from rftdask.config import Config
 from rftdask.errors import FencedError, RftError, RoleError, UserError
@@ -137,7 +137,7 @@ class Explorer:
         self._follows_trainer = config.mode == "both"
         self._per_batch = tasks_per_batch(config)
         self._batches_per_step = num_batches(config.buffer.batch_size, self._per_batch)
-        self._log = ExperienceLog(storage, run=config.name)
+        self._log = open_log(storage, config)
         self._done: set[tuple[int, int]] = set()
         self._complete = 0
         self._pinned = 0
@@ -204,7 +204,7 @@ class Explorer:
         for taskset in self._plan.evals:
             batches = num_batches(taskset.size, self._per_eval_batch(taskset))
             found: dict[int, set[int]] = {}
-            for name in ExperienceLog(self._storage, f"eval/{taskset.name}").shards(0):
+            for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 found.setdefault(name.explore_step, set()).add(name.batch)
             whole = sorted(version for version, parts in found.items() if len(parts) == batches)
             self._evaluated.update((version, taskset.number) for version in whole)
@@ -389,7 +389,7 @@ class Explorer:
 
     def _record_eval(self, folder: str, version: int) -> None:
         """Read the evaluation back from its shards, so that one resumed half-way counts whole."""
-        metrics = evaluation_metrics(ExperienceLog(self._storage, folder), version)
+        metrics = evaluation_metrics(open_log(self._storage, self._config, folder), version)
         taskset = folder.removeprefix("eval/")
         prefix = {f"bench/{k}": v for k, v in metrics.items()} if self._config.mode == "bench" else {}
         self._metrics["eval"].write(version, {**metrics, **prefix}, taskset=taskset)

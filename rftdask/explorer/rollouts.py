@@ -17,7 +17,7 @@ from typing import Any
 from distributed import get_client, get_worker
 
 from rftdask.buffer.experience import Experience
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import TaskRef
 from rftdask.buffer.tasksets import Taskset
 from rftdask.buffer.tokenizer import load_tokenizer
@@ -167,7 +167,7 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
         began = time.perf_counter()
         storage = open_storage(spec.url)
         config = _resources.open(spec)
-        log = ExperienceLog(storage, spec.folder, config.name)
+        log = open_log(storage, config, spec.folder)
         committed = log.find(spec.explore_step, spec.batch)
         if committed is not None:
             return RolloutResult(spec.key, committed.text, committed.max_policy_version, get_worker().address)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rftdask.buffer.experience import SCHEMA
 from rftdask.buffer.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.shard import ShardName
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, NotFoundError
@@ -128,7 +128,7 @@ class RunTables:
 
     def read_shards(self, stage: Stage, folder: str = "experiences") -> Iterable[tuple[ShardName, pa.Table]]:
         """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`."""
-        log = ExperienceLog(stage.storage, folder)
+        log = open_log(stage.storage, stage.config, folder)
         for name in log.shards(0):
             table = self._try(partial(log.read, name))
             if table is not None:

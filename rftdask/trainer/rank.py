@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rftdask.algorithm import Algorithm
 from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.sampling import SampleRule
 from rftdask.buffer.source import BatchSource, DatasetSource, LogOptions, LogSource
 from rftdask.buffer.tokenizer import load_tokenizer
@@ -176,7 +176,7 @@ def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watc
 
 def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm, watch: _Watch) -> LogSource:
     rules = make_sync_rules(config)
-    finished = ExperienceLog(storage).sealed_at() is not None
+    finished = open_log(storage, config).sealed_at() is not None
     rule = SampleRule(
         groups_per_batch=num_own_rollouts(config) // config.algorithm.repeat_times,
         tasks_per_step=config.buffer.batch_size,
@@ -191,7 +191,7 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
         poll_interval_s=config.synchronizer.poll_interval_s,
     )
     return LogSource(
-        ExperienceLog(storage),
+        open_log(storage, config),
         ledger,
         options,
         watch.should_stop,

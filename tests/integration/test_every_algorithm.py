@@ -18,7 +18,7 @@ from run_cases import assert_sound, finish, run_folder, write_config
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.checks import check_inputs
 from rftdask.config import Config, load_config
@@ -67,7 +67,7 @@ class World:
     def explore(self, config: Config, storage: Storage, flat: bool = False) -> None:
         """Rollouts of the initial weights for all steps; every second one of a task is right, or all (`flat`)."""
         tokenizer = load_tokenizer(config)
-        log = ExperienceLog(storage)
+        log = ParquetLog(storage)
         repeat_times = config.algorithm.repeat_times
         for step in range(1, STEPS + 1):
             keys = [
@@ -148,7 +148,7 @@ def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: st
     assert frame.drop(columns=[c for c in frame if frame[c].dtype == object]).notna().all().all()
     assert (frame["grad_norm"] > 0).any()
     if config.algorithm.schema_type == "experience":
-        audit = audit_log(ExperienceLog(storage), Ledger(storage), BATCH_SIZE)
+        audit = audit_log(ParquetLog(storage), Ledger(storage), BATCH_SIZE)
         assert (audit.problems, audit.waiting) == ((), 0)
         assert audit.trained == STEPS * BATCH_SIZE * config.algorithm.repeat_times
 
@@ -164,7 +164,7 @@ def test_a_trainer_that_takes_over_ends_with_the_same_weights(world: World, name
 def test_a_step_of_which_nothing_is_left_changes_no_weights_and_is_accounted_for(world: World) -> None:
     storage = train(world, world.config("dapo", run="flat"), flat=True)
     assert weights(storage) == (world.folder / "model" / "model.safetensors").read_bytes()
-    audit = audit_log(ExperienceLog(storage), Ledger(storage), BATCH_SIZE)
+    audit = audit_log(ParquetLog(storage), Ledger(storage), BATCH_SIZE)
     assert (audit.trained, audit.waiting, audit.problems) == (0, 0, ())
     assert audit.dropped == {"low_std": STEPS * BATCH_SIZE * 16}
     assert read_metrics(storage, "trainer")["num_dropped_low_std"].tolist() == [32.0, 32.0]

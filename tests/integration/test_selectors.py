@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from run_cases import BATCH_SIZE, RunProcess, assert_sound, finish, num_steps, run_folder, write_config
 
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.storage import open_storage
 
 NUM_TASKS = 16
@@ -28,7 +28,7 @@ def write_selector_config(folder: Path, selector: dict[str, Any]) -> Path:
 
 def tasks_of(folder: Path) -> dict[int, list[int]]:
     """Rows that each explore step ran, in order."""
-    log = ExperienceLog(open_storage(folder))
+    log = ParquetLog(open_storage(folder))
     steps: dict[int, list[int]] = {}
     for name in log.shards():
         steps.setdefault(name.explore_step, []).extend(dict.fromkeys(log.read(name)["task_index"].to_pylist()))

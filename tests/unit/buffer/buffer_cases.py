@@ -9,6 +9,7 @@ from typing import Any
 from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.sampling import SampleRule
 from rftdask.buffer.shard import ShardName
 from rftdask.buffer.source import LogOptions, LogSource
@@ -83,7 +84,7 @@ def make_source(
         max_staleness=options.pop("max_staleness", None),
     )
     return LogSource(
-        log or ExperienceLog(storage),
+        log or ParquetLog(storage),
         Ledger(storage, lineage),
         LogOptions(
             rule=rule,

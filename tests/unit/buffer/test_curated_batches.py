@@ -16,7 +16,7 @@ from rftdask.buffer.batch import Batch, batch_from_table
 from rftdask.buffer.curation import BASELINE, Curation
 from rftdask.buffer.demonstrations import Demonstrations, RowOrder
 from rftdask.buffer.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.errors import DataError
 from rftdask.storage import Storage
 
@@ -38,7 +38,7 @@ class DropRollout(Curation):
 
 def filled() -> Storage:
     storage = new_storage()
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     commit_batch(log, 1, 0)
     commit_batch(log, 1, 1)
     return storage
@@ -56,7 +56,7 @@ def test_what_is_dropped_is_in_the_ledger_with_its_reason() -> None:
     assert [rows.rows for rows in entry.use] == [(1,), (3,)]
     assert [(rows.rows, rows.reason) for rows in entry.drop] == [((0,), "why"), ((2,), "why")]
     assert batch.uids == ("t/0/0/1/0", "t/0/1/1/0")
-    audit = audit_log(ExperienceLog(storage), Ledger(storage), tasks_per_batch=2)
+    audit = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
     assert (audit.trained, audit.dropped, audit.waiting, audit.problems) == (2, {"why": 2}, 4, ())
 
 
@@ -104,7 +104,7 @@ def test_demonstrations_are_written_down_and_come_after_the_rollouts() -> None:
     assert batch.rollouts.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert [row.tolist() for row in batch.row_tokens()[4:]] == [[1, 2, 0], [1, 2, 1], [1, 2, 2]]
     assert batch.uids[4:] == ("dataset:f1/0/0", "dataset:f1/1/1", "dataset:f1/2/2")
-    assert audit_log(ExperienceLog(storage), Ledger(storage), tasks_per_batch=2).trained == 4
+    assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2).trained == 4
 
 
 def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> None:

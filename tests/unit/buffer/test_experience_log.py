@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from buffer_cases import commit_batch, experience, new_storage
 
-from rftdask.buffer.log import STEPS_PER_BUCKET, ExperienceLog
+from rftdask.buffer.log_files import STEPS_PER_BUCKET, ParquetLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.faults import FaultyStorage
@@ -21,16 +21,16 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
 
 
 def test_what_is_committed_is_listed_found_and_read(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     name = log.commit([experience(3, 1), experience(3, 2)], explore_step=5, batch=1)
-    assert ExperienceLog(storage).shards() == [name]
+    assert ParquetLog(storage).shards() == [name]
     assert log.find(5, 1) == name
     assert (log.find(5, 0), log.find(6, 1)) == (None, None)
     assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
 
 
 def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     steps = [STEPS_PER_BUCKET + 1, 1, STEPS_PER_BUCKET - 1, STEPS_PER_BUCKET, 2]
     for step in steps:
         for batch in (1, 0):
@@ -41,9 +41,9 @@ def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: S
 
 
 def test_two_writers_of_one_batch_leave_two_shards(storage: Storage) -> None:
-    names = {commit_batch(ExperienceLog(storage), 1, 0) for _ in range(2)}
+    names = {commit_batch(ParquetLog(storage), 1, 0) for _ in range(2)}
     assert len(names) == 2
-    assert set(ExperienceLog(storage).shards()) == names
+    assert set(ParquetLog(storage).shards()) == names
 
 
 def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
@@ -52,19 +52,19 @@ def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
             raise StorageError("disk full")
 
     with pytest.raises(StorageError, match="disk full"):
-        commit_batch(ExperienceLog(FaultyStorage(storage, fail)), 1, 0)
-    assert ExperienceLog(storage).find(1, 0) is None
+        commit_batch(ParquetLog(FaultyStorage(storage, fail)), 1, 0)
+    assert ParquetLog(storage).find(1, 0) is None
 
 
 def test_files_of_others_are_not_seen(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     name = log.commit([experience()], explore_step=1, batch=0)
     for path in ("experiences/notes.txt", "experiences/000000/README.md", "experiences/mine/x.parquet"):
         storage.put(path, b"?")
     assert log.shards() == [name]
 
 
-def damage(storage: Storage, log: ExperienceLog, *, step: int = 1, batch: int = 0) -> None:
+def damage(storage: Storage, log: ParquetLog, *, step: int = 1, batch: int = 0) -> None:
     name = log.find(step, batch)
     assert name is not None
     data = storage.get(log.path(name))
@@ -72,7 +72,7 @@ def damage(storage: Storage, log: ExperienceLog, *, step: int = 1, batch: int = 
 
 
 def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     name = commit_batch(log, 1, 0)
     damage(storage, log)
     with pytest.raises(DamagedError):
@@ -90,7 +90,7 @@ def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: S
 
 
 def test_setting_aside_twice_is_once(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     name = commit_batch(log, 1, 0)
     log.quarantine(name, "first")
     log.quarantine(name, "second")
@@ -101,7 +101,7 @@ def test_setting_aside_twice_is_once(storage: Storage) -> None:
 def test_a_shard_counts_as_set_aside_only_when_its_batch_is_undone() -> None:
     # Who sees the count rise looks once which batches must run again; a shard still listed then would be missed.
     inner = new_storage()
-    log = ExperienceLog(inner)
+    log = ParquetLog(inner)
     name = commit_batch(log, 1, 0)
     counts: list[tuple[int, bool]] = []
 
@@ -109,14 +109,14 @@ def test_a_shard_counts_as_set_aside_only_when_its_batch_is_undone() -> None:
         if verb in ("put", "remove"):
             counts.append((log.num_quarantined(), log.find(1, 0) is not None))
 
-    ExperienceLog(FaultyStorage(inner, look)).quarantine(name, "bad")
+    ParquetLog(FaultyStorage(inner, look)).quarantine(name, "bad")
     assert set(counts) == {(0, True), (1, False)}
 
 
 @pytest.mark.parametrize("fail_at", range(3))
 def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
     inner = new_storage()
-    log = ExperienceLog(inner)
+    log = ParquetLog(inner)
     name = commit_batch(log, 1, 0)
     writes: list[str] = []
 
@@ -127,17 +127,17 @@ def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
                 raise StorageError("killed")
 
     with pytest.raises(StorageError, match="killed"):
-        ExperienceLog(FaultyStorage(inner, crash)).quarantine(name, "bad")
+        ParquetLog(FaultyStorage(inner, crash)).quarantine(name, "bad")
     assert log.find(1, 0) is not None
     log.quarantine(name, "bad")
     assert (log.find(1, 0), log.num_quarantined()) == (None, 1)
 
 
 def test_a_log_is_sealed_and_opened_again(storage: Storage) -> None:
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     assert log.sealed_at() is None
     log.seal(7)
-    assert ExperienceLog(storage).sealed_at() == 7
+    assert ParquetLog(storage).sealed_at() == 7
     log.unseal()
     log.unseal()
     assert log.sealed_at() is None
@@ -150,11 +150,11 @@ def test_a_damaged_seal_is_told_with_the_remedy(data: bytes) -> None:
     storage = new_storage()
     storage.put("experiences/SEALED.json", data)
     with pytest.raises(DamagedError, match=r"experiences/SEALED.json is damaged .* remove it"):
-        ExperienceLog(storage).sealed_at()
+        ParquetLog(storage).sealed_at()
 
 
 def test_logs_in_different_folders_do_not_see_each_other(storage: Storage) -> None:
-    evals = ExperienceLog(storage, "eval/gsm8k")
+    evals = ParquetLog(storage, "eval/gsm8k")
     name = evals.commit([experience()], explore_step=0, batch=0)
-    assert ExperienceLog(storage).shards(0) == []
+    assert ParquetLog(storage).shards(0) == []
     assert evals.shards(0) == [name]

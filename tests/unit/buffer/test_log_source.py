@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rftdask.buffer.audit import Audit, audit_log
 from rftdask.buffer.experience import Status
 from rftdask.buffer.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.shard import ShardName
 from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
@@ -30,7 +30,7 @@ def uids(*tasks: int) -> tuple[str, ...]:
 
 def audit(storage: Storage) -> Audit:
     """The audit, which must add up and find nothing wrong."""
-    found = audit_log(ExperienceLog(storage), Ledger(storage), tasks_per_batch=2)
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
     assert found.problems == ()
     assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
     return found
@@ -39,7 +39,7 @@ def audit(storage: Storage) -> Audit:
 def committed(order: list[tuple[int, int]] = BATCHES, statuses: Statuses = all_ok) -> Storage:
     storage = new_storage()
     for step, batch in order:
-        commit_batch(ExperienceLog(storage), step, batch, statuses=statuses)
+        commit_batch(ParquetLog(storage), step, batch, statuses=statuses)
     return storage
 
 
@@ -53,7 +53,7 @@ def entries(storage: Storage) -> list[LedgerEntry]:
 def test_in_order_the_batches_do_not_depend_on_which_shard_came_first(order: tuple[tuple[int, int], ...]) -> None:
     storage = new_storage()
     source = make_source(storage, max_read_timeout_s=0.0)
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     batches = []
     for step, batch in order:
         commit_batch(log, step, batch)
@@ -69,9 +69,9 @@ def test_in_order_the_batches_do_not_depend_on_which_shard_came_first(order: tup
 def test_not_in_order_what_is_there_is_trained_first() -> None:
     storage = new_storage()
     source = make_source(storage, ordered=False)
-    commit_batch(ExperienceLog(storage), 2, 1)
+    commit_batch(ParquetLog(storage), 2, 1)
     assert take(source, [1]) == [uids(6, 7)]
-    commit_batch(ExperienceLog(storage), 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
     assert take(source, [2]) == [uids(0, 1)]
     assert audit(storage).trained == 8
 
@@ -135,19 +135,19 @@ def _cursor_after(storage: Storage, ordered: bool, size: int, num: int) -> dict[
 
 def test_a_batch_is_never_changed_by_what_arrives_later() -> None:
     storage = new_storage()
-    commit_batch(ExperienceLog(storage), 2, 0)
+    commit_batch(ParquetLog(storage), 2, 0)
     first = take(make_source(storage, ordered=False), [1])
-    commit_batch(ExperienceLog(storage), 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
     assert take(make_source(storage, ordered=False), [1, 2]) == [*first, uids(0, 1)]
 
 
 def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
     storage = committed()
-    commit_batch(ExperienceLog(storage), 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
     source = make_source(storage)
-    commit_batch(ExperienceLog(storage), 1, 1)
+    commit_batch(ParquetLog(storage), 1, 1)
     batches = take(source, [1, 2])
-    commit_batch(ExperienceLog(storage), 1, 0)  # after it was trained
+    commit_batch(ParquetLog(storage), 1, 0)  # after it was trained
     batches += take(source, [3, 4])
     assert batches == [uids(0, 1), uids(2, 3), uids(4, 5), uids(6, 7)]
     assert audit(storage) == Audit(committed=28, trained=16, waiting=0, dropped={"repeat": 12})
@@ -156,17 +156,17 @@ def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
 def test_one_copy_of_a_repeated_batch_waits_and_the_other_does_not_count() -> None:
     storage = new_storage()
     for _ in range(2):
-        commit_batch(ExperienceLog(storage), 1, 0)
+        commit_batch(ParquetLog(storage), 1, 0)
     assert audit(storage) == Audit(committed=8, trained=0, waiting=4, dropped={"repeat": 4})
 
 
 def test_copies_of_one_batch_may_be_settled_group_by_group() -> None:
     storage = new_storage()
-    commit_batch(ExperienceLog(storage), 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
     source = make_source(storage, groups_per_batch=1)
     take(source, [1])
     state = source.state_dict()
-    commit_batch(ExperienceLog(storage), 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
     resumed = make_source(storage, groups_per_batch=1)
     resumed.load_state_dict(state)
     assert take(resumed, [2]) == [uids(1)]
@@ -174,13 +174,13 @@ def test_copies_of_one_batch_may_be_settled_group_by_group() -> None:
 
 
 def damage(storage: Storage, name: ShardName) -> None:
-    path = ExperienceLog(storage).path(name)
+    path = ParquetLog(storage).path(name)
     storage.put(path, storage.get(path)[:-1])
 
 
 def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
     storage = new_storage()
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     damage(storage, commit_batch(log, 1, 0))
     source = make_source(storage)
     with pytest.raises(WaitTimeout):
@@ -194,8 +194,8 @@ def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
 def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
     storage = committed()
     take(make_source(storage), [1])
-    damage(storage, next(n for n in ExperienceLog(storage).shards() if (n.explore_step, n.batch) == (1, 0)))
-    commit_batch(ExperienceLog(storage), 1, 0)
+    damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.batch) == (1, 0)))
+    commit_batch(ParquetLog(storage), 1, 0)
     with pytest.raises(DamagedError, match=r"shard 00000001-0000-.* does not match its name"):
         make_source(storage).batch(1)
 
@@ -212,7 +212,7 @@ def test_a_deadline_names_what_is_missing() -> None:
 
 def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> None:
     storage = committed()
-    ExperienceLog(storage).seal(2)
+    ParquetLog(storage).seal(2)
     source = make_source(storage, groups_per_batch=3)
     assert take(source, [1, 2]) == [uids(0, 1, 2), uids(3, 4, 5)]
     assert source.batch(3) is None
@@ -222,11 +222,11 @@ def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> No
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_sealed_log_with_a_hole_is_waited_for(ordered: bool) -> None:
     storage = committed([(1, 0), (2, 0), (2, 1)])
-    ExperienceLog(storage).seal(2)
+    ParquetLog(storage).seal(2)
     source = make_source(storage, ordered=ordered, groups_per_batch=8)
     with pytest.raises(WaitTimeout):
         source.batch(1)
-    commit_batch(ExperienceLog(storage), 1, 1)
+    commit_batch(ParquetLog(storage), 1, 1)
     assert sorted(take(source, [1])[0]) == sorted(uids(*range(8)))
 
 
@@ -283,7 +283,7 @@ def test_rows_without_a_finished_rollout_are_dropped_with_their_reason() -> None
 @settings(max_examples=40)
 def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Status], ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: statuses.get((task, rollout), Status.OK))
-    ExperienceLog(storage).seal(2)
+    ParquetLog(storage).seal(2)
     source = make_source(storage, ordered=ordered)
     try:
         step = 1
@@ -309,7 +309,7 @@ def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered:
 
 def test_groups_too_stale_are_dropped_as_such() -> None:
     storage = new_storage()
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     commit_batch(log, 1, 0, version=0)
     commit_batch(log, 1, 1, version=2)
     ledger = Ledger(storage)
@@ -337,7 +337,7 @@ def trained_twice(storage: Storage, first: LedgerEntry) -> None:
 def missing_shard(storage: Storage, first: LedgerEntry) -> None:
     name = ShardName.try_parse(first.use[0].source)
     assert name is not None
-    storage.remove(ExperienceLog(storage).path(name))
+    storage.remove(ParquetLog(storage).path(name))
 
 
 def no_such_row(storage: Storage, first: LedgerEntry) -> None:
@@ -363,5 +363,5 @@ def test_the_audit_finds_what_was_planted(plant: Plant, problem: str) -> None:
     take(make_source(storage), [1])
     assert audit(storage).trained == 4
     plant(storage, entries(storage)[0])
-    found = audit_log(ExperienceLog(storage), Ledger(storage), tasks_per_batch=2)
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
     assert any(re.search(problem, line) for line in found.problems), found.problems

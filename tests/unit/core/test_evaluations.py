@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rftdask.buffer.experience import Experience, Status
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.explorer.evaluations import evaluation_metrics
 from rftdask.storage import open_storage
 
@@ -16,9 +16,9 @@ def answer(index: int, reward: float | None) -> Experience:
 
 def test_means_are_over_all_rollouts_of_the_version_each_once() -> None:
     storage = open_storage("memory://evaluations")
-    log = ExperienceLog(storage, "eval/held")
+    log = ParquetLog(storage, "eval/held")
     log.commit([answer(0, 1.0), answer(1, None)], explore_step=4, batch=0)
     log.commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
-    ExperienceLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
+    ParquetLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
     log.commit([answer(0, 0.0)], explore_step=5, batch=0)
     assert evaluation_metrics(log, 4) == {"reward": 0.5, "num_rollouts": 4.0, "accuracy": 0.5}

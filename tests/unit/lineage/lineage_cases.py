@@ -15,7 +15,7 @@ from typing import Any
 
 from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.shard import ShardName
 from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import MetricsWriter
@@ -91,7 +91,7 @@ def make_run(root: str, config: Config | None = None) -> Case:
     url = config.checkpoint_job_dir
     storage = open_storage(url)
     open_run(storage, config)
-    log, again = ExperienceLog(storage), ExperienceLog(storage)
+    log, again = ParquetLog(storage), ParquetLog(storage)
     log.writer, again.writer = "a" * 12, "b" * 12
     taken = log.commit([*group(0), *group(1)], explore_step=1, batch=0)
     repeated = again.commit([*group(0), *group(1, attempt=1)], explore_step=1, batch=0)

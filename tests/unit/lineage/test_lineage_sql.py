@@ -18,7 +18,7 @@ from rich.console import Console
 from rftdask import Experiment
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.lineage.sql import OVERVIEW, open_tables, query, to_csv, to_json, to_terminal
 from rftdask.lineage.states import row_states
@@ -103,7 +103,7 @@ def test_every_experience_is_in_one_state_and_the_counts_are_those_of_the_audit(
         ("trained", None, 7),
         ("waiting", None, 4),
     ]
-    audit = audit_log(ExperienceLog(case.storage), Ledger(case.storage), tasks_per_batch=2)
+    audit = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_batch=2)
     assert (audit.trained, audit.waiting, audit.dropped) == (7, 4, {"failed": 1, "repeat": 4})
 
 
@@ -147,7 +147,7 @@ def test_the_overview_has_a_line_for_each_explore_step(case):
 
 
 def test_answers_of_evaluations_are_a_table_of_their_own(case):
-    log = ExperienceLog(case.storage, "eval/held_out")
+    log = ParquetLog(case.storage, "eval/held_out")
     log.commit([experience(9, 0, taskset="held_out", explore_step=0)], explore_step=0, batch=0)
     assert ask(case.url, "select uid from eval_experiences") == [("held_out/0/9/0/0",)]
     assert ask(case.url, "select count(*) from experiences where taskset = 'held_out'") == [(0,)]
@@ -160,7 +160,7 @@ def test_a_query_reads_only_the_tables_it_names(case):
 
 def test_a_damaged_file_is_left_out_and_named(case):
     case.storage.put("ledger/main/00000002.json", b"damaged")
-    path = ExperienceLog(case.storage).path(case.waiting)
+    path = ParquetLog(case.storage).path(case.waiting)
     case.storage.put(path, case.storage.get(path)[:-9])
     tables = RunTables(case.url)
     assert query(tables, "select count(*) as n from states").to_pylist() == [{"n": 12}]
@@ -170,7 +170,7 @@ def test_a_damaged_file_is_left_out_and_named(case):
 
 
 def test_reading_changes_nothing(case):
-    path = ExperienceLog(case.storage).path(case.waiting)
+    path = ParquetLog(case.storage).path(case.waiting)
     case.storage.put(path, b"damaged")
     RunTables(case.url).table("states")
     assert case.storage.get(path) == b"damaged"

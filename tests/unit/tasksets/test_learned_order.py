@@ -10,7 +10,7 @@ import pytest
 
 from rftdask.buffer.choices import Choices
 from rftdask.buffer.experience import Experience, Status, experiences_to_table
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.schedule import TaskRef
 from rftdask.config.schema_buffer import TasksetConfig
 from rftdask.errors import DamagedError, DataError
@@ -27,14 +27,16 @@ class World:
         rows = [{"prompt": f"{i}", "response": "x", "weak": 0.0, "strong": 1.0} for i in range(NUM_TASKS)]
         (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.storage: Storage = open_storage(folder / "run")
-        self.log = ExperienceLog(self.storage)
+        self.log = ParquetLog(self.storage)
         self.kwargs = {"target_reward": 0.5, "do_sample": True, **kwargs}
         self.tasks_file = folder / "tasks.jsonl"
 
     def explorer(self) -> LearnedOrder:
         selector = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": self.kwargs}
         taskset = TasksetConfig.model_validate({"name": "t", "path": str(self.tasks_file), "data_selector": selector})
-        return LearnedOrder(self.storage, taskset, batch_size=BATCH_SIZE, batches_per_step=2, repeat_times=REPEAT_TIMES)
+        return LearnedOrder(
+            self.storage, self.log, taskset, batch_size=BATCH_SIZE, batches_per_step=2, repeat_times=REPEAT_TIMES
+        )
 
     def run(self, step: int, tasks: list[TaskRef] | None) -> None:
         """Commit the step's rollouts; tasks of an even row pass."""

@@ -10,7 +10,7 @@ from trainer_cases import Sink, fill_log, make_trainer, new_storage
 
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.errors import StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.faults import FaultyStorage
@@ -91,7 +91,7 @@ def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage
     assert state["weights"] == state["checkpoint"] == state["export"]
     assert [step for step, _ in sink.rows] == [1, 2, 3, 4, 5]
     assert sink.num_flushed == 5
-    audit = audit_log(ExperienceLog(storage), Ledger(storage), 1)
+    audit = audit_log(ParquetLog(storage), Ledger(storage), 1)
     assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (10, 10, 0, ())
 
 
@@ -138,7 +138,7 @@ def test_killed_at_any_write_a_resumed_run_ends_in_the_same_state(keep: int) -> 
         found = final_state(storage)
         found["ledger"] = [(entry.step, entry.positions) for entry in found["ledger"]]
         assert found == expected, f"killed at write {kill_at}"
-        assert audit_log(ExperienceLog(storage), Ledger(storage), 1).problems == ()
+        assert audit_log(ParquetLog(storage), Ledger(storage), 1).problems == ()
     assert kill_at > 60, "the run has that many writes, before and after"
 
 
@@ -282,7 +282,7 @@ def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
 def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
     storage = new_storage()
     fill_log(storage, 1)
-    ExperienceLog(storage).unseal()
+    ParquetLog(storage).unseal()
     with pytest.raises(WaitTimeout, match="batch 2 did not come"):
         make_trainer(storage).run()
     assert read_pointer(storage, WEIGHTS_POINTER) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.sampling import SampleRule
 from rftdask.buffer.source import LogOptions, LogSource
 from rftdask.storage import Storage, open_storage
@@ -25,7 +25,7 @@ def new_storage() -> Storage:
 
 def fill_log(storage: Storage, steps: int) -> None:
     """A finished log: one task of two rollouts in each explore step, one batch for each."""
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     for step in range(1, steps + 1):
         rows = [
             Experience(
@@ -74,7 +74,7 @@ def make_trainer(
     rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
     return Trainer(
         FakeTrainEngine(),
-        LogSource(ExperienceLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0)),
+        LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0)),
         Checkpoints(storage, "main", keep),
         storage,
         sink or Sink(),

@@ -1,0 +1,121 @@
+"""The experience log as files: immutable shards in small buckets. Committing is one atomic put; a name in the listing
+is the commit.
+
+It knows how shards are found and set aside; what is in one is the part of a subclass, here Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+from rftdask.buffer.experience import Experience
+from rftdask.buffer.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.shard import ShardName, decode_shard, encode_shard
+from rftdask.errors import DamagedError, NotFoundError
+from rftdask.storage import Storage
+
+STEPS_PER_BUCKET = 64
+"""Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
+
+_SEALED = "SEALED.json"
+
+
+class FileLog(ExperienceLog):
+    """A log whose shards are files of one format."""
+
+    suffix: str
+    """Of the names of its shards."""
+
+    def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
+        super().__init__(folder, run)
+        self._storage = storage
+
+    @abstractmethod
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+        """The name and the bytes of a shard."""
+
+    @abstractmethod
+    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
+        """The rows, verified. Raises: DamagedError; DataError: another schema."""
+
+    def path(self, name: ShardName) -> str:
+        return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
+
+    def commit(self, experiences: Sequence[Experience], *, explore_step: int, batch: int) -> ShardName:
+        name, data = self._encode(experiences, explore_step, batch)
+        self._storage.put(self.path(name), data)
+        return name
+
+    def find(self, explore_step: int, batch: int) -> ShardName | None:
+        names = self._in_bucket(self._bucket(explore_step))
+        return next((n for n in names if (n.explore_step, n.batch) == (explore_step, batch)), None)
+
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        first = self._bucket(first_step)
+        buckets = [b for b in self._buckets() if b >= first]
+        return sorted(n for b in buckets for n in self._in_bucket(b) if n.explore_step >= first_step)
+
+    def read(self, name: ShardName) -> pa.Table:
+        return self._decode(name, self._storage.get(self.path(name)))
+
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        base = f"{self.folder}/quarantine/{name.text}"
+        try:
+            self._storage.put(base, self._storage.get(self.path(name)))
+        except NotFoundError:
+            return  # somebody else set it aside
+        self._storage.put(base + ".reason.json", json.dumps({"shard": name.text, "reason": reason}).encode())
+        self._storage.remove(self.path(name))
+
+    def num_quarantined(self) -> int:
+        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/quarantine"))
+        return sum(n is not None and n.suffix == self.suffix and not self._storage.exists(self.path(n)) for n in names)
+
+    def seal(self, num_explore_steps: int) -> None:
+        self._storage.put(f"{self.folder}/{_SEALED}", json.dumps({"num_explore_steps": num_explore_steps}).encode())
+
+    def unseal(self) -> None:
+        self._storage.remove(f"{self.folder}/{_SEALED}")
+
+    def sealed_at(self) -> int | None:
+        try:
+            data = self._storage.get(f"{self.folder}/{_SEALED}")
+        except NotFoundError:
+            return None
+        try:
+            return int(json.loads(data)["num_explore_steps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
+
+    def _buckets(self) -> Iterable[str]:
+        return (n.rstrip("/") for n in self._storage.list(self.folder) if n.rstrip("/").isdigit())
+
+    def _in_bucket(self, bucket: str) -> list[ShardName]:
+        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/{bucket}"))
+        return [n for n in names if n is not None and n.suffix == self.suffix]
+
+    @staticmethod
+    def _bucket(explore_step: int) -> str:
+        return f"{explore_step // STEPS_PER_BUCKET:06d}"
+
+
+class ParquetLog(FileLog):
+    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are. The default."""
+
+    suffix = "parquet"
+
+    def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
+        super().__init__(storage, folder, run)
+        self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
+
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+        return encode_shard(
+            experiences, explore_step=explore_step, batch=batch, writer=self.writer, run=self.run, codec=self._codec
+        )
+
+    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
+        return decode_shard(name, data)

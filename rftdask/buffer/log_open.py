@@ -1,0 +1,13 @@
+"""Which backend the experience log of a run has: known from its config, and so to those who read the run later."""
+
+from __future__ import annotations
+
+from rftdask.buffer.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
+from rftdask.config import Config
+from rftdask.storage import Storage
+
+
+def open_log(storage: Storage, config: Config, folder: str = EXPERIENCES) -> ExperienceLog:
+    """The log below `folder` of the run (or stage) with this config, whose run folder is `storage`."""
+    return ParquetLog(storage, folder, config.name)
