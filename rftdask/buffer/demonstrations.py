@@ -55,11 +55,14 @@ class Demonstrations:
         first = (step - 1) * self._per_batch
         return Rows(self._source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
 
-    def batch(self, rows: Rows, step: int) -> Batch:
-        """The rows that the ledger names. Raises: DataError: they are of another dataset."""
+    def batch(self, rows: Rows, step: int, within: Sequence[int] | None = None) -> Batch:
+        """The rows that the ledger names, or those at `within` of them. Raises: DataError: they are of another
+        dataset.
+        """
         if rows.source != self._source:
             raise DataError(f"the ledger has demonstrations of {rows.source}, the dataset is {self._source} now")
         first = (step - 1) * self._per_batch
-        return supervised_batch(
-            self._read(rows.rows), [f"{self._source}/{first + i}/{n}" for i, n in enumerate(rows.rows)]
-        )
+        places = range(len(rows.rows)) if within is None else within
+        numbers = [rows.rows[i] for i in places]
+        uids = [f"{self._source}/{first + i}/{n}" for i, n in zip(places, numbers, strict=True)]
+        return supervised_batch(self._read(numbers), uids)

@@ -1,5 +1,5 @@
-"""Source: hands the trainer the batch of a step, from the experience log or from a dataset, and writes it in the ledger
-first.
+"""Source: forms the batch of a step, from the experience log or from a dataset, and writes it in the ledger; then, as
+a step of its own, reads the rows that the ledger names.
 
 Invariant: the batch of a step is what the ledger says. If it says nothing yet, the batch is formed, written down, and
 only then handed out; so a resumed trainer gets the very same batches, and two trainers cannot both form one.
@@ -15,35 +15,52 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rftdask.buffer.batch import Batch, batch_from_table, join_batches, supervised_batch
-from rftdask.buffer.curation import BASELINE, Curation, with_rewards
+from rftdask.buffer.batch import Batch, supervised_batch
+from rftdask.buffer.curation import Curation
 from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
-from rftdask.buffer.experience import SCHEMA, Status
+from rftdask.buffer.experience import Status
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.reader import EntryReader
 from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups
 from rftdask.buffer.shard import ShardName
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, WaitTimeout
 
 _FIRST_POLL_S = 0.002
 _POLL_GROWTH = 1.4
-_MAX_TABLES = 256
-"""Shards kept in memory between indexing and training; others are read again, so a long log costs no more memory."""
 
 
 class BatchSource(ABC):
-    """Where a trainer's batches come from."""
+    """Where a trainer's batches come from.
+
+    Example:
+        entry = source.entry(7)  # formed and written down, by one rank
+        batch = source.read(entry)  # on every rank, of the rows it trains
+    """
 
     @abstractmethod
-    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
-        """The batch of `step` (1-based; steps are asked for in order), or None when there will be no more.
+    def entry(self, step: int) -> LedgerEntry | None:
+        """What the ledger says of `step` (1-based; steps are asked for in order), formed and written down now if it
+        says nothing yet; None when there will be no more.
 
         Raises: WaitTimeout: it did not come in time; FencedError: another trainer works on this lineage.
         """
 
     @abstractmethod
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        """The rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
+
+        It needs no entry to have been formed here. Raises: DamagedError; DataError: they are of another dataset.
+        """
+
+    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+        """`entry` and all its rows, for a trainer of one rank."""
+        entry = self.entry(step)
+        return None if entry is None else (entry, self.read(entry))
+
+    @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint must keep to go on after the last batch handed out; JSON types."""
+        """What a checkpoint must keep to go on after the last entry handed out; JSON types."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, object]) -> None: ...
@@ -81,9 +98,9 @@ class LogSource(BatchSource):
         self._should_stop = should_stop
         self._curation = curation or Curation()
         self._demonstrations = demonstrations
+        self._reader = EntryReader(log, curation=self._curation, demonstrations=demonstrations)
         self._cursor = Cursor()
         self._waiting: dict[Position, Group] = {}
-        self._tables: dict[str, pa.Table] = {}
         self._seen: set[str] = set()
         self._replay_until = ledger.last_step()
 
@@ -93,7 +110,7 @@ class LogSource(BatchSource):
     def load_state_dict(self, state: dict[str, object]) -> None:
         self._cursor = Cursor.from_state_dict(state)
 
-    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+    def entry(self, step: int) -> LedgerEntry | None:
         entry = self._ledger.read(step)
         if entry is not None and step > self._replay_until:
             raise FencedError(
@@ -104,9 +121,11 @@ class LogSource(BatchSource):
             if selection is None:
                 return None
             entry = self._write_entry(step, selection)
-        batch = self._read_batch(entry)
-        self._forget(entry)
-        return entry, batch
+        self._settle(entry)
+        return entry
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        return self._reader.read(entry, places)
 
     def _wait_for_groups(self, step: int) -> Selection | None:
         deadline = time.monotonic() + self._options.max_read_timeout_s
@@ -160,8 +179,7 @@ class LogSource(BatchSource):
             # A settled or waiting position makes this group a repeat: its batch ran twice, one of the two is taken.
             if group.position not in self._cursor and group.position not in self._waiting:
                 self._waiting[group.position] = group
-                if len(self._tables) < _MAX_TABLES:
-                    self._tables[name.text] = table
+                self._reader.keep(name, table)
 
     def _write_entry(self, step: int, selection: Selection) -> LedgerEntry:
         if not selection.use and not selection.stale:
@@ -185,7 +203,7 @@ class LogSource(BatchSource):
 
     def _curate(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
         """What is trained of the groups, and what is dropped, by reason."""
-        table = self._rows([Rows(group.source, group.trainable_rows) for group in groups])
+        table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in groups])
         reasons = iter(self._curation.reasons(table, step))
         use: list[Rows] = []
         drop: list[Rows] = []
@@ -198,50 +216,18 @@ class LogSource(BatchSource):
         return use, drop
 
     def _nothing_trainable(self, step: int, selection: Selection) -> str:
-        errors = [e for e in self._table(selection.empty[0].source).column("error").to_pylist() if e]
+        errors = [e for e in self._reader.table(selection.empty[0].source).column("error").to_pylist() if e]
         return (
             f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
             f"first error: {errors[0] if errors else 'none recorded'}"
         )
 
-    def _read_batch(self, entry: LedgerEntry) -> Batch:
-        own = self._trained_rows([rows for rows in entry.use if not rows.of_dataset])
-        baselines = [rows for rows in entry.drop if rows.reason == BASELINE]
-        batch = batch_from_table(own, self._trained_rows(baselines) if baselines else None)
-        for rows in entry.use:
-            if rows.of_dataset:
-                batch = join_batches(batch, self._demonstrated(rows, entry.step))
-        return batch
-
-    def _demonstrated(self, rows: Rows, step: int) -> Batch:
-        if self._demonstrations is None:
-            raise DataError(f"{self._ledger.path(step)} names {rows.source}, and no demonstrations are configured")
-        return self._demonstrations.batch(rows, step)
-
-    def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
-        """The rows of the log with the rewards they are trained with."""
-        table = self._rows(parts)
-        return with_rewards(table, self._curation.rewards(table))
-
-    def _rows(self, parts: Sequence[Rows]) -> pa.Table:
-        """The rows of the log, one after another."""
-        tables = [self._table(rows.source).take(pa.array(rows.rows, pa.int64())) for rows in parts]
-        return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
-
-    def _table(self, source: str) -> pa.Table:
-        if source not in self._tables:
-            name = ShardName.try_parse(source)
-            if name is None:
-                raise DamagedError(f"ledger of lineage {self._ledger.lineage} names {source!r}, which is no shard")
-            self._tables[source] = self._log.read(name)
-        return self._tables[source]
-
-    def _forget(self, entry: LedgerEntry) -> None:
+    def _settle(self, entry: LedgerEntry) -> None:
         for position in entry.positions:
             self._waiting.pop(position, None)
         self._cursor.settle(entry.positions, self._options.rule.tasks_per_step)
-        in_use = {group.source for group in self._waiting.values()}
-        self._tables = {source: table for source, table in self._tables.items() if source in in_use}
+        in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
+        self._reader.forget_all_but(in_use)
 
 
 def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> list[Group]:
@@ -304,7 +290,7 @@ class DatasetSource(BatchSource):
         if state["source"] != self._source:
             raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {self._source}")
 
-    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+    def entry(self, step: int) -> LedgerEntry | None:
         entry = self._ledger.read(step)
         if entry is None:
             numbers = self._numbers(step)
@@ -316,18 +302,24 @@ class DatasetSource(BatchSource):
             raise FencedError(
                 f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
             )
+        return entry
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        """`places`: of rows of the dataset; each gives `group_size` sequences."""
         if any(rows.source != self._source for rows in entry.use):
             raise DataError(
-                f"{self._ledger.path(step)} was written for {entry.use[0].source}, the dataset is {self._source} now"
+                f"{self._ledger.path(entry.step)} was written for {entry.use[0].source}, the dataset is "
+                f"{self._source} now"
             )
+        first = (entry.step - 1) * self._batch_size
         numbers = entry.use[0].rows
-        first = (step - 1) * self._batch_size
+        places = range(len(numbers)) if places is None else places
         uids = [
-            f"{self._source}/{first + i}/{n}" + (f"/{part}" if self._group_size > 1 else "")
-            for i, n in enumerate(numbers)
+            f"{self._source}/{first + i}/{numbers[i]}" + (f"/{part}" if self._group_size > 1 else "")
+            for i in places
             for part in range(self._group_size)
         ]
-        return entry, supervised_batch(self._rows(numbers), uids, self._group_size)
+        return supervised_batch(self._rows([numbers[i] for i in places]), uids, self._group_size)
 
     def _numbers(self, step: int) -> tuple[int, ...] | None:
         start = (step - 1) * self._batch_size

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from buffer_cases import commit_batch, make_source, new_storage
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.batch import Batch, batch_from_table
@@ -17,6 +19,7 @@ from rftdask.buffer.curation import BASELINE, Curation
 from rftdask.buffer.demonstrations import Demonstrations, RowOrder
 from rftdask.buffer.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log_files import ParquetLog
+from rftdask.buffer.reader import EntryReader
 from rftdask.errors import DataError
 from rftdask.storage import Storage
 
@@ -134,3 +137,22 @@ def test_turns_of_a_rollout_share_its_number() -> None:
     assert batch.rollouts.tolist() == [0, 1, 1, 2]
     assert batch.turns.tolist() == [0, 0, 1, 0]
     assert batch.groups.tolist() == [0, 0, 0, 1]
+
+
+@given(st.sets(st.integers(0, 7)), st.booleans())
+@settings(max_examples=30)
+def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:
+    storage = filled()
+    demonstrations = Demonstrations(
+        lambda numbers: [((1, 2, n), 1, None) for n in numbers], "f", RowOrder(3, None), per_batch=2
+    )
+    curation = DropRollout(0, BASELINE if with_baseline else "why")
+    source = make_source(storage, groups_per_batch=4, curation=curation, demonstrations=demonstrations)
+    entry, whole = source.batch(1) or pytest.fail("no batch")
+    at = sorted(place for place in places if place < len(whole))
+    reader = EntryReader(ParquetLog(storage), curation=curation, demonstrations=demonstrations)
+    part = reader.read(entry, at)
+    assert part.uids == tuple(whole.uids[place] for place in at)
+    for name in ("rewards", "lengths", "experts", "min_policy_versions", *(["baselines"] if with_baseline else [])):
+        assert getattr(part, name).tolist() == getattr(whole, name)[at].tolist(), name
+    assert [t.tolist() for t in part.row_tokens()][: len(part)] == [whole.row_tokens()[place].tolist() for place in at]

@@ -1,0 +1,102 @@
+"""Reader: the rows that a ledger entry names, as a batch. Any rank may have one; it forms nothing and decides nothing.
+
+Invariant: what it returns follows from the entry, the log and the curation alone, so every rank and every replay trains
+the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pyarrow as pa
+
+from rftdask.buffer.batch import Batch, batch_from_table, join_batches
+from rftdask.buffer.curation import BASELINE, Curation, with_rewards
+from rftdask.buffer.demonstrations import Demonstrations
+from rftdask.buffer.experience import SCHEMA
+from rftdask.buffer.ledger import LedgerEntry, Rows
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.shard import ShardName
+from rftdask.errors import DamagedError, DataError
+
+_MAX_TABLES = 256
+"""Shards kept in memory between indexing and training; others are read again, so a long log costs no more memory."""
+
+
+class EntryReader:
+    """Reads the rows of ledger entries.
+
+    Example: EntryReader(log, curation=curation).read(entry, places=[0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        log: ExperienceLog,
+        *,
+        curation: Curation | None = None,
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._log = log
+        self._curation = curation or Curation()
+        self._demonstrations = demonstrations
+        self._tables: dict[str, pa.Table] = {}
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        """The rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
+
+        Raises: DamagedError: a shard it names; DataError: rows of a dataset that is not there.
+        """
+        parts = _parts_at(entry.use, places)
+        own = self._trained_rows([Rows(rows.source, at) for rows, at, _ in parts if not rows.of_dataset])
+        baselines = [rows for rows in entry.drop if rows.reason == BASELINE]
+        batch = batch_from_table(own, self._trained_rows(baselines) if baselines else None)
+        for rows, _, within in parts:
+            if rows.of_dataset:
+                batch = join_batches(batch, self._demonstrated(entry, rows, within))
+        return batch
+
+    def rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """The rows of the log as recorded, one after another."""
+        tables = [self.table(rows.source).take(pa.array(rows.rows, pa.int64())) for rows in parts]
+        return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+
+    def table(self, source: str) -> pa.Table:
+        """All rows of the shard that a ledger calls `source`. Raises: DamagedError."""
+        if source not in self._tables:
+            name = ShardName.try_parse(source)
+            if name is None:
+                raise DamagedError(f"the ledger names {source!r}, which is no shard")
+            self._tables[source] = self._log.read(name)
+        return self._tables[source]
+
+    def keep(self, name: ShardName, table: pa.Table) -> None:
+        """A shard that was read for another reason and will be needed, while there is room."""
+        if len(self._tables) < _MAX_TABLES:
+            self._tables[name.text] = table
+
+    def forget_all_but(self, sources: Collection[str]) -> None:
+        self._tables = {source: table for source, table in self._tables.items() if source in sources}
+
+    def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """The rows of the log with the rewards they are trained with."""
+        table = self.rows(parts)
+        return with_rewards(table, self._curation.rewards(table))
+
+    def _demonstrated(self, entry: LedgerEntry, rows: Rows, within: Sequence[int]) -> Batch:
+        if self._demonstrations is None:
+            raise DataError(f"ledger entry {entry.step} names {rows.source}, and no demonstrations are configured")
+        return self._demonstrations.batch(rows, entry.step, within)
+
+
+def _parts_at(use: Sequence[Rows], places: Sequence[int] | None) -> list[tuple[Rows, tuple[int, ...], Sequence[int]]]:
+    """(part, its rows at `places`, where in the part these are), without the parts that have none."""
+    if places is None:
+        return [(rows, rows.rows, range(len(rows.rows))) for rows in use]
+    found: list[tuple[Rows, tuple[int, ...], Sequence[int]]] = []
+    begin = 0
+    for rows in use:
+        within = [place - begin for place in places if 0 <= place - begin < len(rows.rows)]
+        if within:
+            found.append((rows, tuple(rows.rows[i] for i in within), within))
+        begin += len(rows.rows)
+    return found
