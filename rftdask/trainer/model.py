@@ -177,10 +177,18 @@ def state_dict_bytes(model: torch.nn.Module) -> bytes:
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.detach().cpu().contiguous()
+    return state_bytes(tensors)
+
+
+def state_bytes(tensors: dict[str, Tensor]) -> bytes:
+    """Weights by name, tied ones once, in safetensors format."""
     return safetensors.torch.save(tensors, metadata={"format": "pt"})
 
 
-def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write what `from_pretrained` of model, tokenizer and generation config reads; weights come back bit for bit."""
-    model.save_pretrained(folder)
+def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write what `from_pretrained` of model, tokenizer and generation config reads; weights come back bit for bit.
+
+    tensors: the weights, tied ones once; None takes those of the model.
+    """
+    model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)

@@ -1,16 +1,29 @@
-"""AdamW over the trained parameters of one model: a clipped step, and its state as bytes. It knows no losses."""
+"""AdamW over the trained parameters of one model: a clipped step, and its state as bytes. It knows no losses.
+
+Its state at rest is our own: safetensors files, one for each rank that holds a part, whose heads say in JSON which rows
+each tensor begins with. So any number of ranks can read what any other number wrote, to the bit. (The format of
+`torch.distributed.checkpoint` keeps its index as a pickle, which we keep none of, and wants a file system.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from rftdask.errors import RoleError
+from rftdask.trainer.engines.strategies.base import Strategy, local, rows_of, spread_like
 from rftdask.trainer.schedule import LearningRate
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Steps with a gradient that is not finite: one may be chance, this many are not."""
+_HEAD = "rftdask"
 
 
 @dataclass(frozen=True)
@@ -35,11 +48,12 @@ class CriticOptions:
 class Adam:
     """Steps a model by the gradients it holds."""
 
-    def __init__(self, model: torch.nn.Module, options: AdamOptions) -> None:
+    def __init__(self, model: torch.nn.Module, options: AdamOptions, strategy: Strategy) -> None:
         self._options = options
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._names = list(trained)
-        self._parameters = list(trained.values())
+        self._strategy = strategy
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = list(self._trained.values())
+        self._num_skipped_in_a_row = 0
         self._optimizer = torch.optim.AdamW(
             self._parameters,
             lr=options.learning_rate.lr,
@@ -49,34 +63,90 @@ class Adam:
         )
 
     def step(self, step: int) -> dict[str, float]:
-        """Optimizer step number `step`; the gradients are gone after it. Raises: RoleError: they are not finite."""
-        clip = self._options.grad_clip if self._options.grad_clip > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, clip))
-        if not norm < float("inf"):
-            raise RoleError(
-                f"step {step}: the gradient norm is {norm}; lower the learning rate or look at the batch in the ledger"
-            )
+        """Optimizer step number `step`; the gradients are gone after it. A gradient that is not finite changes nothing,
+        and is counted.
+
+        Raises: RoleError: too many of them in a row.
+        """
+        self._strategy.reduce(self._parameters)
+        clip = self._options.grad_clip if self._options.grad_clip > 0 else math.inf
+        norm = self._strategy.clip(self._parameters, clip)
         lr = self._options.learning_rate.at(step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        finite = math.isfinite(norm)
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "lr": lr}
+        self._num_skipped_in_a_row = 0 if finite else self._num_skipped_in_a_row + 1
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RoleError(
+                f"step {step}: the gradient norm is {norm}, and was not finite in the {MAX_SKIPPED_IN_A_ROW - 1} steps "
+                "before; lower the learning rate or look at the batches in the ledger"
+            )
+        return {**({"grad_norm": norm} if finite else {}), "lr": lr, "num_skipped_steps": float(not finite)}
 
-    def state(self) -> bytes:
-        """Its state in safetensors format, by names of parameters."""
+    def state_files(self, name: str) -> dict[str, bytes]:
+        """Its state by names of parameters, in safetensors format: `name`, and if it is spread over ranks each rank's
+        part. A rank gives what it is to write.
+        """
+        ranks = self._strategy.ranks
+        if not (ranks.leads or self._strategy.sharded):
+            return {}
         states: Mapping[int, Mapping[str, Tensor]] = self._optimizer.state_dict()["state"]
-        tensors = {
-            f"{self._names[index]}/{key}": torch.as_tensor(value).contiguous()
-            for index, state in states.items()
-            for key, value in state.items()
+        tensors: dict[str, Tensor] = {}
+        starts: dict[str, int] = {}
+        for index, parameter in enumerate(self._trained):
+            for key, value in states.get(index, {}).items():
+                tensors[f"{parameter}/{key}"] = local(torch.as_tensor(value)).cpu().contiguous()
+                starts[f"{parameter}/{key}"] = rows_of(value)[0]
+        head = {
+            "num_files": ranks.size if self._strategy.sharded else 1,
+            "num_skipped_in_a_row": self._num_skipped_in_a_row,
+            "first_rows": starts,
         }
-        return save(tensors)
+        # One entry: the library writes several in any order, and the same state should give the same bytes.
+        return {_file_name(name, ranks.rank): save(tensors, {_HEAD: json.dumps(head, sort_keys=True)})}
 
-    def load_state(self, data: bytes) -> None:
-        """Restore what `state` gave, to the bit."""
+    def load_state_files(self, name: str, read: Callable[[str], bytes]) -> None:
+        """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it."""
+        held: dict[str, Tensor] = {}
+        number, num_files = 0, 1
+        while number < num_files:
+            data = read(_file_name(name, number))
+            head = _head(data)
+            num_files = head["num_files"]
+            self._num_skipped_in_a_row = head["num_skipped_in_a_row"]
+            for key, tensor in load(data).items():
+                self._take(held, key, tensor, head["first_rows"][key])
+            number += 1
         states: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in load(data).items():
-            parameter, _, key = name.rpartition("/")
-            states.setdefault(self._names.index(parameter), {})[key] = tensor
+        for index, (parameter, like) in enumerate(self._trained.items()):
+            own = {key.rpartition("/")[2]: value for key, value in held.items() if key.rpartition("/")[0] == parameter}
+            if own:
+                states[index] = {key: spread_like(like, value) if value.dim() else value for key, value in own.items()}
         self._optimizer.load_state_dict({"state": states, "param_groups": self._optimizer.state_dict()["param_groups"]})
+
+    def _take(self, held: dict[str, Tensor], key: str, tensor: Tensor, first_row: int) -> None:
+        """Of a file's tensor, whose first row is row `first_row` of the whole, the rows that this rank holds."""
+        parameter = self._trained[key.rpartition("/")[0]]
+        if not tensor.dim():
+            held[key] = tensor  # a count of steps, the same in all files
+            return
+        start, stop = rows_of(parameter)
+        part = held.setdefault(key, torch.empty((stop - start, *parameter.shape[1:]), dtype=tensor.dtype))
+        low, high = max(start, first_row), min(stop, first_row + len(tensor))
+        if low < high:
+            part[low - start : high - start] = tensor[low - first_row : high - first_row]
+
+
+def _file_name(name: str, number: int) -> str:
+    """optim.safetensors, then optim-1.safetensors and so on."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}-{number}.{ending}" if number else name
+
+
+def _head(data: bytes) -> dict[str, Any]:
+    """What `state_files` put into the head of a safetensors file, which is its size in 8 bytes, then JSON."""
+    size = int.from_bytes(data[:8], "little")
+    return dict(json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_HEAD]))

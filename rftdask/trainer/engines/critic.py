@@ -6,10 +6,10 @@ the model says before it sees the token. Letters: as in padding.py; Q response t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from rftdask.errors import RoleError
 from rftdask.trainer.engines.adam import Adam, CriticOptions
 from rftdask.trainer.engines.padding import PaddedRows
-from rftdask.trainer.model import load_policy, response_tokens, state_dict_bytes
+from rftdask.trainer.engines.passes import Passes
+from rftdask.trainer.engines.strategies.base import Strategy, layers_of
+from rftdask.trainer.model import load_policy, response_tokens, state_bytes
 
 _MODEL = "critic/model.safetensors"
 _OPTIMIZER = "critic/optim.safetensors"
@@ -48,19 +50,23 @@ class ValueModel(torch.nn.Module):
 class Critic:
     """The value model on one rank, and its optimizer."""
 
-    def __init__(self, options: CriticOptions, dtype: str, device: str, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, options: CriticOptions, dtype: str, device: str, strategy: Strategy, *, trust_remote_code: bool = False
+    ) -> None:
         policy, _ = load_policy(options.model_path, dtype, device, trust_remote_code=trust_remote_code)
         body: Any = policy.base_model
         self._model = ValueModel(body, policy.config.hidden_size).to(device=device, dtype=policy.dtype)
         self._options = options
-        self._adam = Adam(self._model, options.adam)
+        self._strategy = strategy
+        strategy.prepare(self._model, layers_of(body, policy._no_split_modules or ()))
+        self._adam = Adam(self._model, options.adam, strategy)
 
-    def values(self, rows: PaddedRows, parts: Sequence[np.ndarray]) -> Tensor:
+    def values(self, rows: PaddedRows, passes: Passes) -> Tensor:
         """[N, T] float32 values before every response token."""
-        return rows.scored(parts, self._model)
+        return passes.scored(rows, self._model)
 
     def update(
-        self, rows: PaddedRows, parts: Sequence[np.ndarray], old_NT: Tensor, returns_NT: Tensor, step: int
+        self, rows: PaddedRows, passes: Passes, old_NT: Tensor, returns_NT: Tensor, step: int
     ) -> dict[str, float]:
         """One optimizer step toward the returns over the trained tokens; old_NT: the values the returns were made with.
 
@@ -68,7 +74,7 @@ class Critic:
         """
         weights_NT = rows.loss_mask_NT / rows.loss_mask_NT.sum().clamp(min=1)
         total = 0.0
-        for members in parts:
+        for members in passes.own:
             part = torch.from_numpy(members).to(weights_NT.device)
             values_BT = self._model(**rows.model_inputs(members))
             width = values_BT.shape[1]
@@ -78,7 +84,9 @@ class Critic:
             loss = (loss_BT * weights_NT[part, :width]).sum()
             loss.backward()
             total += float(loss.detach())
-        if not np.isfinite(total):
+        passes.idle_backward(rows, self._model)
+        total = self._strategy.ranks.add_metrics({"loss": total})["loss"]
+        if not math.isfinite(total):
             raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
         residual_NT = (returns_NT - old_NT) * rows.loss_mask_NT
         metrics = {f"critic_{name}": value for name, value in self._adam.step(step).items()}
@@ -86,12 +94,14 @@ class Critic:
 
     def state_files(self) -> dict[str, bytes]:
         """As of `TrainEngine.state_files`."""
-        return {_MODEL: state_dict_bytes(self._model), _OPTIMIZER: self._adam.state()}
+        files = self._adam.state_files(_OPTIMIZER)
+        tensors = self._strategy.full_state(self._model)
+        return {**files, _MODEL: state_bytes(tensors)} if self._strategy.ranks.leads else files
 
     def load_state_files(self, read: Callable[[str], bytes]) -> None:
         """As of `TrainEngine.load_state_files`."""
-        self._model.load_state_dict(load(read(_MODEL)))
-        self._adam.load_state(read(_OPTIMIZER))
+        self._strategy.load_full_state(self._model, load(read(_MODEL)))
+        self._adam.load_state_files(_OPTIMIZER, read)
 
 
 def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:

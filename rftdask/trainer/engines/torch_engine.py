@@ -1,14 +1,15 @@
-"""The PyTorch train engine: one rank, whole model, AdamW.
+"""The PyTorch train engine: the models of one rank, AdamW, and a strategy by which the ranks share them.
 
-A step: what frozen models and the critic say of the rows, then the advantages over the whole batch, then one update of
-the policy and one of the critic. Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the
-longest response.
+Every rank is given the whole batch, and computes its own rows of it. A step: what frozen models and the critic say of
+the rows, brought together; then the advantages over the whole batch, on every rank the same; then one update of the
+policy and one of the critic, by gradients added over the ranks. Letters: N rows of the batch; B rows of a micro-batch;
+T response tokens of the longest response.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE
 from rftdask.trainer.engines.adam import Adam, AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.padding import PaddedRows, micro_batches
-from rftdask.trainer.model import export_hf, load_policy, state_dict_bytes, token_logprobs
+from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.engines.passes import Passes, plan_passes
+from rftdask.trainer.engines.strategies.base import Single, Strategy, layers_of
+from rftdask.trainer.model import export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.ranks import Ranks
 
 _OPTIMIZER = "actor/optim.safetensors"
-_RNG = "rng.safetensors"
+_COEFS = "actor/kl_coefs.safetensors"
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,27 @@ class _Scores:
     values_NT: Tensor | None
 
 
+class Scorer(torch.nn.Module):
+    """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        return token_logprobs(self.model, **inputs)
+
+
 class TorchEngine(TrainEngine):
     """Trains the policy of `options.model_path` by `algorithm`."""
 
-    def __init__(self, options: TorchOptions, algorithm: Algorithm) -> None:
-        """Raises: DataError: a model cannot be loaded, or the teacher has another vocabulary."""
+    def __init__(self, options: TorchOptions, algorithm: Algorithm, strategy: Strategy | None = None) -> None:
+        """strategy: None is one rank with the whole model.
+
+        Raises: DataError: a model cannot be loaded, or the teacher has another vocabulary.
+        """
+        self._strategy = strategy or Single(Ranks())
+        self._ranks = self._strategy.ranks
         torch.manual_seed(options.seed)
         torch.use_deterministic_algorithms(options.deterministic)
         self._options = options
@@ -83,13 +103,18 @@ class TorchEngine(TrainEngine):
             options.model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code
         )
         self._model.train()
-        self._adam = Adam(self._model, options.adam)
+        self._policy = self._prepared(self._model)
+        self._adam = Adam(self._model, options.adam, self._strategy)
         self._reference = self._load_frozen(options.model_path) if algorithm.use_reference else None
         self._teacher = self._load_frozen(options.teacher_path) if options.teacher_path else None
         self._critic: Critic | None = None
         if options.critic is not None:
             self._critic = Critic(
-                options.critic, options.dtype, options.device, trust_remote_code=options.trust_remote_code
+                options.critic,
+                options.dtype,
+                options.device,
+                self._strategy,
+                trust_remote_code=options.trust_remote_code,
             )
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
@@ -98,62 +123,71 @@ class TorchEngine(TrainEngine):
 
     def train_step(self, batch: Batch, step: int) -> dict[str, float]:
         rows = PaddedRows(batch, self._device)
-        parts = micro_batches(
+        passes = plan_passes(
             batch.lengths,
+            self._ranks,
+            hidden_size=self._model.config.get_text_config().hidden_size,
             max_tokens=self._options.max_tokens_per_micro_batch,
             max_rows=self._options.micro_batch_size,
             unit=2 if self._algorithm.schema == "dpo" else 1,
+            together=self._strategy.passes_together,
         )
+        # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
+        torch.manual_seed(self._options.seed * 2**32 + step)
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            metrics = self._train(rows, parts, step)
+            metrics = self._train(rows, passes, step)
         self._adapt_kl(metrics, len(batch))
         return metrics
 
-    def _train(self, rows: PaddedRows, parts: Sequence[np.ndarray], step: int) -> dict[str, float]:
+    def _train(self, rows: PaddedRows, passes: Passes, step: int) -> dict[str, float]:
         try:
-            scores = self._score(rows, parts)
+            scores = self._score(rows, passes)
             advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
             if self._critic is None or step > self._options.critic_warmup:
-                metrics |= self._update(rows, parts, scores.ref_NT, advantages_NT, step)
+                metrics |= self._update(rows, passes, scores.ref_NT, advantages_NT, step)
         except ValueError as error:
             raise RoleError(f"step {step}: {error}") from error
         if self._critic is not None:
             assert scores.values_NT is not None and returns_NT is not None
-            metrics |= self._critic.update(rows, parts, scores.values_NT, returns_NT, step)
+            metrics |= self._critic.update(rows, passes, scores.values_NT, returns_NT, step)
         return metrics
 
     def weights(self) -> bytes:
-        return state_dict_bytes(self._model)
+        tensors = self._strategy.full_state(self._model)
+        return state_bytes(tensors) if self._ranks.leads else b""
 
     def state_files(self) -> dict[str, bytes]:
-        return {
-            CHECKPOINT_MODEL_FILE: self.weights(),
-            _OPTIMIZER: self._adam.state(),
-            _RNG: save({"torch": torch.get_rng_state(), "kl_coefs": self._kl_coefs}),
-            **(self._critic.state_files() if self._critic is not None else {}),
-        }
+        files = self._adam.state_files(_OPTIMIZER)
+        if self._critic is not None:
+            files |= self._critic.state_files()
+        weights = self.weights()
+        if self._ranks.leads:
+            files |= {CHECKPOINT_MODEL_FILE: weights, _COEFS: save({"kl": self._kl_coefs})}
+        return files
 
     def load_state_files(self, read: Callable[[str], bytes]) -> None:
-        missing, unexpected = self._model.load_state_dict(load(read(CHECKPOINT_MODEL_FILE)), strict=False)
-        lacking = set(missing) - set(getattr(self._model, "all_tied_weights_keys", None) or ())
-        if lacking or unexpected:
-            raise RoleError(
-                f"checkpoint does not fit the model: missing {sorted(lacking)}, unexpected {sorted(unexpected)}"
-            )
-        self._adam.load_state(read(_OPTIMIZER))
+        try:
+            missing = self._strategy.load_full_state(self._model, load(read(CHECKPOINT_MODEL_FILE)))
+        except (KeyError, RuntimeError) as error:
+            raise RoleError(f"checkpoint does not fit the model: {error}") from error
+        lacking = missing - set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        if lacking:
+            raise RoleError(f"checkpoint does not fit the model: missing {sorted(lacking)}")
+        self._adam.load_state_files(_OPTIMIZER, read)
         if self._critic is not None:
             self._critic.load_state_files(read)
-        state = load(read(_RNG))
-        torch.set_rng_state(state["torch"])
-        self._kl_coefs = state["kl_coefs"]
+        self._kl_coefs = load(read(_COEFS))["kl"]
 
     def export_files(self) -> Mapping[str, bytes]:
+        tensors = self._strategy.full_state(self._model)
+        if not self._ranks.leads:
+            return {}
         with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
-            export_hf(self._model, self._tokenizer, Path(folder))
+            export_hf(self._model, self._tokenizer, Path(folder), tensors)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
-    def _load_frozen(self, model_path: str) -> torch.nn.Module:
+    def _load_frozen(self, model_path: str) -> Scorer:
         options = self._options
         model, _ = load_policy(model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
@@ -163,24 +197,27 @@ class TorchEngine(TrainEngine):
                 "only a model of the same tokens can score its responses"
             )
         model.eval().requires_grad_(False)
-        return model
+        return self._prepared(model)
 
-    def _score(self, rows: PaddedRows, parts: Sequence[np.ndarray]) -> _Scores:
-        def by(model: torch.nn.Module | None) -> Tensor | None:
-            if model is None:
-                return None
-            return rows.scored(parts, lambda **inputs: token_logprobs(model, **inputs)[0])
+    def _prepared(self, model: Any) -> Scorer:
+        scorer = Scorer(model)
+        self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
+        return scorer
+
+    def _score(self, rows: PaddedRows, passes: Passes) -> _Scores:
+        def by(scorer: Scorer | None) -> Tensor | None:
+            return None if scorer is None else passes.scored(rows, lambda **inputs: scorer(**inputs)[0])
 
         def entropy(**inputs: Any) -> Tensor:
-            entropy_BT = token_logprobs(self._model, **inputs, with_entropy=True)[1]
+            entropy_BT = self._policy(**inputs, with_entropy=True)[1]
             assert entropy_BT is not None
             return entropy_BT
 
         return _Scores(
             ref_NT=by(self._reference),
             teacher_NT=by(self._teacher),
-            entropy_NT=rows.scored(parts, entropy) if "entropy_NT" in self._needs else None,
-            values_NT=None if self._critic is None else self._critic.values(rows, parts),
+            entropy_NT=passes.scored(rows, entropy) if "entropy_NT" in self._needs else None,
+            values_NT=None if self._critic is None else self._critic.values(rows, passes),
         )
 
     def _advantages(
@@ -208,7 +245,7 @@ class TorchEngine(TrainEngine):
     def _update(
         self,
         rows: PaddedRows,
-        parts: Sequence[np.ndarray],
+        passes: Passes,
         ref_NT: Tensor | None,
         advantages_NT: Tensor | None,
         step: int,
@@ -221,14 +258,16 @@ class TorchEngine(TrainEngine):
             step=step,
         )
         sums: dict[str, Tensor] = {}
-        for members in parts:
+        for members in passes.own:
             loss, more = self._algorithm.compute_loss(
                 self._loss_inputs(rows, members, weights_NT, ref_NT, advantages_NT)
             )
             loss.backward()
             for name, value in more.items():
                 sums[name] = sums[name] + value if name in sums else value
-        return {**{name: float(value) for name, value in sums.items()}, **self._adam.step(step)}
+        passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
+        metrics = self._ranks.add_metrics({name: float(value) for name, value in sums.items()})
+        return {**metrics, **self._adam.step(step)}
 
     def _loss_inputs(
         self,
@@ -239,9 +278,7 @@ class TorchEngine(TrainEngine):
         advantages_NT: Tensor | None,
     ) -> LossInputs:
         part = torch.from_numpy(members).to(self._device)
-        policy_BT, entropy_BT = token_logprobs(
-            self._model, **rows.model_inputs(members), with_entropy=self._algorithm.use_entropy
-        )
+        policy_BT, entropy_BT = self._policy(**rows.model_inputs(members), with_entropy=self._algorithm.use_entropy)
         width = policy_BT.shape[1]
         # One update per batch: the weights before it are the current ones.
         current_BT = policy_BT.detach()

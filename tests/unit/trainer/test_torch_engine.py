@@ -111,7 +111,7 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
     for each in (first, second):
         each.train_step(rollouts(seed=3), 3)
     assert first.state_files() == second.state_files()
-    assert load(first.state_files()["rng.safetensors"])["kl_coefs"].tolist() != [0.5, 0.5]
+    assert load(first.state_files()["actor/kl_coefs.safetensors"])["kl"].tolist() != [0.5, 0.5]
 
 
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
@@ -176,3 +176,24 @@ def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Pa
     none = engine(models, "grpo", {**parts, "advantage_fn_args": {"mu": 100.0}}).train_step(rollouts(), 1)
     assert none["token_filter_frac"] == 0.0
     assert metrics["grad_norm"] != none["grad_norm"]
+
+
+def spoil(batch: Batch) -> Batch:
+    """Rewards so far apart that the gradient overflows."""
+    return replace(batch, rewards=np.where(np.arange(len(batch)) % 2, 1e30, -1e30).astype(np.float32))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is_an_error(models: Path) -> None:
+    parts = {"advantage_fn_args": {"std": "none"}, "kl_loss_fn": "none"}
+    trained = engine(models, "grpo", parts)
+    for step in (1, 2, 3):
+        start = trained.weights()
+        metrics = trained.train_step(spoil(rollouts()) if step != 2 else rollouts(), step)
+        assert (metrics["num_skipped_steps"], "grad_norm" in metrics) == ((0.0, True) if step == 2 else (1.0, False))
+        assert (trained.weights() == start) == (step != 2)
+    again = engine(models, "grpo", parts)
+    again.load_state_files(trained.state_files().__getitem__)
+    for each in (trained, again):  # a resumed engine goes on counting
+        each.train_step(spoil(rollouts()), 4)
+        with pytest.raises(RoleError, match=r"step 5: the gradient norm is .* not finite in the 2 steps before"):
+            each.train_step(spoil(rollouts()), 5)

@@ -1,0 +1,66 @@
+"""Passes: the micro-batches of one rank in one step, and what is scored in them brought together over the ranks.
+
+Letters: as in padding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
+from rftdask.trainer.engines.padding import PaddedRows, micro_batches
+from rftdask.trainer.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What this rank computes of a batch."""
+
+    ranks: Ranks
+    own: list[np.ndarray]
+    """Row numbers of each pass over own rows."""
+    num_idle: int
+    """Passes over rows of no consequence, after the others, so that all ranks make the same number."""
+    filler: np.ndarray
+    """The rows of an idle pass: few and short."""
+
+    def scored(self, rows: PaddedRows, score: Callable[..., Tensor]) -> Tensor:
+        """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
+        values_NT = rows.scored(self.own, score)
+        for _ in range(self.num_idle):
+            rows.scored([self.filler], score)
+        return self.ranks.add(values_NT)
+
+    def idle_backward(self, rows: PaddedRows, score: Callable[..., Tensor]) -> None:
+        """The idle passes of an update: forward and backward, gradient 0."""
+        for _ in range(self.num_idle):
+            (score(**rows.model_inputs(self.filler)) * 0.0).sum().backward()
+
+
+def plan_passes(
+    lengths: np.ndarray,
+    ranks: Ranks,
+    *,
+    hidden_size: int,
+    max_tokens: int,
+    max_rows: int | None,
+    unit: int,
+    together: bool,
+) -> Passes:
+    """Rows dealt to the ranks by cost, then cut into micro-batches. unit: neighbors that are never parted.
+
+    together: all ranks must make the same number of passes.
+    """
+    cut: list[list[np.ndarray]] = []
+    for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size):
+        members = rows_of_units(units, unit)
+        parts = micro_batches(lengths[members], max_tokens=max_tokens, max_rows=max_rows, unit=unit)
+        cut.append([members[part] for part in parts])
+    own = cut[ranks.rank]
+    num_idle = max(len(parts) for parts in cut) - len(own) if together else 0
+    shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
+    return Passes(ranks, own, num_idle, rows_of_units(shortest, unit))

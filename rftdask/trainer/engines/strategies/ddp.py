@@ -1,0 +1,41 @@
+"""ddp: every rank holds the whole model; gradients are added once per step, after its last backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rftdask.trainer.engines.strategies.base import Strategy
+
+_BUCKET = 2**25
+"""Numbers that are added in one call: 128 MiB of float32. Fixed, since the order of additions follows from it."""
+
+
+class DDP(Strategy):
+    """Weights are the same everywhere from the start: same files, same seed, same sums."""
+
+    def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        pass
+
+    def reduce(self, parameters: Sequence[Tensor]) -> None:
+        for bucket in _buckets(parameters):
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+            flat = self.ranks.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            sums = flat.split([p.numel() for p in bucket])
+            for parameter, total in zip(bucket, sums, strict=True):
+                parameter.grad = total.view_as(parameter)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if bucket and (
+            sum(p.numel() for p in bucket) + parameter.numel() > _BUCKET or parameter.dtype != bucket[0].dtype
+        ):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

@@ -1,0 +1,75 @@
+"""fsdp2: every rank holds a part of each weight, gradient and optimizer state (PyTorch's `fully_shard`).
+
+The weights of a layer are brought together for its forward pass, and again for its backward pass; those outside of the
+layers (embeddings, head) stay together from the forward to the backward pass. A gradient is added up and cut in each
+backward pass, so a rank never holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """What a user may choose."""
+
+    offload: bool = False
+    """Weights, gradients and optimizer state lie in host memory, and the optimizer steps there."""
+    prefetch: int = 0
+    """Layers whose weights are asked for ahead of the one at work, in both directions; 0: as PyTorch does by itself,
+    which is one ahead in the backward pass.
+    """
+    reshard_after_forward: bool = True
+    """Whether a layer's weights are given up between its forward and its backward pass."""
+
+
+class FSDP2(Strategy):
+    """Cuts each weight along its first dimension."""
+
+    passes_together = True
+    sharded = True
+
+    def __init__(self, ranks: Ranks, device: torch.device, options: ShardOptions) -> None:
+        super().__init__(ranks)
+        self._options = options
+        self._mesh = init_device_mesh(device.type, (ranks.size,))
+        # Weights stay float32 where they lie, and are brought together in bfloat16 where a GPU multiplies.
+        multiply = torch.bfloat16 if device.type == "cuda" else None
+        self._precision = MixedPrecisionPolicy(param_dtype=multiply, reduce_dtype=torch.float32)
+        self._offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+
+    def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        for layer in layers:
+            self._shard(layer, self._options.reshard_after_forward)
+        self._shard(module, False)
+        for number, layer in enumerate(layers if self._options.prefetch else ()):
+            assert isinstance(layer, FSDPModule)
+            ahead = layers[number + 1 : number + 1 + self._options.prefetch]
+            behind = layers[max(0, number - self._options.prefetch) : number][::-1]
+            layer.set_modules_to_forward_prefetch([other for other in ahead if isinstance(other, FSDPModule)])
+            layer.set_modules_to_backward_prefetch([other for other in behind if isinstance(other, FSDPModule)])
+
+    def reduce(self, parameters: Sequence[Tensor]) -> None:
+        pass  # each backward pass did
+
+    def _shard(self, module: torch.nn.Module, reshard_after_forward: bool) -> None:
+        sharded = fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=self._precision,
+            offload_policy=self._offload,
+        )
+        # The sum over the ranks, where PyTorch takes the mean: the loss has its denominator already.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
