@@ -1,7 +1,7 @@
-"""Storage with a seam for faults: what crash tests put in the place of the real one.
+"""Seams for faults: what crash tests put in the place of the real storage, and of the system calls below it.
 
-It does not know what a fault is; the hook raises, sleeps, kills the process, or only counts.
-Invariant: with a hook that returns, it behaves exactly as the storage inside.
+They do not know what a fault is; the hook raises, sleeps, kills the process, or only counts.
+Invariant: with a hook that returns, they behave exactly as what is inside.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from rftdask.storage.base import Storage
+from rftdask.storage.posix import Posix
 
 Stage = Literal["before", "after"]
 Hook = Callable[[str, str, Stage], None]
 """Called with the verb, the path and the stage. Raising at "after" is the reply lost after the work was done."""
+Step = Callable[[str, str], None]
+"""Called with the name of a system call and its path, before the call."""
 
 
 class FaultyStorage(Storage):
@@ -75,3 +78,55 @@ class FaultyStorage(Storage):
         with self.inner.local_copy(path) as local:
             yield local
         self.hook("local_copy", path, "after")
+
+
+class SteppedPosix(Posix):
+    """The real system calls, with `step` before each that changes the disk, and in the middle of every write.
+
+    Example: store = LocalStorage(folder, SteppedPosix(lambda call, path: print(call, path)))
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._paths: dict[int, str] = {}
+
+    def create(self, path: str) -> int:
+        self.step("create", path)
+        descriptor = super().create(path)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        half = len(data) // 2
+        self.step("write", self._paths[descriptor])
+        super().write(descriptor, data[:half])
+        self.step("write the rest", self._paths[descriptor])
+        super().write(descriptor, data[half:])
+
+    def sync(self, descriptor: int) -> None:
+        self.step("sync", self._paths[descriptor])
+        super().sync(descriptor)
+
+    def rename(self, source: str, target: str) -> None:
+        self.step("rename", target)
+        super().rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self.step("link", target)
+        super().link(source, target)
+
+    def unlink(self, path: str) -> None:
+        self.step("unlink", path)
+        super().unlink(path)
+
+    def make_folder(self, path: str) -> None:
+        self.step("make folder", path)
+        super().make_folder(path)
+
+    def remove_tree(self, path: str) -> None:
+        self.step("remove tree", path)
+        super().remove_tree(path)
+
+    def sync_folder(self, path: str) -> int:
+        self.step("sync folder", path)
+        return super().sync_folder(path)

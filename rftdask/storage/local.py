@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage.base import TMP_PREFIX, Storage, check_path
+from rftdask.storage.posix import Posix
 
 _MAX_TRIES = 5
 """Tries when a folder vanishes under a write (collected by somebody) or an NFS handle goes stale."""
@@ -41,25 +42,26 @@ _ADVICE = {
 class LocalStorage(Storage):
     """`LocalStorage("/scratch/runs")`; the folder is made by the first write."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, posix: Posix | None = None) -> None:
+        """`posix`: the system's calls; crash tests give their own."""
         self.url = os.path.abspath(os.path.expanduser(root))
+        self._posix = posix or Posix()
         self._synced: set[tuple[str, int]] = set()
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
-        return LocalStorage, (self.url,)
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str, Posix]]:
+        return LocalStorage, (self.url, self._posix)
 
     def put(self, path: str, data: bytes) -> None:
-        self._write("put", path, data, _replace)
+        self._write("put", path, data, self._replace)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        return self._write("put_new", path, data, _link)
+        return self._write("put_new", path, data, self._link)
 
     def get(self, path: str) -> bytes:
         target = self._at(path)
         for last in (False, False, True):  # ESTALE: on NFS the file was replaced between lookup and read
             try:
-                with open(target, "rb", buffering=0) as file:
-                    return file.read()
+                return self._posix.read(target)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 raise NotFoundError(f"{target} does not exist") from error
             except OSError as error:
@@ -70,9 +72,8 @@ class LocalStorage(Storage):
     def list(self, folder: str = "") -> list[str]:
         target = self._at(folder) if folder else self.url
         try:
-            with os.scandir(target) as entries:
-                shown = (entry for entry in entries if not entry.name.startswith(TMP_PREFIX))
-                return sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in shown)
+            entries = self._posix.scan(target)
+            return sorted(f"{name}/" if is_folder else name for name, is_folder in entries if _is_shown(name))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -83,12 +84,10 @@ class LocalStorage(Storage):
         folder = os.path.dirname(target)
         doomed = _tmp_name(folder)
         try:
-            os.rename(target, doomed)  # first out of sight, so that half a folder is never seen under its name
-            if os.path.isdir(doomed) and not os.path.islink(doomed):
-                shutil.rmtree(doomed)
-            else:
-                os.unlink(doomed)
+            # First out of sight, for good: half a folder is never seen under its name, also after a power loss.
+            self._posix.rename(target, doomed)
             self._sync_folder(folder)
+            self._posix.remove_tree(doomed)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -131,7 +130,7 @@ class LocalStorage(Storage):
                     created = publish(tmp, target)
                 finally:
                     with suppress(OSError):
-                        os.unlink(tmp)
+                        self._posix.unlink(tmp)
                 self._sync_folder(folder)  # also for the loser of put_new: False means that it is there for good
                 return created
             except OSError as error:
@@ -140,79 +139,65 @@ class LocalStorage(Storage):
         raise AssertionError("unreachable")
 
     def _write_tmp(self, tmp: str, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            descriptor = os.open(tmp, flags, 0o666)
+            descriptor = self._posix.create(tmp)
         except FileNotFoundError:
-            _make_folders(os.path.dirname(tmp))
-            descriptor = os.open(tmp, flags, 0o666)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
+            self._make_folders(os.path.dirname(tmp))
+            descriptor = self._posix.create(tmp)
+        try:
+            self._posix.write(descriptor, data)
+            self._posix.sync(descriptor)
+        finally:
+            self._posix.close(descriptor)
+
+    def _replace(self, tmp: str, target: str) -> bool:
+        self._posix.rename(tmp, target)
+        return True
+
+    def _link(self, tmp: str, target: str) -> bool:
+        """Whether `target` is `tmp`, by link(2): it has one winner, also on NFS, and unlike O_EXCL never shows part."""
+        try:
+            self._posix.link(tmp, target)
+            return True
+        except OSError as error:
+            # An NFS client may send the call again after a lost reply, and hear "exists" about its own link.
+            if self._posix.is_same_file(tmp, target):
+                return True
+            if isinstance(error, FileExistsError):
+                return False
+            raise
+
+    def _make_folders(self, folder: str) -> None:
+        """`mkdir -p`, with the parent of every new folder synced."""
+        if self._posix.is_folder(folder):
+            return
+        parent = os.path.dirname(folder)
+        self._make_folders(parent)
+        with suppress(FileExistsError):  # another process was faster; if it is a file, the write says ENOTDIR
+            self._posix.make_folder(folder)
+        self._posix.sync_folder(parent)
 
     def _sync_folder(self, folder: str) -> None:
         """Make the names in `folder` durable, and once per folder those of its parents.
 
         The parents too because another process may have made them and died before it could.
         """
-        inode = _fsync_folder(folder)
+        inode = self._posix.sync_folder(folder)
         if (folder, inode) in self._synced:
             return
         parent = folder
         while len(parent) > len(self.url):
             parent = os.path.dirname(parent)
-            _fsync_folder(parent)
+            self._posix.sync_folder(parent)
         self._synced.add((folder, inode))
 
 
-def _replace(tmp: str, target: str) -> bool:
-    os.replace(tmp, target)
-    return True
-
-
-def _link(tmp: str, target: str) -> bool:
-    """Whether `target` is `tmp`, by link(2): it has one winner, also on NFS, and unlike O_EXCL never shows part."""
-    try:
-        os.link(tmp, target)
-        return True
-    except OSError as error:
-        # An NFS client may send the call again after a lost reply, and hear "exists" about its own link.
-        with suppress(OSError):
-            if os.path.samefile(tmp, target):
-                return True
-        if isinstance(error, FileExistsError):
-            return False
-        raise
+def _is_shown(name: str) -> bool:
+    return not name.startswith(TMP_PREFIX)
 
 
 def _tmp_name(folder: str) -> str:
     return f"{folder}/{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _make_folders(folder: str) -> None:
-    """`mkdir -p`, with the parent of every new folder synced."""
-    if os.path.isdir(folder):
-        return
-    parent = os.path.dirname(folder)
-    _make_folders(parent)
-    with suppress(FileExistsError):  # another process was faster; if it is a file, the write says ENOTDIR
-        os.mkdir(folder)
-    _fsync_folder(parent)
-
-
-def _fsync_folder(folder: str) -> int:
-    """Sync the names in `folder`; returns its inode."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_ino
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # some network file systems have no fsync of folders
-            return os.fstat(descriptor).st_ino
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def _explain(verb: str, target: str, error: OSError) -> StorageError:

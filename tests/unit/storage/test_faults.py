@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rftdask.errors import StorageError
 from rftdask.storage import open_storage
-from rftdask.storage.faults import FaultyStorage
+from rftdask.storage.faults import FaultyStorage, SteppedPosix
+from rftdask.storage.local import LocalStorage
 
 
 def test_the_hook_sees_each_verb_before_and_after() -> None:
@@ -36,3 +39,17 @@ def test_raising_before_loses_the_work_and_raising_after_only_the_reply(fail_at:
     with pytest.raises(StorageError, match="put_new a failed"):
         FaultyStorage(inner, fail).put_new("a", b"x")
     assert inner.list() == kept
+
+
+def test_the_steps_of_a_local_write_are_its_system_calls(tmp_path: Path) -> None:
+    calls: list[str] = []
+    store = LocalStorage(tmp_path, SteppedPosix(lambda call, path: calls.append(call)))
+    store.put("a", b"xy")
+    assert calls == ["create", "write", "write the rest", "sync", "rename", "unlink", "sync folder"]
+    calls.clear()
+    assert store.put_new("b", b"xy") and not store.put_new("a", b"no")
+    assert calls == 2 * ["create", "write", "write the rest", "sync", "link", "unlink", "sync folder"]
+    calls.clear()
+    store.remove("a")
+    assert calls == ["rename", "sync folder", "remove tree"]
+    assert (store.list(), store.get("b")) == (["b"], b"xy")
