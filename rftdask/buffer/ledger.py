@@ -7,11 +7,11 @@ may ask (what is used, what is waiting) is derived from these files and the log.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 
 from rftdask.errors import DamagedError, FencedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.checked_json import dump_checked, load_checked
 
 MAIN_LINEAGE = "main"
 
@@ -50,11 +50,11 @@ class LedgerEntry:
     notes: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=None, sort_keys=True).encode()
+        return dump_checked(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> LedgerEntry:
-        tree = json.loads(data)
+        tree = load_checked(data)
         rows = {
             key: tuple(Rows(r["source"], tuple(r["rows"]), r["reason"]) for r in tree[key]) for key in ("use", "drop")
         }

@@ -17,6 +17,7 @@ from rftdask.buffer.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.shard import ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.checked_json import dump_checked, load_checked
 
 STEPS_PER_BUCKET = 64
 """Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
@@ -76,7 +77,7 @@ class FileLog(ExperienceLog):
         return sum(n is not None and n.suffix == self.suffix and not self._storage.exists(self.path(n)) for n in names)
 
     def seal(self, num_explore_steps: int) -> None:
-        self._storage.put(f"{self.folder}/{_SEALED}", json.dumps({"num_explore_steps": num_explore_steps}).encode())
+        self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
 
     def unseal(self) -> None:
         self._storage.remove(f"{self.folder}/{_SEALED}")
@@ -87,7 +88,7 @@ class FileLog(ExperienceLog):
         except NotFoundError:
             return None
         try:
-            return int(json.loads(data)["num_explore_steps"])
+            return int(load_checked(data)["num_explore_steps"])
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
 

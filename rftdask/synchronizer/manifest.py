@@ -6,13 +6,13 @@ Invariant: a folder without a valid manifest is not there, whatever lies in it.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.checked_json import dump_checked, load_checked
 
 NAME = "MANIFEST.json"
 
@@ -63,7 +63,7 @@ def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapp
         storage.put(f"{folder}/{name}", data)
         entries[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
     grown = replace(manifest, files=entries)
-    storage.put(f"{folder}/{NAME}", json.dumps(asdict(grown), sort_keys=True, indent=1).encode())
+    storage.put(f"{folder}/{NAME}", dump_checked(asdict(grown), indent=1))
     return grown
 
 
@@ -74,7 +74,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
     except NotFoundError:
         return None
     try:
-        tree = json.loads(data)
+        tree = load_checked(data)
         files = {name: FileEntry(**entry) for name, entry in tree["files"].items()}
         return Manifest(tree["lineage"], int(tree["version"]), files, tree["extra"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
