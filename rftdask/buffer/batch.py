@@ -121,12 +121,12 @@ def _baseline_rewards(table: pa.Table, baselines: pa.Table) -> np.ndarray:
 
 def _numbers(table: pa.Table, names: list[str]) -> np.ndarray:
     """[N] int64, which of the values of these columns together the row has, numbered by first appearance."""
-    columns = [np.unique(table.column(c).to_numpy(zero_copy_only=False), return_inverse=True)[1] for c in names]
-    stacked = np.stack(columns, axis=1)
-    _, first, inverse = np.unique(stacked, axis=0, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse.reshape(-1)]
+    numbers = np.zeros(len(table), np.int64)
+    for name in names:
+        codes = table.column(name).combine_chunks().dictionary_encode()
+        both = numbers * len(codes.dictionary) + codes.indices.to_numpy()
+        numbers = pa.array(both).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
+    return numbers
 
 
 def _expand_masks(runs: pa.ChunkedArray, response_lengths: np.ndarray) -> np.ndarray:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.task import Task
 from rftdask.explorer.batcher import Batcher, GenerateBatch, RolloutKey
@@ -174,9 +176,10 @@ class _Rollout:
         return replace(
             self._blank(turn, attempt, call.request.sampling, call.request.seed),
             status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
-            tokens=(*call.request.prompt_tokens, *generation.tokens),
+            # Arrays, made here, one by one while others are sampled: the commit then only joins them.
+            tokens=np.array((*call.request.prompt_tokens, *generation.tokens), np.int32),
             prompt_length=len(call.request.prompt_tokens),
-            rollout_logprobs=generation.logprobs,
+            rollout_logprobs=np.array(generation.logprobs, np.float32),
             reward=float(reward.value),
             min_policy_version=generation.min_policy_version,
             max_policy_version=generation.max_policy_version,

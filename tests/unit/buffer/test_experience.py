@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from buffer_cases import experience
 from hypothesis import given
@@ -60,6 +61,30 @@ def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
         else:
             assert row[field.name] == getattr(FULL, field.name), field.name
     assert row["uid"] == "gsm8k/3/1099511627776/5/2"
+
+
+def as_arrays(e: Experience) -> Experience:
+    return dataclasses.replace(
+        e,
+        tokens=np.array(e.tokens, np.int32),
+        rollout_logprobs=np.array(e.rollout_logprobs, np.float32),
+        loss_mask=None if e.loss_mask is None else np.array(e.loss_mask),
+    )
+
+
+def test_an_experience_in_arrays_is_the_same_experience() -> None:
+    rows = [FULL, experience(1, 0, tokens=(), prompt_length=0, rollout_logprobs=()), experience(1, 1)]
+    arrays = [as_arrays(row) for row in rows]
+    assert arrays == rows and rows == arrays
+    assert experiences_to_table(arrays).equals(experiences_to_table(rows))
+    assert arrays[0] != as_arrays(dataclasses.replace(FULL, tokens=(7, 0, 151_935, 3, 3, 9)))
+    assert arrays[0] != dataclasses.replace(FULL, loss_mask=None)
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 2**31), np.array([1, 2, 2**31])])
+def test_a_token_id_that_does_not_fit_is_refused_and_never_another(tokens: object) -> None:
+    with pytest.raises(OverflowError):
+        experiences_to_table([experience(tokens=tokens, prompt_length=0)])
 
 
 def test_a_uid_does_not_depend_on_the_attempt() -> None:

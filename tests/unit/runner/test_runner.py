@@ -290,7 +290,7 @@ def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
 def test_a_long_prompt_loses_its_beginning_or_fails_without_a_retry() -> None:
     long = task(0, prompt="0123456789", messages=())
     [cut] = run([long], replies("4"), limits=PromptLimits(4))
-    assert (cut.tokens[: cut.prompt_length], cut.metrics["prompt_truncated"]) == (tuple(map(ord, "6789")), 1.0)
+    assert (tuple(cut.tokens[: cut.prompt_length]), cut.metrics["prompt_truncated"]) == (tuple(map(ord, "6789")), 1.0)
     [failed] = run([long], replies("4"), limits=PromptLimits(4, enable_prompt_truncation=False))
     assert failure(failed) == (Status.FAILED, None, 0, 0)
     assert failed.error.startswith("PromptTooLongError: prompt of 10 tokens exceeds max_prompt_tokens 4")
