@@ -9,6 +9,7 @@ Q = response tokens of all rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def token_logprobs(
     lengths_B: Tensor,
     temperature_B: Tensor,
     with_entropy: bool = False,
+    statistic: Callable[[Tensor], Tensor] | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs of the response tokens under softmax(logits / temperature), by one forward pass.
@@ -105,6 +107,7 @@ def token_logprobs(
         attention_mask_BL: bool or int, nonzero at tokens.
         prompt_lengths_B, lengths_B: int64; the response of row b is input_ids[b, prompt_lengths[b] : lengths[b]].
         temperature_B: at which the tokens were sampled; 0 (greedy) counts as 1.
+        statistic: returned in place of the entropy, with_entropy or not: [Q, V] logprobs -> [Q] or [Q, K].
     Returns:
         [B, T] float32 logprobs, and [B, T] float32 entropies of the same distributions in nats (None unless
         `with_entropy`); [b, t] is about response token t, zero beyond its end. Both have gradients, if enabled.
@@ -122,12 +125,41 @@ def token_logprobs(
     hidden_QH = hidden_BLH.flatten(0, 1).index_select(0, token_Q - 1)  # what predicts a token lies one before it
     head = causal.get_output_embeddings()
     size = max(1, max_logits // head.weight.shape[0])
-    logprobs_Q, entropy_Q = _score(head, hidden_QH, targets_Q, temperature_Q, with_entropy, size)
+    statistic = statistic or (entropy if with_entropy else None)
+    logprobs_Q, entropy_Q = _score(head, hidden_QH, targets_Q, temperature_Q, statistic, size)
 
     def aligned(values_Q: Tensor) -> Tensor:
-        return values_Q.new_zeros(inside_BT.shape).index_put((row_Q, column_Q), values_Q)
+        shape = (*inside_BT.shape, *values_Q.shape[1:])
+        return values_Q.new_zeros(shape).index_put((row_Q, column_Q), values_Q)
 
-    return aligned(logprobs_Q), aligned(entropy_Q) if with_entropy else None
+    return aligned(logprobs_Q), aligned(entropy_Q) if statistic else None
+
+
+def entropy(logprobs_QV: Tensor) -> Tensor:
+    """[Q] entropies in nats."""
+    return -(logprobs_QV.exp() * logprobs_QV).sum(dim=-1)
+
+
+def entropy_and_change(logprobs_QV: Tensor) -> Tensor:
+    """[Q, 2]: the entropy H, and E_v[p_v (H + log p_v)] over the vocabulary, v drawn from p.
+
+    To first order, a step up the logit of token k lowers H by p_k (H + log p_k) a unit; the second number is what that
+    is on average over the tokens that could have been sampled. "On the Entropy Dynamics in Reinforcement Fine-Tuning",
+    arXiv:2602.03392, theorem 3.2 and Clip_V.
+    """
+    entropy_Q = entropy(logprobs_QV)
+    change_Q = (logprobs_QV.exp().square() * (logprobs_QV + entropy_Q[:, None])).sum(dim=-1)
+    return torch.stack([entropy_Q, change_Q], dim=-1)
+
+
+@torch.no_grad()
+def entropy_signals(score: Callable[..., tuple[Tensor, Tensor | None]], **inputs: Any) -> Tensor:
+    """[B, T, 3] logprob, entropy and expected entropy change of every response token; `score`: `token_logprobs` of a
+    model, which takes the inputs.
+    """
+    logprobs_BT, more_BT2 = score(**inputs, statistic=entropy_and_change)
+    assert more_BT2 is not None
+    return torch.cat([logprobs_BT[..., None], more_BT2], dim=-1)
 
 
 def response_tokens(input_ids_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,28 +177,34 @@ def response_tokens(input_ids_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: T
 
 
 def _score(
-    head: torch.nn.Module, hidden_QH: Tensor, targets_Q: Tensor, temperature_Q: Tensor, with_entropy: bool, size: int
+    head: torch.nn.Module,
+    hidden_QH: Tensor,
+    targets_Q: Tensor,
+    temperature_Q: Tensor,
+    statistic: Callable[[Tensor], Tensor] | None,
+    size: int,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs and [Q] entropies (empty unless `with_entropy`), `size` positions at a time."""
+    """[Q] logprobs and the statistic of each position (empty without one), `size` positions at a time."""
     if len(hidden_QH) <= size:
-        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, with_entropy)
+        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, statistic)
     parts = []
     for chunk in zip(hidden_QH.split(size), targets_Q.split(size), temperature_Q.split(size), strict=True):
         # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
-        parts.append(
-            checkpoint(_score_chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False)
-        )
+        parts.append(checkpoint(_score_chunk, head, *chunk, statistic, use_reentrant=False, preserve_rng_state=False))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _score_chunk(
-    head: torch.nn.Module, hidden_QH: Tensor, targets_Q: Tensor, temperature_Q: Tensor, with_entropy: bool
+    head: torch.nn.Module,
+    hidden_QH: Tensor,
+    targets_Q: Tensor,
+    temperature_Q: Tensor,
+    statistic: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     logprobs_QV = torch.log_softmax(head(hidden_QH).float() / temperature_Q[:, None], dim=-1)
     logprobs_Q = logprobs_QV.gather(-1, targets_Q[:, None])[:, 0]
-    entropy_Q = -(logprobs_QV.exp() * logprobs_QV).sum(dim=-1) if with_entropy else logprobs_Q.new_empty(0)
-    return logprobs_Q, entropy_Q
+    return logprobs_Q, statistic(logprobs_QV) if statistic else logprobs_Q.new_empty(0)
 
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:

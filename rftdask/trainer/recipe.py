@@ -20,7 +20,6 @@ from rftdask.rules import demonstrations, num_experts
 from rftdask.trainer.curation import AlgorithmCuration
 
 _PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
-_NOT_RECORDED = {"necs_NT": "the normalized entropy change of every token, which no engine records"}
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -36,9 +35,6 @@ def algorithm_of(config: Config) -> Algorithm:
         )
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from error
-    for need in () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs:
-        if need in _NOT_RECORDED:
-            raise UserError(f"algorithm.advantage_fn: {section.advantage_fn!r} needs {_NOT_RECORDED[need]}")
     return algorithm
 
 

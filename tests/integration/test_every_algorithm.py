@@ -15,6 +15,7 @@ import torch
 from run_cases import BATCH_SIZE as NUM_TASKS
 from run_cases import assert_sound, finish, run_folder, write_config
 
+from rftdask.algorithm import ADVANTAGE_FNS
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.ledger import Ledger, LedgerEntry
@@ -181,6 +182,16 @@ def test_demonstrations_are_in_the_ledger_beside_the_rollouts(world: World) -> N
     shown = entry(storage, 2).use[-1]
     assert shown.source.startswith("dataset:")
     assert len(shown.rows) == sum(len(rows.rows) for rows in entry(storage, 2).use[:-1]) == 16
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_FNS))
+def test_every_advantage_function_trains_where_it_fits(world: World, name: str) -> None:
+    fitting = {"ppo": "ppo", "remax": "remax", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}.get(name, "grpo")
+    storage = train(world, world.config(fitting, f"algorithm.advantage_fn={name}", run=f"by-{name}"))
+    frame = read_metrics(storage, "trainer")
+    assert (frame["grad_norm"] > 0).any()
+    if name in ("clipb", "clipv"):
+        assert frame["token_filter_frac"].between(0.0, 0.5).all()
 
 
 def test_operators_of_the_config_drop_and_shape(world: World) -> None:

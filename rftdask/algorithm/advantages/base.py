@@ -52,12 +52,14 @@ class AdvantageInputs:
     values_NT: Tensor | None = None
     """[N, T] float, the critic's value before the token."""
     rollout_logprobs_NT: Tensor | None = None
+    policy_logprobs_NT: Tensor | None = None
+    """[N, T] float, under the weights before the step. For clipv."""
     ref_logprobs_NT: Tensor | None = None
     teacher_logprobs_NT: Tensor | None = None
     entropy_NT: Tensor | None = None
     """[N, T] float, nats."""
     necs_NT: Tensor | None = None
-    """[N, T] float, normalized entropy change signal of the token. For clipv."""
+    """[N, T] float, E_v[p_v (H + log p_v)] over the tokens v that could have stood there. For clipv."""
     step: int = 0
     """Training step; part of the seed of functions that draw."""
     uids: Sequence[str] | None = None

@@ -210,7 +210,7 @@ class ClipB(AdvantageFn):
 
     def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
-        signal_NT = entropy_signal(inputs)
+        signal_NT = entropy_signal(inputs, inputs.rollout_logprobs_NT)
         centered_NT, sigma = centered_over(signal_NT, mask_NT)
         low_NT = (centered_NT < -self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
         dropped_NT = mask_NT & low_NT & (grpo.advantages_N < 0)[:, None]
@@ -219,21 +219,27 @@ class ClipB(AdvantageFn):
 
 @dataclass(frozen=True)
 class ClipV(AdvantageFn):
-    """GRPO without the negative tokens whose d = necs - p (H + log p) is above mu sigma, at most max_frac of all
-    tokens. As in Trinity-RFT."""
+    """GRPO without the negative tokens whose d = E_v[p_v (H + log p_v)] - p (H + log p) is above mu sigma, at most
+    max_frac of all tokens. Clip_V, arXiv:2602.03392; as in Trinity-RFT.
+
+    p, H and the expectation over the vocabulary are those of the weights before the step. d estimates how much more
+    the entropy would rise by this token than by one drawn in its place; sigma is the population's over all trained
+    tokens.
+    """
 
     epsilon: float = 1e-6
     mu: float = 8.5
     max_frac: float = 1e-4
     """At most this share of the trained tokens (but at least one) is dropped, the largest d first."""
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT", "necs_NT")
+    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "policy_logprobs_NT", "entropy_NT", "necs_NT")
     token_level: ClassVar[bool] = True
 
     def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         assert inputs.necs_NT is not None
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
-        excess_NT = torch.where(mask_NT, inputs.necs_NT - entropy_signal(inputs), 0.0)
+        signal_NT = entropy_signal(inputs, inputs.policy_logprobs_NT)
+        excess_NT = torch.where(mask_NT, inputs.necs_NT - signal_NT, 0.0)
         _, sigma = centered_over(excess_NT, mask_NT)
         high_NT = (excess_NT > self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
         dropped_NT = mask_NT & high_NT & (grpo.advantages_N < 0)[:, None]
@@ -268,11 +274,11 @@ def student_and_teacher(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def entropy_signal(inputs: AdvantageInputs) -> Tensor:
-    """[N, T] p (H + log p) on the used mask, 0 elsewhere."""
-    assert inputs.rollout_logprobs_NT is not None and inputs.entropy_NT is not None
+def entropy_signal(inputs: AdvantageInputs, given_NT: Tensor | None) -> Tensor:
+    """[N, T] p (H + log p) on the used mask, 0 elsewhere; given_NT: log p."""
+    assert given_NT is not None and inputs.entropy_NT is not None
     mask_NT = used_mask(inputs)
-    logprobs_NT = torch.where(mask_NT, inputs.rollout_logprobs_NT, 0.0)
+    logprobs_NT = torch.where(mask_NT, given_NT, 0.0)
     return torch.where(mask_NT, logprobs_NT.exp() * (inputs.entropy_NT + logprobs_NT), 0.0)
 
 

@@ -48,10 +48,13 @@ class PaddedRows:
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
-        """[N, T] float32 of what `score` says of every response token, given `model_inputs` of one part at a time."""
+        """[N, T], or [N, T, K], float32 of what `score` says of every response token, given `model_inputs` of one part
+        at a time."""
         values_NT = torch.zeros_like(self.rollout_logprobs_NT)
         for members in parts:
             values_BT = score(**self.model_inputs(members))
+            if values_NT.ndim < values_BT.ndim:
+                values_NT = values_NT.new_zeros((*values_NT.shape, *values_BT.shape[2:]))
             values_NT[torch.from_numpy(members).to(self._device), : values_BT.shape[1]] = values_BT
         return values_NT
 

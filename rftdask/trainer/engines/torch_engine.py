@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes, plan_passes
 from rftdask.trainer.engines.strategies.base import Single, Strategy, layers_of
-from rftdask.trainer.model import export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.ranks import Ranks
 
 _OPTIMIZER = "actor/optim.safetensors"
@@ -69,6 +70,8 @@ class _Scores:
     teacher_NT: Tensor | None
     entropy_NT: Tensor | None
     values_NT: Tensor | None
+    policy_NT: Tensor | None = None
+    necs_NT: Tensor | None = None
 
 
 class Scorer(torch.nn.Module):
@@ -213,12 +216,17 @@ class TorchEngine(TrainEngine):
             assert entropy_BT is not None
             return entropy_BT
 
-        return _Scores(
+        all_three = "necs_NT" in self._needs
+        scores = _Scores(
             ref_NT=by(self._reference),
             teacher_NT=by(self._teacher),
-            entropy_NT=passes.scored(rows, entropy) if "entropy_NT" in self._needs else None,
+            entropy_NT=passes.scored(rows, entropy) if "entropy_NT" in self._needs and not all_three else None,
             values_NT=None if self._critic is None else self._critic.values(rows, passes),
         )
+        if not all_three:
+            return scores
+        policy_NT, entropy_NT, necs_NT = passes.scored(rows, partial(entropy_signals, self._policy)).unbind(-1)
+        return replace(scores, policy_NT=policy_NT, entropy_NT=entropy_NT, necs_NT=necs_NT)
 
     def _advantages(
         self, rows: PaddedRows, scores: _Scores, step: int
@@ -232,7 +240,9 @@ class TorchEngine(TrainEngine):
             rows.advantage_inputs(step),
             ref_logprobs_NT=_on_cpu(scores.ref_NT),
             teacher_logprobs_NT=_on_cpu(scores.teacher_NT),
+            policy_logprobs_NT=_on_cpu(scores.policy_NT),
             entropy_NT=_on_cpu(scores.entropy_NT),
+            necs_NT=_on_cpu(scores.necs_NT),
             values_NT=_on_cpu(scores.values_NT),
         )
         result = self._algorithm.compute_advantages(inputs, kl_coef=float(self._kl_coefs[1]))

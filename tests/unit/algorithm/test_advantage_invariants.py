@@ -37,6 +37,7 @@ def random_inputs(seed: int, num_rows: int = 24, num_groups: int = 5) -> Advanta
         loss_mask_NT=mask,
         values_NT=draw(num_rows, WIDTH),
         rollout_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+        policy_logprobs_NT=-draw(num_rows, WIDTH).abs(),
         ref_logprobs_NT=-draw(num_rows, WIDTH).abs(),
         teacher_logprobs_NT=-draw(num_rows, WIDTH).abs(),
         entropy_NT=draw(num_rows, WIDTH).abs(),

@@ -216,6 +216,7 @@ def test_clipb_and_clipv_take_tokens_of_losing_rollouts_out_of_the_loss() -> Non
     got = run("clipb", [1.0, 0.0], **given)
     assert got.keep_NT is not None
     assert (~got.keep_NT).nonzero().tolist() == [[1, 3]]
-    clipv = run("clipv", [1.0, 0.0], fn_args={"mu": 2.5, "max_frac": 0.02}, necs_NT=torch.zeros(2, width), **given)
+    given |= {"rollout_logprobs_NT": None, "policy_logprobs_NT": logprobs, "necs_NT": torch.zeros(2, width)}
+    clipv = run("clipv", [1.0, 0.0], fn_args={"mu": 2.5, "max_frac": 0.02}, **given)
     assert clipv.keep_NT is not None
     assert (~clipv.keep_NT).nonzero().tolist() == [[1, 3]]

@@ -189,7 +189,6 @@ def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) 
         ),
         ("algorithm.policy_loss_fn=ppoo", "algorithm: unknown policy_loss_fn 'ppoo'. Did you mean"),
         ("algorithm.policy_loss_fn_args={clip: 1}", "does not take 'clip'"),
-        ("algorithm.advantage_fn=clipv", "algorithm.advantage_fn: 'clipv' needs the normalized entropy change"),
         ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),
         ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "unknown operator 'reward_filtr'"),
         ("data_processor.experience_pipeline.operators=[{args: {}}]", "operators[0]: takes name and args, no name"),

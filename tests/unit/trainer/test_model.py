@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from transformers import (
 from rftdask.errors import DataError
 from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
-from rftdask.trainer.model import export_hf, load_policy, state_dict_bytes, token_logprobs
+from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
 
 VOCAB_SIZE = 50
 PROMPT_LENGTHS = [3, 1, 5, 4]
@@ -106,6 +108,24 @@ class TestTokenLogprobs:
             assert not logprobs_BT[row, end:].any()
             assert not entropy_BT[row, end:].any()
         assert not logprobs_BT[2].any()
+
+    @pytest.mark.parametrize("positions", [100, 3], ids=["at once", "in chunks"])
+    def test_entropy_signals_equal_the_expectation_written_out_over_the_vocabulary(
+        self, policy: Any, positions: int
+    ) -> None:
+        inputs = make_inputs()
+        got_BT3 = entropy_signals(partial(token_logprobs, policy), **inputs, max_logits=positions * VOCAB_SIZE)
+        for row in (0, 1, 3):
+            prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
+            logits_LV = policy(inputs["input_ids_BL"][row, :length][None]).logits[0].detach()
+            for t, position in enumerate(range(prompt, length)):
+                scaled_V = logits_LV[position - 1].double() / inputs["temperature_B"][row]
+                p_V = scaled_V.exp() / scaled_V.exp().sum()
+                entropy = -sum(float(p) * math.log(p) for p in p_V)
+                mean_change = sum(float(p) * float(p) * (entropy + math.log(p)) for p in p_V)
+                logprob = math.log(p_V[inputs["input_ids_BL"][row, position]])
+                assert got_BT3[row, t].tolist() == pytest.approx([logprob, entropy, mean_change], abs=1e-5)
+            assert not got_BT3[row, length - prompt :].any()
 
     def test_no_entropy_unless_asked_for(self, policy: Any) -> None:
         assert token_logprobs(policy, **make_inputs())[1] is None

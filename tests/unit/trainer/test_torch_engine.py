@@ -169,8 +169,9 @@ def test_what_is_not_finite_names_step_and_row(models: Path) -> None:
         engine(models, "grpo").train_step(batch, 7)
 
 
-def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Path) -> None:
-    parts = {"advantage_fn": "clipb", "advantage_fn_args": {"mu": 0.1}, "kl_loss_fn": "none"}
+@pytest.mark.parametrize("name", ["clipb", "clipv"])
+def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Path, name: str) -> None:
+    parts = {"advantage_fn": name, "advantage_fn_args": {"mu": 0.1}, "kl_loss_fn": "none"}
     metrics = engine(models, "grpo", parts).train_step(rollouts(), 1)
     assert 0.0 < metrics["token_filter_frac"] < 1.0
     none = engine(models, "grpo", {**parts, "advantage_fn_args": {"mu": 100.0}}).train_step(rollouts(), 1)
