@@ -43,6 +43,10 @@ class Batch:
     uids: tuple[str, ...]
     baselines: np.ndarray | None = None
     """[N] float32: reward of the greedy rollout of the row's task; None where there are no such rollouts."""
+    states: np.ndarray | None = None
+    """[N] int64: number of the environment's state before the row's turn, -1 where unknown; None: all are."""
+    turn_rewards: np.ndarray | None = None
+    """[N] float32: what the turn itself earned, 0 where unknown; None: all are."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -109,7 +113,24 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Batc
         experts=np.zeros(len(table), bool),
         uids=tuple(table.column("uid").to_pylist()),
         baselines=None if baselines is None else _baseline_rewards(table, baselines),
+        states=_states(table.column("env_state")),
+        turn_rewards=_turn_rewards(table.column("turn_reward")),
     )
+
+
+def _states(column: pa.ChunkedArray) -> np.ndarray | None:
+    """[N] int64 numbers of equal states; None if no row has one."""
+    if column.null_count == len(column):
+        return None
+    codes = column.combine_chunks().dictionary_encode().indices
+    return np.asarray(codes.fill_null(-1).to_numpy(), dtype=np.int64)
+
+
+def _turn_rewards(column: pa.ChunkedArray) -> np.ndarray | None:
+    """[N] float32; None if no row has one."""
+    if column.null_count == len(column):
+        return None
+    return np.asarray(column.combine_chunks().fill_null(0.0).to_numpy(), dtype=np.float32)
 
 
 def _baseline_rewards(table: pa.Table, baselines: pa.Table) -> np.ndarray:
@@ -176,15 +197,19 @@ def supervised_batch(
 
 
 def join_batches(first: Batch, second: Batch) -> Batch:
-    """The rows of both, the first one's first; no group and no rollout is in both."""
+    """The rows of both, the first one's first; no group and no rollout is in both. The second are demonstrations,
+    which have neither baselines nor states nor rewards."""
+    fillers = {"baselines": 0, "states": -1, "turn_rewards": 0}
     arrays = {
         f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])
         for f in fields(Batch)
-        if f.name not in ("groups", "rollouts", "uids", "baselines")
+        if f.name not in ("groups", "rollouts", "uids", *fillers)
     }
     for name in ("groups", "rollouts"):
         ours = getattr(first, name)
         arrays[name] = np.concatenate([ours, getattr(second, name) + (ours.max() + 1 if len(ours) else 0)])
-    if first.baselines is not None:
-        arrays["baselines"] = np.concatenate([first.baselines, np.zeros(len(second), np.float32)])
+    for name, filler in fillers.items():
+        ours = getattr(first, name)
+        if ours is not None:
+            arrays[name] = np.concatenate([ours, np.full(len(second), filler, ours.dtype)])
     return Batch(**arrays, uids=first.uids + second.uids)

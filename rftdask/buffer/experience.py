@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 """major.minor: a minor change adds nullable columns only; a reader refuses another major."""
+ADDED_COLUMNS = ("env_state", "turn_reward")
+"""Columns that shards of 1.0 lack; read from those, they are null."""
 
 
 class Status(StrEnum):
@@ -87,6 +89,10 @@ class Experience:
     error: str = ""
     """For FAILED, TIMEOUT and FILTERED: the reason in one line."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    env_state: str | None = None
+    """Of the environment before the turn, by any name under which equal states are equal; None: not told."""
+    turn_reward: float | None = None
+    """What the turn itself earned; None: not told. Whatever `reward` has beyond the turns' sum is the last turn's."""
 
     @property
     def group_id(self) -> str:
@@ -149,6 +155,8 @@ SCHEMA = pa.schema(
         _column("truth", pa.string()),
         _column("error", pa.string()),
         _column("metrics", pa.map_(pa.string(), pa.float64())),
+        _column("env_state", pa.string(), nullable=True),
+        _column("turn_reward", pa.float32(), nullable=True),
     ],
     metadata={"rftdask.schema": SCHEMA_VERSION},
 )

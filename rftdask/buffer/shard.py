@@ -18,7 +18,7 @@ from functools import cached_property
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rftdask.buffer.experience import SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.buffer.experience import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
 from rftdask.errors import DamagedError, DataError
 
 _NAME = re.compile(r"(\d{8,})-(\d{4,})-([0-9a-f]+)-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)")
@@ -83,7 +83,10 @@ def encode_shard(
 
 
 def decode_shard(name: ShardName, data: bytes) -> pa.Table:
-    """The rows, verified. Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema."""
+    """The rows, verified, with every column of `SCHEMA`.
+
+    Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema.
+    """
     if zlib.crc32(data) != name.crc32:
         raise DamagedError(
             f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
@@ -100,6 +103,10 @@ def decode_shard(name: ShardName, data: bytes) -> pa.Table:
             f"shard {name.text}: schema version {version or 'unknown'}, this rftdask reads {SCHEMA_VERSION}; "
             "use the version that wrote the run (run.json names it)"
         )
+    for column in ADDED_COLUMNS:
+        if column not in table.column_names:
+            kind = SCHEMA.field(column)
+            table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
     missing = set(SCHEMA.names) - set(table.column_names)
     if missing or table.num_rows != name.num_rows:
         raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")

@@ -22,7 +22,7 @@ from rftdask.explorer.batcher import Batcher, GenerateBatch, RolloutKey
 from rftdask.explorer.engines.base import SamplingParams
 from rftdask.explorer.model import Call, PromptLimits, PromptTooLongError, RecordingModel, Tokenizer, rollout_seed
 from rftdask.explorer.rewards.registry import get_reward
-from rftdask.explorer.workflows.base import Reward, WorkflowFn
+from rftdask.explorer.workflows.base import Reward, Step, WorkflowFn
 from rftdask.explorer.workflows.registry import get_workflow
 
 _MAX_ERROR_LENGTH = 500
@@ -170,9 +170,14 @@ class _Rollout:
                 raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
         if not model.calls:
             raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
+        if reward.steps and len(reward.steps) != len(model.calls):
+            raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
+        for turn, step in enumerate(reward.steps):
+            _check_step(step, turn, where)
 
     def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
         generation = call.generation
+        step = reward.steps[turn] if reward.steps else Step()
         return replace(
             self._blank(turn, attempt, call.request.sampling, call.request.seed),
             status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
@@ -187,6 +192,8 @@ class _Rollout:
             weights_hash=self.weights.hash if generation.max_policy_version == self.weights.version else "",
             prompt_text=call.prompt_text,
             response_text=call.response.text,
+            env_state=step.state,
+            turn_reward=None if step.reward is None else float(step.reward),
             metrics={
                 **{name: float(value) for name, value in reward.metrics.items()},
                 "num_prompt_tokens": float(len(call.request.prompt_tokens)),
@@ -224,6 +231,14 @@ class _Rollout:
             seed=seed,
             truth=self.task.truth,
         )
+
+
+def _check_step(step: Step, turn: int, where: str) -> None:
+    if step.state is not None and not isinstance(step.state, str):
+        raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
+    value = step.reward
+    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+        raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
 
 
 class _AttemptTimeout(Exception):

@@ -42,7 +42,8 @@ class AdvantageInputs:
     state_N: Tensor | None = None
     """[N] int64, identity of the environment's state before the turn; negative: unknown. For gigpo."""
     turn_rewards_N: Tensor | None = None
-    """[N] float, immediate reward of the turn; None: 0 but for the last turn, which has `rewards_N`."""
+    """[N] float, immediate reward of the turn, None: 0. What `rewards_N` of the rollout's last turn is beyond the sum
+    of its turns' is the last turn's, so a rollout's turns always add up to its reward. For gigpo."""
     baseline_rewards_N: Tensor | None = None
     """[N] float, reward of the greedy rollout of the row's task. For remax."""
     loss_mask_NT: Tensor | None = None

@@ -99,7 +99,7 @@ class Gigpo(AdvantageFn):
 
     A_episode compares the rollouts' total rewards within the task; A_step compares the discounted returns of all
     turns of the task taken from the same environment state. Both are x - mean, divided by sigma + epsilon if fnorm
-    is "std". A state seen once: A_step 0. A lone rollout: A_episode 0.
+    is "std". A state seen once, or not told by the workflow: A_step 0. A lone rollout: A_episode 0.
     """
 
     omega: float = 1.0
@@ -147,9 +147,13 @@ class Gigpo(AdvantageFn):
 
     @staticmethod
     def _turn_rewards(inputs: AdvantageInputs, turns: Turns) -> Tensor:
-        if inputs.turn_rewards_N is not None:
-            return inputs.turn_rewards_N.double()
-        return torch.where(turns.is_last_N, inputs.rewards_N.double(), 0.0)
+        """[N] float64 immediate rewards; those of a rollout add up to its reward."""
+        totals_N = inputs.rewards_N.double()
+        if inputs.turn_rewards_N is None:
+            return torch.where(turns.is_last_N, totals_N, 0.0)
+        given_N = torch.where(inputs.used_N, inputs.turn_rewards_N.double(), 0.0)
+        rest_N = totals_N - group_sums(given_N, turns.rollout_N, turns.num_rollouts)[turns.rollout_N]
+        return given_N + torch.where(turns.is_last_N, rest_N, 0.0)
 
     def _discounted(self, rewards_N: Tensor, turns: Turns) -> Tensor:
         """[N] sum over later turns k of gamma^(k - t) r_k; one vector operation per turn number."""

@@ -10,11 +10,13 @@ from rftdask.buffer.task import Task
 from rftdask.errors import UserError
 from rftdask.explorer.plugins import find_plugin
 from rftdask.explorer.workflows.base import PolicyModel, Reward, WorkflowFn
+from rftdask.explorer.workflows.grid import grid_workflow
 from rftdask.explorer.workflows.single_turn import math_boxed_workflow, math_workflow, simple_workflow
 
 _Workflow = TypeVar("_Workflow")
 
 _WORKFLOWS: dict[str, Any] = {
+    "grid_workflow": grid_workflow,
     "math_boxed_workflow": math_boxed_workflow,
     "math_workflow": math_workflow,
     "simple_workflow": simple_workflow,

@@ -69,6 +69,8 @@ class PaddedRows:
             expert_mask_N=_tensor(batch.experts),
             rollout_N=_tensor(batch.rollouts),
             turn_N=_tensor(batch.turns),
+            state_N=None if batch.states is None else _tensor(batch.states),
+            turn_rewards_N=None if batch.turn_rewards is None else _tensor(batch.turn_rewards),
             baseline_rewards_N=None if batch.baselines is None else _tensor(batch.baselines),
             loss_mask_NT=mask_NT,
             rollout_logprobs_NT=self.rollout_logprobs_NT.cpu(),

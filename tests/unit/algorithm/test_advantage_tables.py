@@ -196,6 +196,20 @@ def test_gigpo_adds_what_the_state_teaches() -> None:
     assert got.metrics["singleton_anchors"] == 2.0
 
 
+def test_gigpo_takes_rewards_of_turns_and_gives_the_rest_of_the_reward_to_the_last() -> None:
+    given: Any = {
+        "rollout_N": torch.tensor([0, 0, 1, 1]),
+        "turn_N": torch.tensor([0, 1, 0, 1]),
+        "state_N": torch.tensor([7, 8, 7, 8]),
+        "turn_rewards_N": torch.tensor([0.5, 0.5, 0.25, 0.0]),
+    }
+    fn_args = {"gamma": 0.5, "epsilon": 0.0}
+    # Turns of the second rollout: 0.25, then 0.75, which its reward of 1 has beyond their sum.
+    got = run("gigpo", [1.0, 1.0, 1.0, 1.0], [0] * 4, fn_args, **given)
+    # Episodes are even. State 7: 0.75 and 0.625; state 8: 0.5 and 0.75.
+    assert got.advantages_N.tolist() == close([0.0625, -0.125, -0.0625, 0.125])
+
+
 def test_gigpo_compares_equal_states_within_the_task_unless_told_otherwise() -> None:
     given: Any = {"state_N": torch.tensor([1, 1]), "rollout_N": torch.tensor([0, 1]), "turn_N": torch.tensor([0, 0])}
     assert run("gigpo", [1.0, 0.0], [0, 1], **given).advantages_N.tolist() == close([0.0, 0.0])

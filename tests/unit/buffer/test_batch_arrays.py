@@ -9,8 +9,11 @@ from buffer_cases import experience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batch import batch_from_table, supervised_batch
+from rftdask.buffer.batch import batch_from_table, join_batches, supervised_batch
 from rftdask.buffer.experience import Experience, experiences_to_table
+
+TOLD = [("a", 0.5), (None, None), ("b", -1.0), ("a", None)]
+"""State and reward of the turns of one rollout."""
 
 
 @st.composite
@@ -73,6 +76,20 @@ def test_the_spread_of_a_group_is_over_its_own_rows(tasks: list[int]) -> None:
 def test_groups_are_numbered_by_first_appearance() -> None:
     rows = [experience(task) for task in (7, 2, 7, 5, 2)]
     assert batch_from_table(experiences_to_table(rows)).groups.tolist() == [0, 1, 0, 2, 1]
+
+
+def test_states_are_numbered_and_what_was_not_told_is_unknown() -> None:
+    rows = [experience(0, 0, turn=i, env_state=s, turn_reward=r) for i, (s, r) in enumerate(TOLD)]
+    batch = batch_from_table(experiences_to_table(rows))
+    assert batch.states is not None and batch.turn_rewards is not None
+    assert batch.states.tolist() == [0, -1, 1, 0]
+    assert batch.turn_rewards.tolist() == [0.5, 0.0, -1.0, 0.0]
+    shown = supervised_batch([((1, 2, 3), 1, None)], ["a"])
+    joined = join_batches(batch, shown)
+    assert joined.states is not None and joined.turn_rewards is not None
+    assert (joined.states.tolist()[-1], joined.turn_rewards.tolist()[-1]) == (-1, 0.0)
+    silent = batch_from_table(experiences_to_table([experience()]))
+    assert (silent.states, silent.turn_rewards, join_batches(silent, shown).states) == (None, None, None)
 
 
 def test_supervised_rows_have_no_rewards_and_no_logprobs() -> None:

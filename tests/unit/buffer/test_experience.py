@@ -45,6 +45,8 @@ FULL = Experience(
     truth="2",
     error="",
     metrics={"accuracy": 1.0, "format": 0.1},
+    env_state="at 0,1",
+    turn_reward=0.25,
 )
 
 
@@ -132,4 +134,4 @@ def test_a_mask_that_is_all_true_costs_nothing() -> None:
 def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {b"rftdask.schema": b"1.0", b"rftdask.run": b'"my run"'}
+    assert table.schema.metadata == {b"rftdask.schema": b"1.1", b"rftdask.run": b'"my run"'}

@@ -13,7 +13,7 @@ from buffer_cases import experience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.experience import experiences_to_table
+from rftdask.buffer.experience import SCHEMA, experiences_to_table
 from rftdask.buffer.shard import ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError
 
@@ -102,13 +102,12 @@ def test_rows_that_differ_from_the_name_are_refused() -> None:
         decode_shard(dataclasses.replace(name, num_rows=5), data)
 
 
-def with_schema(version: str | None, drop: str = "") -> tuple[ShardName, bytes]:
+def with_schema(version: str | None, *drop: str) -> tuple[ShardName, bytes]:
     """A shard as another version of the package would write it."""
     table = experiences_to_table([experience()])
     metadata = {} if version is None else {"rftdask.schema": version}
     table = table.replace_schema_metadata(metadata)
-    if drop:
-        table = table.drop_columns([drop])
+    table = table.drop_columns(list(drop))
     sink = io.BytesIO()
     pq.write_table(table, sink)
     return ShardName(1, 0, "ab", 1, 0, 0, zlib.crc32(sink.getvalue())), sink.getvalue()
@@ -116,7 +115,7 @@ def with_schema(version: str | None, drop: str = "") -> tuple[ShardName, bytes]:
 
 @pytest.mark.parametrize(("version", "said"), [("2.0", "2.0"), (None, "unknown")])
 def test_another_major_schema_is_refused_saying_what_to_do(version: str | None, said: str) -> None:
-    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.0; use the version that wrote the run"):
+    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.1; use the version that wrote the run"):
         decode_shard(*with_schema(version))
 
 
@@ -124,9 +123,16 @@ def test_a_later_minor_schema_is_read() -> None:
     assert decode_shard(*with_schema("1.7")).num_rows == 1
 
 
+def test_a_shard_of_1_0_is_read_without_states_and_rewards_of_turns() -> None:
+    table = decode_shard(*with_schema("1.0", "env_state", "turn_reward"))
+    assert table.column_names == SCHEMA.names
+    assert (table.column("env_state").to_pylist(), table.column("turn_reward").to_pylist()) == ([None], [None])
+    assert pa.concat_tables([table, decode_shard(*a_shard())]).num_rows == 5  # one log may hold both
+
+
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(DamagedError, match=r"columns missing: \['truth'\]"):
-        decode_shard(*with_schema("1.0", drop="truth"))
+        decode_shard(*with_schema("1.0", "truth"))
 
 
 def test_bytes_that_fit_their_name_and_are_no_parquet_are_damaged() -> None:

@@ -19,7 +19,7 @@ from rftdask.errors import RoleError, UserError
 from rftdask.explorer.batcher import GenerateBatch
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.model import PromptLimits, rollout_seed
-from rftdask.explorer.workflows.base import PolicyModel, Reward, WorkflowFn
+from rftdask.explorer.workflows.base import PolicyModel, Reward, Step, WorkflowFn
 from rftdask.explorer.workflows.registry import workflow
 
 _numbers = iter(range(1_000_000))
@@ -73,6 +73,42 @@ def test_experiences_come_in_the_order_of_task_rollout_and_turn() -> None:
         f"t/0/{index}/{rollout}/{turn}" for index in (1, 2) for rollout in (0, 1) for turn in (0, 1)
     ]
     assert len({experience.seed for experience in experiences}) == 8
+
+
+def test_every_experience_has_what_the_workflow_told_of_its_step() -> None:
+    async def walks(task: Task, model: PolicyModel) -> Reward:
+        for turn in range(2):
+            await model.generate(f"turn {turn}")
+        return Reward(1.0, steps=(Step("start", 0.25), Step("door")))
+
+    async def says_nothing(task: Task, model: PolicyModel) -> Reward:
+        await model.generate("p")
+        return Reward(1.0)
+
+    told = run([task(0, named(walks)), task(1, named(says_nothing))], replies("x"))
+    assert [(e.env_state, e.turn_reward, e.reward) for e in told] == [
+        ("start", 0.25, 1.0),
+        ("door", None, 1.0),
+        (None, None, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((Step("a"), Step("b")), "ValueError: 2 steps told for 1 calls of the policy"),
+        ((Step("a", math.nan),), "ValueError: reward of step 0 is nan, not a finite number"),
+        ((Step(7),), "ValueError: state of step 0 is 7, not a text"),  # type: ignore[arg-type]
+    ],
+)
+def test_steps_that_do_not_fit_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:
+    async def tells(task: Task, model: PolicyModel) -> Reward:
+        await model.generate("p")
+        return Reward(1.0, steps=steps)
+
+    [bad] = run([task(0, named(tells))], replies("x"))
+    assert bad.status is Status.FAILED
+    assert bad.error.startswith(message)
 
 
 def test_the_same_batch_gives_the_same_table() -> None:

@@ -1,0 +1,114 @@
+"""Rollouts in an environment, from the runner to the trainer: what a workflow tells of its steps reaches gigpo, and
+the policy is trained with the advantages that a hand computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rftdask.algorithm import make_algorithm
+from rftdask.buffer.batch import batch_from_table
+from rftdask.buffer.experience import Experience
+from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.task import Task
+from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.config import Config, load_config
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.model import rollout_seed
+from rftdask.explorer.runner import RolloutDefaults, ServedWeights, run_rollout_batch
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.rank import run_rank
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+WALKS = {0: ("right", "right"), 1: ("right", "left", "left")}
+"""What the two rollouts say on "S.G": the first reaches the goal, the second walks back and into the edge (-0.1)."""
+# Episodes earn 1 and -0.1, mean 0.45. Returns from 0,0: 1, -0.1, -0.1, mean 0.8 / 3; from 0,1: 1 and -0.1, mean 0.45.
+ADVANTAGES = [
+    0.55 + (1.0 - 0.8 / 3),
+    0.55 + (1.0 - 0.45),
+    -0.55 + (-0.1 - 0.8 / 3),
+    -0.55 + (-0.1 - 0.45),
+    -0.55 + (-0.1 - 0.8 / 3),
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+    folder = tmp_path_factory.mktemp("steps")
+    build_toy_model(folder / "model", **SIZES)
+    tree: dict[str, Any] = {
+        "name": "walks",
+        "mode": "train",
+        "checkpoint_root_dir": str(folder / "runs"),
+        "model": {"model_path": str(folder / "model"), "max_prompt_tokens": 200, "max_response_tokens": 8},
+        "algorithm": {"algorithm_type": "gigpo", "repeat_times": 2, "bypass_old_logprobs": False},
+        "buffer": {"batch_size": 1},
+        "trainer": {"total_steps": 1},
+    }
+    yield load_config(tree)
+    torch.use_deterministic_algorithms(False)
+
+
+def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[Experience]:
+    """The rollouts of one task by the runner; the policy says what `walks` lists."""
+    tokenizer = load_tokenizer(config)
+    task = Task("maps", 0, 0, prompt="S.G", workflow="grid_workflow", workflow_args={"max_turns": 3})
+    says = {
+        rollout_seed(42, task.group_id, rollout, turn): word
+        for rollout, words in walks.items()
+        for turn, word in enumerate(words)
+    }
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        tokens = [tuple(tokenizer.encode(says[request.seed], add_special_tokens=False)) for request in requests]
+        return [Generation(words, (-5.0,) * len(words), "stop", 0, 0) for words in tokens]
+
+    return asyncio.run(
+        run_rollout_batch(
+            [task],
+            repeat_times=len(walks),
+            explore_step=1,
+            generate_batch=generate_batch,
+            tokenizer=tokenizer,
+            defaults=RolloutDefaults(SamplingParams(max_tokens=8)),
+            weights=ServedWeights(0, "hash"),
+        )
+    )
+
+
+def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: Config) -> None:
+    log = ExperienceLog(open_storage("memory://walks"))
+    table = log.read(log.commit(explore(config), explore_step=1, batch=0))
+    assert table.column("env_state").to_pylist() == ["at 0,0", "at 0,1", "at 0,0", "at 0,1", "at 0,0"]
+    inputs = PaddedRows(batch_from_table(table), torch.device("cpu")).advantage_inputs(1)
+
+    def advantages(omega: float) -> list[float]:
+        algorithm = make_algorithm("gigpo", advantage_fn_args={"omega": omega})
+        result: list[float] = algorithm.compute_advantages(inputs).advantages_N.tolist()
+        return result
+
+    assert advantages(1.0) == pytest.approx(ADVANTAGES, abs=1e-5)
+    assert advantages(0.0) == pytest.approx([0.55, 0.55, -0.55, -0.55, -0.55], abs=1e-5)
+
+
+def test_the_trainer_trains_with_them(config: Config) -> None:
+    storage = open_storage(config.checkpoint_job_dir)
+    log = ExperienceLog(storage)
+    log.commit(explore(config), explore_step=1, batch=0)
+    log.seal(1)
+    run_rank(config, storage, 1, [].append)
+    [row] = read_metrics(storage, "trainer").to_dict("records")
+    # Every ratio is 1 and the KL to the reference 0 before the first update, so the loss is the advantages' mean.
+    lengths = [len(word) for words in WALKS.values() for word in words]
+    mean = sum(a * length for a, length in zip(ADVANTAGES, lengths, strict=True)) / sum(lengths)
+    assert row["loss"] == pytest.approx(-mean, abs=1e-5)
+    assert (row["num_anchors"], row["singleton_anchors"], row["num_rows"]) == (2.0, 0.0, 5.0)
+    assert row["grad_norm"] > 0
