@@ -14,7 +14,7 @@ import torch
 from rftdask.algorithm import make_algorithm
 from rftdask.buffer.batch import batch_from_table
 from rftdask.buffer.experience import Experience
-from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.task import Task
 from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.config import Config, load_config
@@ -85,7 +85,7 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
 
 
 def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: Config) -> None:
-    log = ExperienceLog(open_storage("memory://walks"))
+    log = ParquetLog(open_storage("memory://walks"))
     table = log.read(log.commit(explore(config), explore_step=1, batch=0))
     assert table.column("env_state").to_pylist() == ["at 0,0", "at 0,1", "at 0,0", "at 0,1", "at 0,0"]
     inputs = PaddedRows(batch_from_table(table), torch.device("cpu")).advantage_inputs(1)
@@ -101,7 +101,7 @@ def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: C
 
 def test_the_trainer_trains_with_them(config: Config) -> None:
     storage = open_storage(config.checkpoint_job_dir)
-    log = ExperienceLog(storage)
+    log = ParquetLog(storage)
     log.commit(explore(config), explore_step=1, batch=0)
     log.seal(1)
     run_rank(config, storage, 1, [].append)
