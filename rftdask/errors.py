@@ -10,6 +10,7 @@
     |-- FencedError          somebody else owns this run or lineage; this process must stop
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
+        `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
 
 All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
 """
@@ -63,3 +64,7 @@ class WaitTimeout(RftError):
 
 class RoleError(RftError):
     """A role failed for good: a trainer rank, an engine, a workflow."""
+
+
+class PeerLostError(RoleError):
+    """A rank of the trainer cannot go on, because another one went away or hangs; the cause is with that one."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import num_explore_steps
-from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout
+from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
 from rftdask.errors import DataError, FencedError
 from rftdask.explorer.evaluations import eval_tasksets
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rftdask.explorer.difficulty import LearnedOrder
 
 WORKER_DEADLINE_S = 300.0
-MAX_RESTARTS = 3
 _TICK_S = 0.1
 _LOOK_AT_WORKERS_S = 0.5
 
@@ -111,6 +110,7 @@ class StageRun:
         self._sizes = sizes
         self._on_event = on_event
         self._log_folder = log_folder
+        self._num_ranks = num_ranks(config, layout)
         self.work = plan_work(config, sizes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._over = threading.Event()
@@ -190,8 +190,8 @@ class StageRun:
         gang = Gang(
             self._client,
             self._rank_spec,
-            world_size=1,
-            max_restarts=MAX_RESTARTS,
+            world_size=self._num_ranks,
+            max_restarts=self._config.trainer.max_restarts,
             worker_deadline_s=WORKER_DEADLINE_S,
             note=self._note,
             cancelled=self._over.is_set,
@@ -209,7 +209,7 @@ class StageRun:
             url=self._storage.url,
             total_steps=self.work.train_steps,
             rank=rank,
-            world_size=1,
+            world_size=self._num_ranks,
             rendezvous=rendezvous,
             threads=self._layout.threads_of(TRAINER_RESOURCE),
             log_file=f"{self._log_folder}/trainer-rank-{rank}.log" if self._log_folder else None,

@@ -125,6 +125,9 @@ class LogSource(BatchSource):
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        # Also on a rank that forms no entry, and so never settles one.
+        in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
+        self._reader.forget_all_but(in_use)
         return self._reader.read(entry, places)
 
     def _wait_for_groups(self, step: int) -> Selection | None:
@@ -226,8 +229,6 @@ class LogSource(BatchSource):
         for position in entry.positions:
             self._waiting.pop(position, None)
         self._cursor.settle(entry.positions, self._options.rule.tasks_per_step)
-        in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
-        self._reader.forget_all_but(in_use)
 
 
 def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> list[Group]:

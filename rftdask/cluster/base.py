@@ -46,6 +46,16 @@ class Layout:
         return next((worker.threads for worker in self.workers if resource in worker.resources), 1)
 
 
+def num_ranks(stage: Config, layout: Layout) -> int:
+    """Ranks of a stage's trainer: as configured, else all that the layout has workers for."""
+    return _asked_ranks(stage) or max(1, sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers))
+
+
+def _asked_ranks(stage: Config) -> int | None:
+    one = stage.trainer.trainer_strategy == "single" or stage.mode not in ("both", "train")
+    return stage.trainer.num_ranks or (1 if one else None)
+
+
 class Cluster(ABC):
     """A running set of workers. Use as a context manager; `close` is idempotent and leaves no process."""
 
@@ -79,25 +89,27 @@ def count_gpus(config: Config) -> int:
 
 def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layout:
     """The workers that all stages need, sharing `num_cpus` cores: roles that work at the same time get cores of their
-    own, and each a GPU of its own where there are any.
+    own, and each a GPU of its own where there are any. A trainer without `num_ranks` takes the GPUs that are left.
 
     The light control role (synchronizer) shares the trainer's worker, which only watches its child.
     Raises: UserError: more roles than cores or GPUs.
     """
-    ranks = 1 if any(stage.mode in ("both", "train") for stage in stages) else 0
+    training = [stage for stage in stages if stage.mode in ("both", "train")]
     explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
+    left = max(1, num_gpus - explorers)
+    ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
     roles = ranks + explorers
     if roles > max(num_cpus, 2):
         raise UserError(
-            f"cluster: {ranks} trainer + {explorers} explorers (explorer.rollout_model.engine_num) = {roles} processes "
-            f"that compute, and there are {num_cpus} cores (cluster.num_cpus); lower engine_num to "
-            f"{max(1, num_cpus - ranks)}"
+            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, explorer.rollout_model.engine_num) "
+            f"= {roles} processes that compute, and there are {num_cpus} cores (cluster.num_cpus); "
+            f"{_advice(ranks, explorers, num_cpus)}"
         )
     if num_gpus and roles > num_gpus:
         raise UserError(
-            f"cluster: {ranks} trainer + {explorers} explorers (explorer.rollout_model.engine_num) = {roles} processes "
-            f"with a GPU each, and there are {num_gpus} GPUs (cluster.gpu_per_node); lower engine_num to "
-            f"{max(1, num_gpus - ranks)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, explorer.rollout_model.engine_num) "
+            f"= {roles} processes with a GPU each, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
+            f"{_advice(ranks, explorers, num_gpus)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
@@ -105,3 +117,9 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     workers = [replace(worker, gpu=number if num_gpus else None) for number, worker in enumerate((*trainers, *engines))]
     workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     return Layout(tuple(workers))
+
+
+def _advice(ranks: int, explorers: int, places: int) -> str:
+    if explorers and ranks < places:
+        return f"lower engine_num to {places - ranks}"
+    return f"lower num_ranks to {max(1, places - explorers)}"

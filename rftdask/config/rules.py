@@ -251,6 +251,15 @@ def _one_gradient_norm(config: Config) -> Iterator[Problem]:
         )
 
 
+@rule("trainer.trainer_strategy", "trainer.num_ranks")
+def _ranks_fit_the_strategy(config: Config) -> Iterator[Problem]:
+    if config.trainer.trainer_strategy == "single" and (config.trainer.num_ranks or 1) > 1:
+        yield (
+            "trainer.num_ranks",
+            f"{config.trainer.num_ranks} ranks cannot share a model by trainer_strategy single; use ddp or fsdp2",
+        )
+
+
 @rule("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
 def _one_staleness(config: Config) -> Iterator[Problem]:
     args = config.algorithm.sample_strategy_args
@@ -399,8 +408,11 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from _idle_boundaries(config)
     if config.model.critic_model_path and not info.critic:
         yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
-    if config.trainer.trainer_strategy in ("fsdp", "fsdp2"):
-        yield "trainer.trainer_strategy", f"{config.trainer.trainer_strategy} is the same as single with one rank"
+    if config.trainer.offload_policy and config.trainer.trainer_strategy != "fsdp2":
+        yield (
+            "trainer.offload_policy",
+            f"ignored: trainer_strategy {config.trainer.trainer_strategy} keeps all in place",
+        )
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":

@@ -20,7 +20,7 @@ from rftdask.config.base import (
 )
 
 _PACKING = Ignored("it changes speed, never the loss; see trainer.micro_batch_size")
-_OFFLOAD = Ignored("nothing is offloaded; it would change memory, never the loss")
+_OFFLOAD = Ignored("use trainer.offload_policy, which offloads all three")
 
 
 class MegatronConfig(Section):
@@ -62,12 +62,26 @@ class TrainerConfig(Section):
         Aliases({"verl": "torch"}, "veRL is not used; our PyTorch trainer takes its place"),
     ] = "torch"
     """torch: our PyTorch trainer. fake: counts and publishes without learning, for tests."""
-    trainer_strategy: Annotated[Literal["single", "fsdp", "fsdp2"], Later("this strategy", ("ddp", "megatron"))] = (
-        "single"
-    )
-    """How ranks share the model. single: one rank. fsdp and fsdp2 mean the same as single while there is one rank."""
-    num_ranks: Annotated[Count | None, Later("more than one rank", allowed=(1,))] = None
-    """Ranks of the trainer. None: one. More come with the sharded strategies."""
+    trainer_strategy: Annotated[
+        Literal["single", "ddp", "fsdp2"],
+        Later("this strategy", ("megatron",)),
+        Aliases({"fsdp": "fsdp2"}, "the first FSDP of PyTorch is deprecated, fsdp2 takes its place"),
+    ] = "fsdp2"
+    """How ranks share the model. fsdp2: each holds a part of weights, gradients and optimizer state. ddp: each holds
+    all of it. single: there is one rank. With one rank all three are the same."""
+    num_ranks: Count | None = None
+    """Ranks of the trainer, each on a worker and a GPU of its own. None: as many as explorers leave GPUs; one on a
+    CPU."""
+    max_restarts: Natural = 3
+    """How often the ranks are started again, from the newest checkpoint, after one of them was lost."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass in place of keeping them: less memory, about a third more time."""
+    torch_compile: bool = False
+    """Compile the layers of the policy with torch.compile. The first steps are slow, rounding differs."""
+    reshard_after_forward: bool = True
+    """fsdp2: give up a layer's weights between its forward and its backward pass: less memory, more transfers."""
+    prefetch_layers: Natural = 0
+    """fsdp2: layers whose weights are asked for ahead. 0: PyTorch's own rule, one ahead in the backward pass."""
     micro_batch_size: Count | None = None
     """Experiences in one forward and backward pass. None: as `max_token_len_per_gpu` allows."""
     max_token_len_per_gpu: Count | None = None
@@ -106,13 +120,11 @@ class TrainerConfig(Section):
     """Optimizer state in host memory."""
     grad_offload: Annotated[bool, _OFFLOAD] = False
     """Gradients in host memory."""
-    offload_policy: Annotated[bool, _OFFLOAD] = False
-    """Offload of fsdp2."""
-    save_strategy: Annotated[
-        Literal["single_thread", "single_process", "single_node", "unrestricted"],
-        Ignored("every rank writes its own files"),
-    ] = "unrestricted"
-    """Who may write at once."""
+    offload_policy: bool = False
+    """fsdp2: weights, gradients and optimizer state in host memory, and the optimizer steps there."""
+    save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = "unrestricted"
+    """Which ranks may write their part of a checkpoint at once, beside the training. unrestricted: all. single_node:
+    those of one host. single_process: one. single_thread: one, and the training waits for it."""
     megatron: Annotated[MegatronConfig, Later("Megatron")] = MegatronConfig()
     """How Megatron splits a model."""
     trainer_config: Annotated[Free, Ignored("it configures veRL, which is not used")] = no_items()

@@ -58,13 +58,24 @@ def write_folder(
 
 def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
     """Add `files` to a folder whose manifest is `manifest`; readers see the old manifest or the new one."""
-    entries = dict(manifest.files)
+    return commit_folder(
+        storage, folder, replace(manifest, files={**manifest.files, **put_files(storage, folder, files)})
+    )
+
+
+def put_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Write files that are not there yet for anybody: no manifest names them."""
+    entries = {}
     for name, data in files.items():
         storage.put(f"{folder}/{name}", data)
         entries[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-    grown = replace(manifest, files=entries)
-    storage.put(f"{folder}/{NAME}", dump_checked(asdict(grown), indent=1))
-    return grown
+    return entries
+
+
+def commit_folder(storage: Storage, folder: str, manifest: Manifest) -> Manifest:
+    """Make the folder what `manifest` says; its files are written."""
+    storage.put(f"{folder}/{NAME}", dump_checked(asdict(manifest), indent=1))
+    return manifest
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest | None:

@@ -12,7 +12,17 @@ from typing import Any
 
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
-from rftdask.synchronizer.manifest import extend_folder, is_valid, read_file, read_manifest, remove_folder, write_folder
+from rftdask.synchronizer.manifest import (
+    FileEntry,
+    Manifest,
+    commit_folder,
+    extend_folder,
+    is_valid,
+    put_files,
+    read_file,
+    read_manifest,
+    remove_folder,
+)
 from rftdask.synchronizer.weights import CHECKPOINT_POINTER, move_pointer
 
 STATE_FILE = "trainer_state.json"
@@ -44,14 +54,44 @@ class Checkpoints:
         self._storage = storage
         self._lineage = lineage
         self._max_to_keep = max_to_keep
+        self.on_commit: Callable[[int], None] = lambda step: None
+        """Told of every checkpoint that was made to exist; from any thread."""
 
     def save(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
-        """Commit the checkpoint of `step`, then drop the oldest ones beyond the limit. `state` is JSON."""
+        """Write and commit the checkpoint of `step`, then drop the oldest ones beyond the limit. `state` is JSON."""
+        if not self.is_there(step):
+            self.commit(step, self.put_files(step, files), state)
+
+    def is_there(self, step: int) -> bool:
+        """Whether `step` has a valid checkpoint, which then is what the pointer names."""
+        valid = is_valid(self._storage, checkpoint_folder(step))
+        if valid:
+            self._settle(step)
+        return valid
+
+    def put_files(self, step: int, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+        """Write some of the files of `step`; without a manifest they are no checkpoint yet."""
+        return put_files(self._storage, checkpoint_folder(step), files)
+
+    def commit(self, step: int, entries: Mapping[str, FileEntry], state: Mapping[str, Any]) -> None:
+        """Make files that were put the checkpoint of `step`, then drop the oldest ones beyond the limit."""
         folder = checkpoint_folder(step)
-        if not is_valid(self._storage, folder):
-            everything = {**files, STATE_FILE: json.dumps(state, sort_keys=True).encode()}
-            write_folder(self._storage, folder, everything, lineage=self._lineage, version=step)
+        own = put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
+        commit_folder(self._storage, folder, Manifest(self._lineage, step, {**entries, **own}))
         self._settle(step)
+        self.on_commit(step)
+
+    def check(self) -> None:
+        """Look after what is written in the background. Raises: what went wrong there."""
+
+    def flush(self) -> None:
+        """Wait until all is written. Raises: as `check`."""
+
+    def reader(self, step: int) -> Callable[[str], bytes] | None:
+        """Reads the files of a checkpoint, verified one by one; None if it is not there."""
+        folder = checkpoint_folder(step)
+        manifest = read_manifest(self._storage, folder)
+        return None if manifest is None else lambda name: read_file(self._storage, folder, manifest, name)
 
     def add_files(self, step: int, files: Mapping[str, bytes]) -> None:
         """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step."""

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from distributed import Client, Future, Worker, get_worker
 
 from rftdask.child import LOG_LEVEL, Child
 from rftdask.dask_task import make_called_off
-from rftdask.errors import FencedError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.errors import FencedError, PeerLostError, RftError, RoleError, UserError, WaitTimeout
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"
@@ -30,6 +31,9 @@ _SILENCE_S = 1800.0
 _POLL_S = 0.5
 _CALL_OFF_S = 30.0
 _LOOK_S = 0.05
+_CAUSE_S = 5.0
+"""For the error of the rank that was lost, when others have noticed it first."""
+_FAILED = ("error", "cancelled", "lost")
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
 
@@ -53,10 +57,22 @@ class RankSpec:
 
 def free_address(dask_worker: Worker) -> tuple[str, int]:
     """This host and a port that is free now, on the worker that will run rank 0."""
-    host = dask_worker.address.rsplit(":", 1)[0].split("//")[-1]
+    host = _host(dask_worker.address)
     with socket.socket() as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]
+
+
+def _host(address: str) -> str:
+    return address.rsplit(":", 1)[0].split("//")[-1]
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface with this address, for gloo, which else takes what the host's name stands for."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return None
 
 
 def active_keys(dask_worker: Worker) -> list[Any]:
@@ -74,13 +90,21 @@ def supervise(spec: RankSpec, address: str) -> dict[str, Any]:
         # A strict restriction to a worker that died would wait for ever; a loose one may land elsewhere, which is told
         # here.
         raise RoleError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
+    try:
+        return _supervise(worker, spec, address)
+    except (RoleError, WaitTimeout) as error:
+        raise type(error)(f"rank {spec.rank} on worker {worker.name} ({address}): {error}") from error
+
+
+def _supervise(worker: Worker, spec: RankSpec, address: str) -> dict[str, Any]:
     called_off = make_called_off()
+    interface = interface_of(_host(address))
     child = Child(
         "rftdask.trainer.rank:serve",
         asdict(spec),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,
-        env={LOG_LEVEL: spec.config["log"]["level"]},
+        env={LOG_LEVEL: spec.config["log"]["level"], **({"GLOO_SOCKET_IFNAME": interface} if interface else {})},
         log_file=Path(spec.log_file) if spec.log_file else None,
     )
     heard = time.monotonic()
@@ -90,11 +114,9 @@ def supervise(spec: RankSpec, address: str) -> dict[str, Any]:
                 message = child.receive(_POLL_S)
             except WaitTimeout:
                 if time.monotonic() - heard > _SILENCE_S:
-                    raise WaitTimeout(
-                        f"trainer rank {spec.rank} on {address} said nothing for {_SILENCE_S:.0f} s"
-                    ) from None
+                    raise WaitTimeout(f"it said nothing for {_SILENCE_S:.0f} s") from None
                 if called_off():
-                    raise RoleError(f"rank {spec.rank} was called off") from None
+                    raise PeerLostError("it was called off") from None
                 continue
             heard = time.monotonic()
             if message["event"] == "done":
@@ -172,9 +194,9 @@ class Gang:
         try:
             while True:
                 done = all(future.done() for future in futures)  # before the look at failures, which then misses none
-                failed = [f for f in futures if f.status in ("error", "cancelled", "lost")]
+                failed = [f for f in futures if f.status in _FAILED]
                 if failed:
-                    raise _cause(failed[0])
+                    raise self._cause_of(futures)
                 if done:
                     return _result(futures[0])
                 if self._cancelled():
@@ -184,6 +206,16 @@ class Gang:
         finally:
             self._client.cancel(futures, force=True)
             self._wait_until_called_off({future.key for future in futures})
+
+    def _cause_of(self, futures: list[Future]) -> BaseException:
+        """Of the errors of the ranks the one that the others follow from, which may come a moment after them."""
+        deadline = time.monotonic() + _CAUSE_S
+        while True:
+            causes = [_cause(rank, future) for rank, future in enumerate(futures) if future.status in _FAILED]
+            found = [cause for cause in causes if not isinstance(cause, PeerLostError)]
+            if found or len(causes) == len(futures) or time.monotonic() > deadline:
+                return (found or causes)[0]
+            time.sleep(_LOOK_S)
 
     def _wait_until_called_off(self, keys: set[Any]) -> None:
         """Until no worker runs a supervisor of this generation, so that its ranks do not meet those of the next."""
@@ -218,12 +250,10 @@ def _result(future: Future) -> dict[str, Any]:
         raise RoleError("rank 0 ended, and its worker was lost with the result") from error
 
 
-def _cause(future: Future) -> BaseException:
+def _cause(rank: int, future: Future) -> BaseException:
     if future.status == "error":
         error = future.exception()
         return (
-            error
-            if isinstance(error, RftError)
-            else RoleError(f"a trainer rank failed: {type(error).__name__}: {error}")
+            error if isinstance(error, RftError) else RoleError(f"rank {rank} failed: {type(error).__name__}: {error}")
         )
-    return RoleError(f"a trainer rank's task is {future.status}: its worker or the scheduler was lost")
+    return RoleError(f"rank {rank}'s task is {future.status}: its worker or the scheduler was lost")

@@ -1,4 +1,5 @@
-"""Rank: the child process of one trainer rank. It puts the trainer's parts together from the config and runs the loop.
+"""Rank: the child process of one trainer rank. It puts the trainer's parts together from the config; rank 0 runs the
+loop, the others follow it.
 
 It tells its supervisor what happens by events; nothing that matters is in them. It ends with the result, or with an
 error whose text its supervisor passes on.
@@ -29,11 +30,14 @@ from rftdask.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle
 from rftdask.synchronizer.weights import read_requested_version
-from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.engines.strategies.base import Single, Strategy
+from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
+from rftdask.trainer.ranks import Ranks, lost_peer
 from rftdask.trainer.recipe import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
+from rftdask.trainer.saver import Saver
 from rftdask.trainer.schedule import LearningRate
 from rftdask.trainer.trainer import Trainer, TrainerOptions
 
@@ -41,6 +45,12 @@ DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
 _WEIGHTS_TO_KEEP = 8
 """By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
 _RENDEZVOUS_S = 120
+"""For all ranks to come together. They load torch first, which takes a while on a busy machine."""
+_ANSWER_S = 1800
+"""For a rank to take part in what the others wait for. One that died is noticed at once; this is for one that hangs,
+and is longer than what a rank may have to do alone, such as writing weights. A wait for data is no wait of ranks: rank
+0 gives a sign of life.
+"""
 _LOOK_EVERY_S = 0.2
 _SIGN_OF_LIFE_S = 5.0
 
@@ -49,27 +59,69 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process; see `gang.RankSpec` for the keys of `spec`."""
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"])
-    host, port = spec["rendezvous"]
-    dist.init_process_group(
-        backend="nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"tcp://{host}:{port}",
-        rank=spec["rank"],
-        world_size=spec["world_size"],
-        timeout=timedelta(seconds=_RENDEZVOUS_S),
-    )
     try:
+        _meet(spec["rendezvous"], spec["rank"], spec["world_size"])
         run_rank(config, open_storage(spec["url"]), spec["total_steps"], channel.send)
-    finally:
-        dist.destroy_process_group()
+    except RuntimeError as error:
+        lost = lost_peer(error)
+        if lost is None:
+            raise
+        raise lost from error
+    # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
+
+
+def _meet(rendezvous: tuple[str, int], rank: int, size: int) -> None:
+    """Join the process group. Raises: RuntimeError of torch: not all ranks came."""
+    host, port = rendezvous
+    store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S))
+    dist.init_process_group(
+        # Small messages go over the CPU, also where gradients do not.
+        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_ANSWER_S),
+    )
 
 
 def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Callable[[dict[str, Any]], None]) -> None:
     """Train until the steps or the data end; the last event is "done" with the result."""
+    ranks = Ranks()
     watch = _Watch(storage, emit)
     algorithm = algorithm_of(config)
-    engine = _engine(config, algorithm, total_steps)
+    engine = _engine(config, algorithm, total_steps, ranks)
+    source = _source(config, storage, algorithm, watch)
+    # The thread that saves speaks to its like on the other ranks while the ranks train.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
+    saver = (LeadSaver if ranks.leads else Saver)(
+        storage,
+        MAIN_LINEAGE,
+        config.trainer.max_checkpoints_to_keep,
+        ranks=ranks,
+        writers=Ranks(group),
+        strategy=config.trainer.save_strategy,
+    )
+    if ranks.leads:
+        result = _lead(config, storage, total_steps, algorithm, engine, source, saver, watch, ranks, emit)
+    else:
+        Follower(ranks, engine, source.read, saver, lambda: emit({"event": "alive"})).run()
+        result = {}
+    emit({"event": "done", "result": result})
+
+
+def _lead(
+    config: Config,
+    storage: Storage,
+    total_steps: int | None,
+    algorithm: Algorithm,
+    engine: TrainEngine,
+    source: BatchSource,
+    saver: Saver,
+    watch: _Watch,
+    ranks: Ranks,
+    emit: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     metrics = MetricsWriter(storage, "trainer")
-    checkpoints = Checkpoints(storage, MAIN_LINEAGE, config.trainer.max_checkpoints_to_keep)
     options = TrainerOptions(
         total_steps=total_steps,
         save_interval=config.trainer.save_interval,
@@ -79,9 +131,9 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
         max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
     )
     trainer = Trainer(
-        engine,
-        _source(config, storage, algorithm, watch),
-        checkpoints,
+        LeadEngine(engine, ranks),
+        LeadSource(source, ranks),
+        saver,
         storage,
         metrics,
         options,
@@ -90,11 +142,13 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
         emit=emit,
     )
     watch.when_idle = trainer.publish_if_due_now
+    watch.say_waiting = lambda: say_waiting(ranks)
     try:
         result = trainer.run()
+        say_end(ranks)
     finally:
         metrics.close()
-    emit({"event": "done", "result": {"step": result.step, "stopped": result.stopped}})
+    return {"step": result.step, "stopped": result.stopped}
 
 
 class _Watch:
@@ -106,6 +160,7 @@ class _Watch:
         self._looked = self._spoke = 0.0
         self._stop = False
         self.when_idle: Callable[[], None] = lambda: None
+        self.say_waiting: Callable[[], None] = lambda: None
 
     def should_stop(self) -> bool:
         now = time.monotonic()
@@ -116,10 +171,11 @@ class _Watch:
         if now - self._spoke > _SIGN_OF_LIFE_S:
             self._spoke = now
             self._emit({"event": "alive"})
+            self.say_waiting()
         return self._stop
 
 
-def _engine(config: Config, algorithm: Algorithm, total_steps: int | None) -> TrainEngine:
+def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
     if config.trainer.trainer_type == "fake":
         return FakeTrainEngine()
     # Late: it imports transformers, which the fake does without.
@@ -140,9 +196,24 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None) -> Tr
         teacher_path=config.explorer.auxiliary_models[0].model_path if config.algorithm.needs_teacher else None,
         critic=_critic(config) if algorithm.use_critic else None,
         critic_warmup=config.trainer.critic_warmup,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        torch_compile=config.trainer.torch_compile,
         recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
     )
-    return TorchEngine(options, algorithm)
+    return TorchEngine(options, algorithm, _strategy(config, ranks, torch.device(device)))
+
+
+def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
+    # Late: as above.
+    from rftdask.trainer.engines.strategies.ddp import DDP
+    from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
+
+    trainer = config.trainer
+    if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
+        return FSDP2(
+            ranks, device, ShardOptions(trainer.offload_policy, trainer.prefetch_layers, trainer.reshard_after_forward)
+        )
+    return Single(ranks) if ranks.size == 1 else DDP(ranks)
 
 
 def _learning_rate(config: Config, total_steps: int | None) -> LearningRate:

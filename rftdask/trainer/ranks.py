@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftdask.errors import RoleError
+from rftdask.errors import PeerLostError
 
 
 class Ranks:
@@ -80,16 +80,12 @@ class Ranks:
         return sums
 
 
-def lost_peer(error: RuntimeError) -> RoleError | None:
+def lost_peer(error: RuntimeError) -> PeerLostError | None:
     """The error in our words, if torch raised it because another rank does not answer; else None."""
     text = str(error)
     if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
-        return RoleError(f"{OTHER_RANK}: {text.splitlines()[0][:300]}")
+        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}")
     return None
-
-
-OTHER_RANK = "another rank does not answer"
-"""Beginning of an error whose cause is elsewhere."""
 
 
 def _as_tensor(data: bytes) -> Tensor:

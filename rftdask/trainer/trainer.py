@@ -90,6 +90,7 @@ class Trainer:
         self._publish_due = publish_due
         self._should_stop = should_stop
         self._emit = emit
+        checkpoints.on_commit = lambda step: emit({"event": "checkpoint", "step": step})
         self._step = 0
         self._published = 0
         self._saved = 0
@@ -124,6 +125,7 @@ class Trainer:
                 "tokens_per_s": len(batch.tokens) / (ended - began),
             }
             self._record(step, entry, batch, {**metrics, **times})
+            self._checkpoints.check()
             stopped = not self._reached(step) and self._should_stop()
             if stopped:
                 break
@@ -173,15 +175,16 @@ class Trainer:
         }
         self._checkpoints.save(step, files, state)
         self._saved = step
-        self._emit({"event": "checkpoint", "step": step})
 
     def _finish(self, step: int) -> None:
         """The last weights and a last checkpoint, also after a stop on request."""
         if self._options.publish and self._published < step:
             self._publish(step)
-        if step and self._saved < step:
+        last = step > self._saved
+        if last:
             self._save(step, last=True)
-        elif step and self._options.save_hf_checkpoint == "last":
+        self._checkpoints.flush()
+        if not last and step and self._options.save_hf_checkpoint == "last":
             # The step was saved before it was known to be the last.
             self._checkpoints.add_files(
                 step, {f"{HF_FOLDER}/{n}": data for n, data in self._engine.export_files().items()}

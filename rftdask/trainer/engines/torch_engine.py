@@ -60,6 +60,10 @@ class TorchOptions:
     """First steps, which train the critic alone."""
     recompute_old_logprobs: bool = False
     """Ratios to the weights before the step in place of those that sampled."""
+    gradient_checkpointing: bool = False
+    """Activations of the policy are computed again in the backward pass."""
+    torch_compile: bool = False
+    """The policy's layers are compiled."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class TorchEngine(TrainEngine):
             options.model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code
         )
         self._model.train()
+        if options.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if options.torch_compile:
+            for layer in layers_of(self._model, self._model._no_split_modules or ()):
+                layer.compile(dynamic=True)
         self._policy = self._prepared(self._model)
         self._adam = Adam(self._model, options.adam, self._strategy)
         self._reference = self._load_frozen(options.model_path) if algorithm.use_reference else None

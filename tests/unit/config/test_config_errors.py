@@ -25,7 +25,7 @@ def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
             "temperature": True,
         },
         "buffer": {"batch_size": 2.5, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
-        "trainer": {"grad_clip": "much", "num_ranks": 2},
+        "trainer": {"grad_clip": "much", "num_ranks": 2, "trainer_strategy": "single"},
         "explorers": {},
     }
     assert problems(source) == [
@@ -43,7 +43,7 @@ def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
         "model.top_p: 1.5 is too large; it must be at most 1",
         "name: '../elsewhere' is not a folder name, or folder names joined by /",
         "trainer.grad_clip: 'much' is not a number",
-        "trainer.num_ranks: 2 is not available in this release (more than one rank); leave it out or set null",
+        "trainer.num_ranks: 2 ranks cannot share a model by trainer_strategy single; use ddp or fsdp2",
     ]
 
 
@@ -223,8 +223,8 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
             "buffer.total_epochs: ignored: buffer.total_steps is given and decides",
         ),
         (
-            ["trainer.trainer_strategy=fsdp2"],
-            "trainer.trainer_strategy: fsdp2 is the same as single with one rank",
+            ["trainer.trainer_strategy=ddp", "trainer.offload_policy=true"],
+            "trainer.offload_policy: ignored: trainer_strategy ddp keeps all in place",
         ),
         (
             [

@@ -109,10 +109,10 @@ def test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers() -> No
         (RoleError("trainer-rank-0 ended with code -9"), "ended with code -9"),
         (WaitTimeout("said nothing"), "said nothing"),
         (StorageError("disk"), "disk"),
-        (ZeroDivisionError("a bug"), "a trainer rank failed: ZeroDivisionError: a bug"),
-        (CancelledError("trainer-0"), "trainer rank"),
-        ("lost", "a trainer rank's task is lost: its worker or the scheduler was lost"),
-        ("cancelled", "a trainer rank's task is cancelled"),
+        (ZeroDivisionError("a bug"), "rank 1 failed: ZeroDivisionError: a bug"),
+        (CancelledError("trainer-0"), "rank 1 failed: CancelledError"),
+        ("lost", "rank 1's task is lost: its worker or the scheduler was lost"),
+        ("cancelled", "rank 1's task is cancelled"),
     ],
 )
 def test_a_lost_rank_ends_its_gang_and_the_next_one_goes_on(loss: Any, text: str) -> None:
