@@ -3,8 +3,7 @@
 Knows neither batches nor losses, nor where bytes go. Invariant: `token_logprobs` uses the formula by which engines
 record `rollout_logprobs`, so that on the same weights both agree up to the rounding of the forward pass.
 
-Shapes: B = rows, L = longest row, T = longest response, H = hidden size, V = vocabulary,
-Q = response tokens of all rows.
+Letters: as in packing.py; H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rftdask.errors import DataError
+from rftdask.trainer.attention import hidden_states, pack_if_equal
+from rftdask.trainer.packing import PackedRows
 
 MAX_LOGITS = 2**27
 """Logits held at a time: 512 MiB in float32, 1024 positions of a vocabulary of 131,072."""
@@ -53,6 +55,7 @@ def load_policy(
         raise DataError(f"model.model_path {model_path} lacks the weights {sorted(report['missing_keys'])}")
     model.to(device).eval()
     _check_head(model, model_path)
+    pack_if_equal(model)
     return model, tokenizer
 
 
@@ -87,52 +90,32 @@ def _check_head(model: Any, model_path: str) -> None:
 
 def token_logprobs(
     model: torch.nn.Module,
+    rows: PackedRows,
     *,
-    input_ids_BL: Tensor,
-    attention_mask_BL: Tensor,
-    prompt_lengths_B: Tensor,
-    lengths_B: Tensor,
-    temperature_B: Tensor,
     with_entropy: bool = False,
     statistic: Callable[[Tensor], Tensor] | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprobs of the response tokens under softmax(logits / temperature), by one forward pass.
+    """Logprobs of the response tokens under softmax(logits / temperature), by one forward pass over the tokens alone.
 
     Logits are computed at response positions alone and about `max_logits` of them at a time; if that takes several
     times, the backward pass computes them again instead of keeping them.
 
     Args:
-        input_ids_BL: int64, prompt and response, padded on the right.
-        attention_mask_BL: bool or int, nonzero at tokens.
-        prompt_lengths_B, lengths_B: int64; the response of row b is input_ids[b, prompt_lengths[b] : lengths[b]].
-        temperature_B: at which the tokens were sampled; 0 (greedy) counts as 1.
-        statistic: returned in place of the entropy, with_entropy or not: [Q, V] logprobs -> [Q] or [Q, K].
+        statistic: returned in place of the entropy, with_entropy or not, and without gradient: [Q, V] logprobs -> [Q]
+            or [Q, K].
     Returns:
         [B, T] float32 logprobs, and [B, T] float32 entropies of the same distributions in nats (None unless
         `with_entropy`); [b, t] is about response token t, zero beyond its end. Both have gradients, if enabled.
-    Raises: ValueError: a row without a prompt: nothing predicts its first token.
     """
-    inside_BT, token_Q = response_tokens(input_ids_BL, prompt_lengths_B, lengths_B)
-    row_Q, column_Q = inside_BT.nonzero(as_tuple=True)
-    targets_Q = input_ids_BL.reshape(-1)[token_Q]
-    temperature_Q = torch.where(temperature_B == 0, 1.0, temperature_B).float()[row_Q]
-
+    hidden_QH = hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
+    targets_Q = rows.tokens_S[rows.place_Q]
     causal: Any = model
-    hidden_BLH = causal.base_model(
-        input_ids=input_ids_BL, attention_mask=attention_mask_BL, use_cache=False
-    ).last_hidden_state
-    hidden_QH = hidden_BLH.flatten(0, 1).index_select(0, token_Q - 1)  # what predicts a token lies one before it
     head = causal.get_output_embeddings()
     size = max(1, max_logits // head.weight.shape[0])
-    statistic = statistic or (entropy if with_entropy else None)
-    logprobs_Q, entropy_Q = _score(head, hidden_QH, targets_Q, temperature_Q, statistic, size)
-
-    def aligned(values_Q: Tensor) -> Tensor:
-        shape = (*inside_BT.shape, *values_Q.shape[1:])
-        return values_Q.new_zeros(shape).index_put((row_Q, column_Q), values_Q)
-
-    return aligned(logprobs_Q), aligned(entropy_Q) if statistic else None
+    temperature_Q = rows.temperature_B[rows.row_Q]
+    logprobs_Q, more_Q = _score(head, hidden_QH, targets_Q, temperature_Q, statistic or with_entropy, size)
+    return rows.aligned(logprobs_Q), rows.aligned(more_Q) if statistic or with_entropy else None
 
 
 def entropy(logprobs_QV: Tensor) -> Tensor:
@@ -162,35 +145,21 @@ def entropy_signals(score: Callable[..., tuple[Tensor, Tensor | None]], **inputs
     return torch.cat([logprobs_BT[..., None], more_BT2], dim=-1)
 
 
-def response_tokens(input_ids_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, T] bool, True where a row has a response token, and [Q] places of these tokens in the flat [B * L].
-
-    Raises: ValueError: a row without a prompt: nothing predicts its first token.
-    """
-    if int(prompt_lengths_B.min()) < 1:
-        raise ValueError("a row has no prompt, so nothing predicts its first token; give it at least one prompt token")
-    response_lengths_B = lengths_B - prompt_lengths_B
-    num_columns = int(response_lengths_B.max())
-    inside_BT = torch.arange(num_columns, device=input_ids_BL.device) < response_lengths_B[:, None]
-    row_Q, column_Q = inside_BT.nonzero(as_tuple=True)
-    return inside_BT, row_Q * input_ids_BL.shape[1] + prompt_lengths_B[row_Q] + column_Q
-
-
 def _score(
     head: torch.nn.Module,
     hidden_QH: Tensor,
     targets_Q: Tensor,
     temperature_Q: Tensor,
-    statistic: Callable[[Tensor], Tensor] | None,
+    wanted: Callable[[Tensor], Tensor] | bool,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs and the statistic of each position (empty without one), `size` positions at a time."""
+    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False), `size` of them at a time."""
     if len(hidden_QH) <= size:
-        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, statistic)
+        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, wanted)
     parts = []
     for chunk in zip(hidden_QH.split(size), targets_Q.split(size), temperature_Q.split(size), strict=True):
         # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
-        parts.append(checkpoint(_score_chunk, head, *chunk, statistic, use_reentrant=False, preserve_rng_state=False))
+        parts.append(checkpoint(_score_chunk, head, *chunk, wanted, use_reentrant=False, preserve_rng_state=False))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -200,11 +169,44 @@ def _score_chunk(
     hidden_QH: Tensor,
     targets_Q: Tensor,
     temperature_Q: Tensor,
-    statistic: Callable[[Tensor], Tensor] | None,
+    wanted: Callable[[Tensor], Tensor] | bool,
 ) -> tuple[Tensor, Tensor]:
-    logprobs_QV = torch.log_softmax(head(hidden_QH).float() / temperature_Q[:, None], dim=-1)
-    logprobs_Q = logprobs_QV.gather(-1, targets_Q[:, None])[:, 0]
-    return logprobs_Q, statistic(logprobs_QV) if statistic else logprobs_Q.new_empty(0)
+    if callable(wanted):
+        with torch.no_grad():
+            logprobs_QV = torch.log_softmax(head(hidden_QH).float() / temperature_Q[:, None], dim=-1)
+            return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
+    logits_QV = head(hidden_QH).float() / temperature_Q[:, None]
+    scored: tuple[Tensor, Tensor] = _LogprobAndEntropy.apply(logits_QV, targets_Q, wanted)
+    return scored
+
+
+class _LogprobAndEntropy(torch.autograd.Function):
+    """[Q] logprobs of the targets and [Q] entropies (empty unless `with_entropy`).
+
+    One [Q, V] is kept for the backward pass, which makes one more; composed of PyTorch's functions it is three to six.
+    With l the logprobs, p = exp(l) and H the entropy: dl_t / dlogit_j = 1[j = t] - p_j, dH / dlogit_j = -p_j (l_j + H).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_QV: Tensor, targets_Q: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        logprobs_QV = torch.log_softmax(logits_QV, dim=-1)
+        chosen_Q = logprobs_QV.gather(-1, targets_Q[:, None])[:, 0]
+        entropy_Q = -torch.linalg.vecdot(logprobs_QV.exp(), logprobs_QV) if with_entropy else chosen_Q.new_empty(0)
+        ctx.save_for_backward(logprobs_QV, targets_Q, entropy_Q)
+        return chosen_Q, entropy_Q
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, chosen_grad_Q: Tensor, entropy_grad_Q: Tensor) -> tuple[Tensor, None, None]:
+        logprobs_QV, targets_Q, entropy_Q = ctx.saved_tensors
+        grad_QV = logprobs_QV.exp()
+        if len(entropy_Q):
+            grad_QV *= ((logprobs_QV + entropy_Q[:, None]) * entropy_grad_Q[:, None]).add_(chosen_grad_Q[:, None])
+            grad_QV.neg_()
+        else:
+            grad_QV *= -chosen_grad_Q[:, None]
+        at_targets_Q1 = grad_QV.gather(-1, targets_Q[:, None]) + chosen_grad_Q[:, None]
+        return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None
 
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:

@@ -1,7 +1,7 @@
 """Critic: a value model beside the policy, and its update. It knows neither advantages nor policy losses.
 
 The body is that of a language model, the head one number per position, 0 at the start. The value of a token is what
-the model says before it sees the token. Letters: as in padding.py; Q response tokens of a micro-batch, H hidden size.
+the model says before it sees the token. Letters: as in packing.py; H hidden size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from safetensors.torch import load
 from torch import Tensor
 
 from rftdask.errors import RoleError
+from rftdask.trainer.attention import hidden_states
 from rftdask.trainer.engines.adam import Adam, CriticOptions
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes
 from rftdask.trainer.engines.strategies.base import Strategy, layers_of
-from rftdask.trainer.model import load_policy, response_tokens, state_bytes
+from rftdask.trainer.model import load_policy, state_bytes
+from rftdask.trainer.packing import PackedRows
 
 _MODEL = "critic/model.safetensors"
 _OPTIMIZER = "critic/optim.safetensors"
@@ -35,16 +37,10 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, *, input_ids_BL: Tensor, attention_mask_BL: Tensor, prompt_lengths_B: Tensor, lengths_B: Tensor, **_: Any
-    ) -> Tensor:
-        """[B, T] float32 values before the response tokens, 0 beyond their end; arguments as of `token_logprobs`."""
-        inside_BT, token_Q = response_tokens(input_ids_BL, prompt_lengths_B, lengths_B)
-        hidden_BLH = self.body(
-            input_ids=input_ids_BL, attention_mask=attention_mask_BL, use_cache=False
-        ).last_hidden_state
-        values_Q = self.head(hidden_BLH.flatten(0, 1).index_select(0, token_Q - 1)).float()[:, 0]
-        return values_Q.new_zeros(inside_BT.shape).index_put(inside_BT.nonzero(as_tuple=True), values_Q)
+    def forward(self, rows: PackedRows) -> Tensor:
+        """[B, T] float32 values before the response tokens, 0 beyond their end."""
+        hidden_QH = hidden_states(self.body, rows).index_select(0, rows.place_Q - 1)
+        return rows.aligned(self.head(hidden_QH).float()[:, 0])
 
 
 class Critic:

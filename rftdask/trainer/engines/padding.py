@@ -1,13 +1,12 @@
-"""Padding: the rows of a batch as tensors, and the cut into micro-batches. It knows neither models nor losses.
+"""The rows of a batch as tensors: their response side padded to [N, T], their token side packed. It knows neither
+models nor losses. No model computes a padded position: [N, T] holds one number per response token.
 
-Letters: N rows of the batch; B rows of a micro-batch; L tokens of its longest row; T response tokens of the longest
-response of the batch.
+Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor
 
 from rftdask.algorithm import AdvantageInputs
 from rftdask.buffer.batch import Batch
+from rftdask.trainer.packing import PackedRows, pack_rows
 
 
 class PaddedRows:
-    """The response side of a batch padded to [N, T], and its token side padded one micro-batch at a time."""
+    """The response side of a batch padded to [N, T], and its token side packed one micro-batch at a time."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._batch = batch
@@ -32,19 +32,13 @@ class PaddedRows:
         """The names of some rows."""
         return [self._batch.uids[i] for i in members]
 
-    def model_inputs(self, members: np.ndarray) -> dict[str, Any]:
-        """The token side of some rows, right-padded, as `token_logprobs` takes it."""
-        lengths_B = _tensor(self._batch.lengths[members])
-        ids_BL = pad([self._tokens[i] for i in members], np.int64)
-        mask_BL = torch.arange(ids_BL.shape[1])[None, :] < lengths_B[:, None]
-        inputs = {
-            "input_ids_BL": ids_BL,
-            "attention_mask_BL": mask_BL,
-            "prompt_lengths_B": _tensor(self._batch.prompt_lengths[members]),
-            "lengths_B": lengths_B,
-            "temperature_B": _tensor(self._batch.temperatures[members]),
+    def model_inputs(self, members: np.ndarray) -> dict[str, PackedRows]:
+        """The token side of some rows, as `token_logprobs` takes it."""
+        batch = self._batch
+        tokens = [self._tokens[i] for i in members]
+        return {
+            "rows": pack_rows(tokens, batch.prompt_lengths[members], batch.temperatures[members], self._device),
         }
-        return {name: tensor.to(self._device) for name, tensor in inputs.items()}
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
@@ -90,21 +84,3 @@ def pad(rows: list[np.ndarray], dtype: type) -> Tensor:
 def _tensor(values: np.ndarray) -> Tensor:
     """A copy: arrays over the memory of a table cannot be written to, which torch does not know of."""
     return torch.from_numpy(values.copy())
-
-
-def micro_batches(lengths: np.ndarray, *, max_tokens: int, max_rows: int | None, unit: int = 1) -> list[np.ndarray]:
-    """Row numbers of each forward pass: rows of like length together, within the limits on padded tokens and rows.
-
-    unit: neighbors that are never parted (2: pairs), which a limit may be exceeded for.
-    """
-    longest_U = lengths.reshape(-1, unit).max(axis=1)
-    order = np.argsort(-longest_U, kind="stable")
-    parts: list[list[int]] = []
-    for number in order:
-        longest = longest_U[parts[-1][0]] if parts else 0
-        size = (len(parts[-1]) + 1) * unit if parts else 0
-        if parts and size * longest <= max_tokens and (max_rows is None or size <= max_rows):
-            parts[-1].append(int(number))
-        else:
-            parts.append([int(number)])
-    return [(np.array(part)[:, None] * unit + np.arange(unit)).reshape(-1) for part in parts]

@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
-from rftdask.trainer.engines.padding import PaddedRows, micro_batches
+from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.packing import micro_batches
 from rftdask.trainer.ranks import Ranks
 
 
@@ -58,7 +59,13 @@ def plan_passes(
     cut: list[list[np.ndarray]] = []
     for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size):
         members = rows_of_units(units, unit)
-        parts = micro_batches(lengths[members], max_tokens=max_tokens, max_rows=max_rows, unit=unit)
+        parts = micro_batches(
+            lengths[members],
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            unit=unit,
+            costs=unit_costs(lengths[members], hidden_size),
+        )
         cut.append([members[part] for part in parts])
     own = cut[ranks.rank]
     num_idle = max(len(parts) for parts in cut) - len(own) if together else 0

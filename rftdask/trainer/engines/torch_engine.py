@@ -46,7 +46,7 @@ class TorchOptions:
     device: str
     adam: AdamOptions
     max_tokens_per_micro_batch: int
-    """Padded tokens of a forward pass; a longer row goes alone."""
+    """Tokens of a forward pass; a longer row goes alone."""
     max_response_tokens: int | None
     micro_batch_size: int | None
     """Rows of a forward pass; None: as many as the tokens allow."""

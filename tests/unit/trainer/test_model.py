@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
@@ -28,10 +29,12 @@ from rftdask.errors import DataError
 from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
+from rftdask.trainer.packing import PackedRows, pack_rows
 
 VOCAB_SIZE = 50
 PROMPT_LENGTHS = [3, 1, 5, 4]
 LENGTHS = [9, 4, 5, 12]  # the third row has no response
+TEMPERATURES = [1.0, 0.5, 1.0, 2.0]
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -72,36 +75,31 @@ def policy(folder: Path) -> Any:
     return load_policy(str(folder), "float32", "cpu")[0]
 
 
-def make_inputs() -> dict[str, Tensor]:
-    lengths_B = torch.tensor(LENGTHS)
-    mask_BL = torch.arange(max(LENGTHS)) < lengths_B[:, None]
-    ids_BL = torch.randint(2, VOCAB_SIZE, mask_BL.shape, generator=torch.Generator().manual_seed(1)) * mask_BL
-    return {
-        "input_ids_BL": ids_BL,
-        "attention_mask_BL": mask_BL,
-        "prompt_lengths_B": torch.tensor(PROMPT_LENGTHS),
-        "lengths_B": lengths_B,
-        "temperature_B": torch.tensor([1.0, 0.5, 1.0, 2.0]),
-    }
+def row_tokens() -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [random.integers(2, VOCAB_SIZE, length) for length in LENGTHS]
 
 
-def plain_row(policy: Any, inputs: dict[str, Tensor], row: int) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of one response by an unpadded forward pass with all logits."""
+def make_rows() -> PackedRows:
+    return pack_rows(row_tokens(), np.array(PROMPT_LENGTHS), np.array(TEMPERATURES))
+
+
+def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of one response by a pass over it alone, with all logits."""
     prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
-    ids_L = inputs["input_ids_BL"][row, :length]
-    logits_TV = policy(ids_L[None]).logits[0, prompt - 1 : length - 1] / inputs["temperature_B"][row]
+    ids_L = torch.from_numpy(row_tokens()[row])
+    logits_TV = policy(ids_L[None]).logits[0, prompt - 1 : length - 1] / TEMPERATURES[row]
     categorical = torch.distributions.Categorical(logits=logits_TV)
     return categorical.log_prob(ids_L[prompt:]), categorical.entropy()
 
 
 class TestTokenLogprobs:
-    def test_they_and_entropies_equal_those_of_plain_unpadded_passes(self, policy: Any) -> None:
-        inputs = make_inputs()
-        logprobs_BT, entropy_BT = token_logprobs(policy, **inputs, with_entropy=True)
+    def test_they_and_entropies_equal_those_of_each_row_alone(self, policy: Any) -> None:
+        logprobs_BT, entropy_BT = token_logprobs(policy, make_rows(), with_entropy=True)
         assert entropy_BT is not None
         assert logprobs_BT.shape == entropy_BT.shape == (4, 8)
         for row in (0, 1, 3):
-            logprobs_T, entropy_T = plain_row(policy, inputs, row)
+            logprobs_T, entropy_T = plain_row(policy, row)
             end = LENGTHS[row] - PROMPT_LENGTHS[row]
             torch.testing.assert_close(logprobs_BT[row, :end], logprobs_T, atol=1e-5, rtol=0)
             torch.testing.assert_close(entropy_BT[row, :end], entropy_T, atol=1e-5, rtol=0)
@@ -113,22 +111,22 @@ class TestTokenLogprobs:
     def test_entropy_signals_equal_the_expectation_written_out_over_the_vocabulary(
         self, policy: Any, positions: int
     ) -> None:
-        inputs = make_inputs()
-        got_BT3 = entropy_signals(partial(token_logprobs, policy), **inputs, max_logits=positions * VOCAB_SIZE)
+        got_BT3 = entropy_signals(partial(token_logprobs, policy), rows=make_rows(), max_logits=positions * VOCAB_SIZE)
         for row in (0, 1, 3):
             prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
-            logits_LV = policy(inputs["input_ids_BL"][row, :length][None]).logits[0].detach()
+            tokens_L = torch.from_numpy(row_tokens()[row])
+            logits_LV = policy(tokens_L[None]).logits[0].detach()
             for t, position in enumerate(range(prompt, length)):
-                scaled_V = logits_LV[position - 1].double() / inputs["temperature_B"][row]
+                scaled_V = logits_LV[position - 1].double() / TEMPERATURES[row]
                 p_V = scaled_V.exp() / scaled_V.exp().sum()
                 entropy = -sum(float(p) * math.log(p) for p in p_V)
                 mean_change = sum(float(p) * float(p) * (entropy + math.log(p)) for p in p_V)
-                logprob = math.log(p_V[inputs["input_ids_BL"][row, position]])
+                logprob = math.log(p_V[tokens_L[position]])
                 assert got_BT3[row, t].tolist() == pytest.approx([logprob, entropy, mean_change], abs=1e-5)
             assert not got_BT3[row, length - prompt :].any()
 
     def test_no_entropy_unless_asked_for(self, policy: Any) -> None:
-        assert token_logprobs(policy, **make_inputs())[1] is None
+        assert token_logprobs(policy, make_rows())[1] is None
 
     def test_they_equal_what_the_engine_recorded(self, policy: Any, folder: Path) -> None:
         engine = make_engine("transformers", str(folder))
@@ -142,31 +140,23 @@ class TestTokenLogprobs:
             [*request.prompt_tokens, *generation.tokens]
             for request, generation in zip(requests, generations, strict=True)
         ]
-        longest = max(map(len, rows))
-        logprobs_BT, _ = token_logprobs(
-            policy,
-            input_ids_BL=torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
-            attention_mask_BL=torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
-            prompt_lengths_B=torch.tensor([1, 2, 3]),
-            lengths_B=torch.tensor([len(row) for row in rows]),
-            temperature_B=torch.tensor(temperatures),
-        )
+        packed = pack_rows([np.array(row) for row in rows], np.array([1, 2, 3]), np.array(temperatures))
+        logprobs_BT, _ = token_logprobs(policy, packed)
         for values, generation in zip(logprobs_BT.tolist(), generations, strict=True):
             assert values[: len(generation.tokens)] == pytest.approx(generation.logprobs, abs=1e-5)
 
     def gradients(self, policy: Any, **options: Any) -> list[Tensor]:
         policy.zero_grad()
-        logprobs_BT, entropy_BT = token_logprobs(policy, **make_inputs(), with_entropy=True, **options)
+        logprobs_BT, entropy_BT = token_logprobs(policy, make_rows(), with_entropy=True, **options)
         assert entropy_BT is not None
         (logprobs_BT.sum() + 0.1 * entropy_BT.sum()).backward()
         return [parameter.grad.clone() for parameter in policy.parameters()]
 
-    def test_gradients_equal_those_of_plain_unpadded_passes(self, policy: Any) -> None:
+    def test_gradients_equal_those_of_each_row_alone(self, policy: Any) -> None:
         got = self.gradients(policy)
         policy.zero_grad()
-        inputs = make_inputs()
         for row in (0, 1, 3):
-            logprobs_T, entropy_T = plain_row(policy, inputs, row)
+            logprobs_T, entropy_T = plain_row(policy, row)
             (logprobs_T.sum() + 0.1 * entropy_T.sum()).backward()
         for grad, parameter in zip(got, policy.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, atol=1e-4, rtol=1e-4)
@@ -174,9 +164,9 @@ class TestTokenLogprobs:
     @pytest.mark.parametrize("positions", [1, 3])
     def test_computing_the_logits_in_chunks_changes_nothing(self, policy: Any, positions: int) -> None:
         chunked = {"max_logits": positions * VOCAB_SIZE}
-        whole_BT, _ = token_logprobs(policy, **make_inputs())
+        whole_BT, _ = token_logprobs(policy, make_rows())
         with torch.no_grad():
-            chunked_BT, _ = token_logprobs(policy, **make_inputs(), **chunked)
+            chunked_BT, _ = token_logprobs(policy, make_rows(), **chunked)
         torch.testing.assert_close(chunked_BT, whole_BT, atol=1e-6, rtol=0)
         for grad, expected in zip(self.gradients(policy, **chunked), self.gradients(policy), strict=True):
             torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
@@ -192,14 +182,9 @@ class TestTokenLogprobs:
     def test_logits_are_computed_at_response_positions_only(self, policy: Any) -> None:
         shapes = []
         hook = policy.get_output_embeddings().register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape)))
-        token_logprobs(policy, **make_inputs())
+        token_logprobs(policy, make_rows())
         hook.remove()
         assert shapes == [(sum(LENGTHS) - sum(PROMPT_LENGTHS), VOCAB_SIZE)]
-
-    def test_a_row_without_a_prompt_is_refused(self, policy: Any) -> None:
-        inputs = {**make_inputs(), "prompt_lengths_B": torch.tensor([3, 0, 5, 4])}
-        with pytest.raises(ValueError, match="a row has no prompt"):
-            token_logprobs(policy, **inputs)
 
 
 class TestLoadPolicy:

@@ -1,0 +1,152 @@
+"""Packing: the rows of a micro-batch as one sequence without padding, and the cut of a batch into micro-batches.
+
+It knows neither models nor losses. Invariants: every row is in exactly one micro-batch; a token of the packed sequence
+is a token of a row; rows lie in it from the longest to the shortest, so that rows of one length are neighbors.
+
+Letters: B rows of a micro-batch; S tokens of all of them; T response tokens of the longest response; Q response tokens
+of all rows; U units, which are rows or pairs of rows that are never parted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowSpans:
+    """Where rows lie in a packed sequence, which is all that attention must know."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each row in the order in which they lie, the longest first."""
+    ends: Tensor
+    """[B + 1] int32 on the device of the model: 0, then where each row ends (cu_seqlens of the attention kernels)."""
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens of each) of neighboring rows of one length: what attention takes as a batch without padding."""
+        return tuple((len(list(same)), length) for length, same in groupby(self.lengths))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of a micro-batch, packed; what is said of them has their given order again.
+
+    Example: rows [5 6 7] and [8 9 3 4] become tokens_S = [8 9 3 4 5 6 7], positions_S = [0 1 2 3 0 1 2].
+    """
+
+    tokens_S: Tensor
+    """int64."""
+    positions_S: Tensor
+    """int64, from 0 in each row."""
+    spans: RowSpans
+    num_rows: int
+    max_response: int
+    """T."""
+    place_Q: Tensor
+    """int64: places in S of the response tokens, row by row as given; the place before each is what predicts it."""
+    row_Q: Tensor
+    """int64: number of its row, as given."""
+    column_Q: Tensor
+    """int64: which token of its response it is, from 0."""
+    temperature_B: Tensor
+    """float32, in the given order: at which the response was sampled; 0 (greedy) counts as 1."""
+
+    def aligned(self, values_Q: Tensor) -> Tensor:
+        """[B, T] of what is said of every response token ([B, T, K] of K numbers each), 0 beyond a row's end."""
+        shape = (self.num_rows, self.max_response, *values_Q.shape[1:])
+        return values_Q.new_zeros(shape).index_put((self.row_Q, self.column_Q), values_Q)
+
+
+def pack_rows(
+    tokens: Sequence[np.ndarray],
+    prompt_lengths_B: np.ndarray,
+    temperature_B: np.ndarray,
+    device: torch.device | str = "cpu",
+) -> PackedRows:
+    """Pack rows whose first `prompt_lengths_B` tokens are the prompt, the rest the response.
+
+    Raises: ValueError: a row without a prompt: nothing predicts its first token.
+    """
+    if int(prompt_lengths_B.min()) < 1:
+        raise ValueError("a row has no prompt, so nothing predicts its first token; give it at least one prompt token")
+    lengths_B = np.array([len(row) for row in tokens])
+    order = np.argsort(-lengths_B, kind="stable")
+    ends = np.concatenate([[0], np.cumsum(lengths_B[order])])
+    start_B = np.empty_like(lengths_B)
+    start_B[order] = ends[:-1]
+    response_B = lengths_B - prompt_lengths_B
+    row_Q = np.repeat(np.arange(len(tokens)), response_B)
+    column_Q = _counted(response_B)
+
+    def put(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(values).to(device=device, dtype=dtype)
+
+    return PackedRows(
+        tokens_S=put(np.concatenate([tokens[i] for i in order])),
+        positions_S=put(_counted(lengths_B[order])),
+        spans=RowSpans(tuple(lengths_B[order].tolist()), put(ends, torch.int32)),
+        num_rows=len(tokens),
+        max_response=int(response_B.max()),
+        place_Q=put((start_B + prompt_lengths_B)[row_Q] + column_Q),
+        row_Q=put(row_Q),
+        column_Q=put(column_Q),
+        temperature_B=put(np.where(temperature_B == 0, 1.0, temperature_B), torch.float32),
+    )
+
+
+def _counted(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... up to each length, one after another."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def micro_batches(
+    lengths: np.ndarray,
+    *,
+    max_tokens: float = math.inf,
+    max_rows: int | None = None,
+    unit: int = 1,
+    costs: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """Row numbers of each forward pass: as few as the limits on tokens and rows allow, of about the same cost.
+
+    The costliest unit goes first, always to the cheapest part where it fits.
+
+    Args:
+        lengths: tokens of each row.
+        unit: neighbors that are never parted (2: pairs). A unit beyond a limit goes alone.
+        costs: of each row; None: its tokens.
+    """
+    tokens_U = lengths.reshape(-1, unit).sum(axis=1)
+    costs_U = (lengths if costs is None else costs).reshape(-1, unit).sum(axis=1)
+    num_units = len(tokens_U)
+    max_units = num_units if max_rows is None else max(1, max_rows // unit)
+    fewest = max(1, math.ceil(num_units / max_units), math.ceil(tokens_U.sum() / max_tokens))
+    tries = (_fill(tokens_U, costs_U, number, max_tokens, max_units) for number in range(fewest, num_units))
+    parts = next((parts for parts in tries if parts is not None), [[unit] for unit in range(num_units)])
+    return [(np.array(part)[:, None] * unit + np.arange(unit)).reshape(-1) for part in parts]
+
+
+def _fill(
+    tokens_U: np.ndarray, costs_U: np.ndarray, num_parts: int, max_tokens: float, max_units: int
+) -> list[list[int]] | None:
+    """The units of each of `num_parts` parts, ascending; None if one fits nowhere."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    tokens_P, cost_P, units_P = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts, int)
+    for unit in np.argsort(-costs_U, kind="stable"):
+        fits_P = (units_P == 0) | ((tokens_P + tokens_U[unit] <= max_tokens) & (units_P < max_units))
+        if not fits_P.any():
+            return None
+        place = int(np.where(fits_P, cost_P, np.inf).argmin())
+        parts[place].append(int(unit))
+        tokens_P[place] += tokens_U[unit]
+        cost_P[place] += costs_U[unit]
+        units_P[place] += 1
+    return [sorted(part) for part in parts]

@@ -1,0 +1,186 @@
+"""Promises of packing: every row once, within the limits, no pair parted, parts of about the same cost; and of packed
+attention: values and gradients are those of padded rows, whatever the lengths and the family of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
+from rftdask.trainer.engines.padding import pad
+from rftdask.trainer.model import token_logprobs
+from rftdask.trainer.packing import micro_batches, pack_rows
+
+VOCAB_SIZE = 40
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.3,  # attention that is not uniform
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral with a window of 3": (transformers.MistralConfig, {"sliding_window": 3}),
+    "gemma 3 with a window of 4": (transformers.Gemma3TextConfig, {"sliding_window": 4}),
+    "mixture of experts": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+}
+
+
+def make_model(family: str) -> Any:
+    config_class, more = FAMILIES[family]
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | more))
+    return model.eval()
+
+
+MODELS = {family: make_model(family) for family in FAMILIES}
+lengths_of_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6)
+"""(prompt, response) tokens of each row."""
+
+
+def padded_logprobs(model: Any, rows: list[np.ndarray]) -> Tensor:
+    """[B, L - 1] of every token after the first, by a right-padded batch through the model as it comes."""
+    ids_BL = pad(rows, np.int64)
+    mask_BL = torch.arange(ids_BL.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    model.set_attn_implementation("sdpa")
+    logits_BLV = model(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False).logits
+    return logits_BLV[:, :-1].log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]
+
+
+def gradients(model: Any, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+class TestPackedAttention:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @settings(max_examples=8, deadline=None)
+    @given(shapes=lengths_of_rows, seed=st.integers(0, 99))
+    def test_packed_equals_padded_in_value_and_gradient(
+        self, family: str, shapes: list[tuple[int, int]], seed: int
+    ) -> None:
+        model, random = MODELS[family], np.random.default_rng(seed)
+        rows = [random.integers(2, VOCAB_SIZE, prompt + response) for prompt, response in shapes]
+        prompts = [prompt for prompt, _ in shapes]
+        weights = torch.from_numpy(random.normal(size=(len(rows), 13))).float()
+
+        padded_BL = padded_logprobs(model, rows)
+        parts = [padded_BL[i, p - 1 : len(row) - 1] for i, (row, p) in enumerate(zip(rows, prompts, strict=True))]
+        weighted = sum(((part * weights[i, : len(part)]).sum() for i, part in enumerate(parts)), padded_BL.sum() * 0)
+        expected = gradients(model, weighted)
+
+        assert pack_if_equal(model)
+        logprobs_BT, _ = token_logprobs(model, pack_rows(rows, np.array(prompts), np.ones(len(rows))))
+        for values_T, part in zip(logprobs_BT, parts, strict=True):
+            torch.testing.assert_close(values_T[: len(part)], part, atol=2e-5, rtol=1e-5)
+            assert not values_T[len(part) :].any()
+        got = gradients(model, (logprobs_BT * weights[:, : logprobs_BT.shape[1]]).sum())
+        scale = max(float(grad.abs().max()) for grad in expected)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5 * max(scale, 1.0), rtol=1e-4)
+
+    def test_the_model_computes_no_position_that_is_no_token(self) -> None:
+        model = MODELS["qwen2"]
+        assert pack_if_equal(model)
+        shapes: list[torch.Size] = []
+        hook = model.base_model.layers[0].mlp.register_forward_hook(lambda _, args, out: shapes.append(out.shape))
+        hidden_states(model, pack_rows([np.arange(2, 9), np.arange(2, 4)], np.array([1, 1]), np.ones(2)))
+        hook.remove()
+        assert shapes == [(1, 7 + 2, 16)]
+
+    def test_a_model_that_cannot_pack_computes_row_by_row_with_the_same_result(self) -> None:
+        model, rows = MODELS["qwen2"], pack_rows([np.arange(2, 9), np.arange(5, 9)], np.array([1, 1]), np.ones(2))
+        assert pack_if_equal(model)
+        packed = hidden_states(model, rows)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(hidden_states(model, rows), packed, atol=1e-5, rtol=1e-5)
+
+    def test_a_model_whose_state_crosses_rows_does_not_pack(self) -> None:
+        config = transformers.MambaConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4, bos_token_id=0, eos_token_id=1
+        )
+        model = transformers.MambaForCausalLM(config).eval()
+        assert not pack_if_equal(model)
+        assert model.config._attn_implementation != PACKED
+
+    def test_a_packing_model_still_generates_from_padded_prompts(self) -> None:
+        model = make_model("qwen3")
+        ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+        options = {"max_new_tokens": 5, "do_sample": False}
+        expected = model.generate(ids, attention_mask=mask, **options)
+        assert pack_if_equal(model)
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options), expected)
+
+
+class TestPackRows:
+    @given(lengths_of_rows)
+    def test_each_response_token_has_its_place(self, shapes: list[tuple[int, int]]) -> None:
+        rows = [100 * i + np.arange(sum(shape)) for i, shape in enumerate(shapes)]
+        packed = pack_rows(rows, np.array([prompt for prompt, _ in shapes]), np.ones(len(rows)))
+        assert sorted(packed.tokens_S.tolist()) == sorted(np.concatenate(rows).tolist())
+        assert (packed.tokens_S % 100 == packed.positions_S).all()
+        assert packed.spans.ends.tolist() == [0, *np.cumsum(packed.spans.lengths).tolist()]
+        assert [length for rows, length in packed.spans.blocks for _ in range(rows)] == list(packed.spans.lengths)
+        responses = np.concatenate([row[prompt:] for row, (prompt, _) in zip(rows, shapes, strict=True)])
+        assert packed.tokens_S[packed.place_Q].tolist() == responses.tolist()
+        aligned_BT = packed.aligned(packed.tokens_S[packed.place_Q])
+        assert aligned_BT.tolist() == pad([r[p:] for r, (p, _) in zip(rows, shapes, strict=True)], np.int64).tolist()
+
+    def test_a_row_without_a_prompt_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a row has no prompt"):
+            pack_rows([np.arange(3), np.arange(2)], np.array([1, 0]), np.ones(2))
+
+
+class TestMicroBatches:
+    @given(
+        st.lists(st.integers(1, 30), min_size=1, max_size=12),
+        st.integers(1, 80),
+        st.none() | st.integers(1, 5),
+        st.sampled_from([1, 2]),
+    )
+    def test_every_row_once_within_the_limits_and_with_its_neighbors(
+        self, lengths: list[int], max_tokens: int, max_rows: int | None, unit: int
+    ) -> None:
+        array = np.array(lengths * unit)
+        parts = micro_batches(array, max_tokens=max_tokens, max_rows=max_rows, unit=unit)
+        assert sorted(np.concatenate(parts).tolist()) == list(range(len(array)))
+        for part in parts:
+            pairs = part.reshape(-1, unit)
+            assert (pairs == pairs[:, :1] // unit * unit + np.arange(unit)).all()
+            if len(part) > unit:
+                assert array[part].sum() <= max_tokens
+                assert max_rows is None or len(part) <= max_rows
+
+    def test_limits_count_tokens_not_padding(self) -> None:
+        assert len(micro_batches(np.array([90, 2, 2, 2, 2, 2]), max_tokens=100)) == 1
+
+    def test_parts_are_even_in_cost_not_in_tokens(self) -> None:
+        lengths = np.array([100] * 6 + [300])
+        for costs, sizes in ((None, [3, 4]), (lengths**2, [1, 6])):
+            parts = micro_batches(lengths, max_tokens=700, costs=costs)
+            assert sorted(map(len, parts)) == sizes, costs
+
+
+def test_rows_are_padded_with_zeros_at_the_end() -> None:
+    assert pad([np.array([1, 2]), np.array([], np.int64), np.array([3])], np.int64).tolist() == [[1, 2], [0, 0], [3, 0]]
