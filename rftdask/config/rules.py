@@ -241,6 +241,15 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
         )
 
 
+@rule("trainer.use_dynamic_bsz", "trainer.micro_batch_size")
+def _passes_have_a_size(config: Config) -> Iterator[Problem]:
+    if not config.trainer.use_dynamic_bsz and config.trainer.micro_batch_size is None:
+        yield (
+            "trainer.use_dynamic_bsz",
+            "false means that trainer.micro_batch_size says how many experiences a pass has; give it or leave this out",
+        )
+
+
 @rule("algorithm.optimizer.clip_grad", "trainer.grad_clip")
 def _one_gradient_norm(config: Config) -> Iterator[Problem]:
     ours, reference = config.trainer.grad_clip, config.algorithm.optimizer.clip_grad

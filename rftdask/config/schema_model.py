@@ -20,12 +20,16 @@ class LoraConfig(Section):
     """Rank of the update."""
     lora_alpha: Count = 32
     """Scale of the update, divided by the rank."""
-    lora_dtype: str = "auto"
-    """Data type of the adapter."""
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the adapter. auto: float32."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which layers get an adapter."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Which layers get none."""
+    use_rslora: bool = False
+    """Divide the scale by the square root of the rank, so that large ranks learn as fast as small ones."""
+    use_dora: bool = False
+    """Train the magnitude of each weight's columns apart from their direction. Slower, sometimes better."""
     is_dummy: Annotated[Any, Derived()] = None
     """Derived."""
 
@@ -62,7 +66,7 @@ class ExternalModelConfig(Section):
     """Name of the model at the service."""
 
 
-_LORA = Later("LoRA")
+_VLLM_LORA = Later("LoRA in vLLM")
 
 
 class ModelConfig(Section):
@@ -100,11 +104,11 @@ class ModelConfig(Section):
     """Divides the logits of tokens seen before; 1 is none."""
     enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
     """Value given to the chat template. None: the template's own default."""
-    lora_configs: Annotated[tuple[LoraConfig, ...] | None, _LORA] = None
-    """Adapters to train in place of all weights."""
-    fully_sharded_loras: Annotated[bool, _LORA] = False
+    lora_configs: Annotated[tuple[LoraConfig, ...] | None, Field(max_length=1)] = None
+    """The adapter to train in place of all weights, one at most. Needs the extra `lora`."""
+    fully_sharded_loras: Annotated[bool, _VLLM_LORA] = False
     """vLLM: shard the adapters fully."""
-    max_cpu_loras: Annotated[Count | None, _LORA] = None
+    max_cpu_loras: Annotated[Count | None, _VLLM_LORA] = None
     """vLLM: adapters kept in host memory."""
     rope_scaling: Annotated[Free | None, Later("changing the rotary embedding")] = None
     """Rotary embedding scaling, as in the model's config.json."""

@@ -19,7 +19,7 @@ from rftdask.config.base import (
     no_items,
 )
 
-_PACKING = Ignored("it changes speed, never the loss; see trainer.micro_batch_size")
+_PACKING = Ignored("rows are always packed and dealt evenly, and no loss depends on it")
 _OFFLOAD = Ignored("use trainer.offload_policy, which offloads all three")
 
 
@@ -85,7 +85,8 @@ class TrainerConfig(Section):
     micro_batch_size: Count | None = None
     """Experiences in one forward and backward pass. None: as `max_token_len_per_gpu` allows."""
     max_token_len_per_gpu: Count | None = None
-    """Tokens in one such pass, padding included. None: chosen by the trainer. The gradient does not depend on it."""
+    """Tokens in one such pass; nothing is padded. None: 16,384. An experience that is longer goes alone. The gradient
+    does not depend on it."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
     total_steps: Count | None = None
@@ -98,12 +99,13 @@ class TrainerConfig(Section):
     """Older checkpoints are removed. 0: all are kept."""
     enable_preview: Annotated[bool, Ignored("look at the experience log instead")] = False
     """Log samples of the batches."""
-    use_dynamic_bsz: Annotated[bool, _PACKING] = True
-    """Pack by tokens in place of sequences."""
+    use_dynamic_bsz: bool = True
+    """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
+    False: `micro_batch_size` experiences, whatever their length."""
     use_remove_padding: Annotated[bool, _PACKING] = True
     """Leave out padding."""
     balance_batch: Annotated[bool, _PACKING] = True
-    """Even out tokens over the ranks."""
+    """Even out the work of the ranks."""
     critic: CriticConfig = CriticConfig()
     """The value model of ppo."""
     critic_warmup: Natural = 0

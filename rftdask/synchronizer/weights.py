@@ -7,6 +7,7 @@ pointer is no news.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rftdask.errors import DamagedError, NotFoundError
@@ -18,6 +19,8 @@ CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
 REQUEST_FILE = "control/requested_version.txt"
 MODEL_FILE = "model.safetensors"
 CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
+CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
+"""In its place, where adapters alone are trained."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
     return True
 
 
-def publish_weights(storage: Storage, version: int, data: bytes, lineage: str) -> Published:
-    """Make `data` (safetensors bytes of the state dict) the weights of `version`, then move the pointer.
+def publish_weights(storage: Storage, version: int, data: bytes | Mapping[str, bytes], lineage: str) -> Published:
+    """Make `data` the weights of `version`, then move the pointer.
+
+    data: the state dict in safetensors format, or files by name.
 
     A version that is there already stays as it is: explorers may be reading it, and a resumed trainer that repeats the
     step has made the same weights again.
@@ -66,7 +71,8 @@ def publish_weights(storage: Storage, version: int, data: bytes, lineage: str) -
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
     if manifest is None or not is_valid(storage, folder):
-        manifest = write_folder(storage, folder, {MODEL_FILE: data}, lineage=lineage, version=version)
+        files = {MODEL_FILE: data} if isinstance(data, bytes) else data
+        manifest = write_folder(storage, folder, files, lineage=lineage, version=version)
     move_pointer(storage, WEIGHTS_POINTER, version)
     return _published(manifest, folder)
 
@@ -83,10 +89,16 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
     (yet).
     """
     manifest = _try_manifest(storage, folder)
-    if manifest is None or CHECKPOINT_MODEL_FILE not in manifest.files:
+    if manifest is None:
         return None
-    entry = manifest.files[CHECKPOINT_MODEL_FILE]
-    return Published(manifest.version, manifest.lineage, entry.sha256[:16], folder, ((CHECKPOINT_MODEL_FILE, entry),))
+    files = tuple(
+        (name, entry)
+        for name, entry in sorted(manifest.files.items())
+        if name == CHECKPOINT_MODEL_FILE or name.startswith(CHECKPOINT_ADAPTER_FOLDER + "/")
+    )
+    if not files:
+        return None
+    return Published(manifest.version, manifest.lineage, files[-1][1].sha256[:16], folder, files)
 
 
 def _published(manifest: Manifest, folder: str) -> Published:

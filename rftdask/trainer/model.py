@@ -8,6 +8,7 @@ Letters: as in packing.py; H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rftdask.errors import DataError
 from rftdask.trainer.attention import hidden_states, pack_if_equal
@@ -153,7 +154,7 @@ def _score(
     wanted: Callable[[Tensor], Tensor] | bool,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False), `size` of them at a time."""
+    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False); `size` positions a time."""
     if len(hidden_QH) <= size:
         return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, wanted)
     parts = []
@@ -211,13 +212,15 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:
     """The state dict in safetensors format, of tied tensors the first name only. Same weights, same bytes."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    return state_bytes({name: tensor.detach().cpu().contiguous() for name, tensor in _distinct(model).items()})
+
+
+def _distinct(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict, of tied tensors the first name only."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.detach().cpu().contiguous()
-    return state_bytes(tensors)
+        tensors.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(tensors.values())
 
 
 def state_bytes(tensors: dict[str, Tensor]) -> bytes:
@@ -225,10 +228,38 @@ def state_bytes(tensors: dict[str, Tensor]) -> bytes:
     return safetensors.torch.save(tensors, metadata={"format": "pt"})
 
 
-def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write what `from_pretrained` of model, tokenizer and generation config reads; weights come back bit for bit.
+def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False) -> torch.dtype | None:
+    """Data type of a model's files by its configuration; None if that does not say."""
+    config = AutoConfig.from_pretrained(
+        model_path, trust_remote_code=trust_remote_code, local_files_only=Path(model_path).is_dir()
+    )
+    dtype: torch.dtype | None = config.dtype
+    return dtype
 
-    tensors: the weights, tied ones once; None takes those of the model.
+
+def export_hf(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    tensors: dict[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write what `from_pretrained` of model, tokenizer and generation config reads.
+
+    Args:
+        tensors: the weights, tied ones once; None takes those of the model.
+        dtype: to write them in; None: as they are, and then they come back bit for bit.
     """
+    if dtype not in (None, model.dtype):
+        tensors = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in (tensors or _distinct(model)).items()
+        }
     model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)
+    if dtype is not None:
+        path = folder / "config.json"  # where the model's own dtype stands, which the loader would convert to
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
+        )

@@ -7,6 +7,7 @@ error whose text its supervisor passes on.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from rftdask.buffer.source import BatchSource, DatasetSource, LogOptions, LogSou
 from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.child import Channel
 from rftdask.config import Config, load_config
+from rftdask.lora import Lora
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.rules import make_sync_rules, num_experts, num_own_rollouts, tasks_per_batch
 from rftdask.run_folder import STOP_FILE
@@ -187,7 +189,7 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
         dtype="float32",
         device=device,
         adam=_adam(config, _learning_rate(config, total_steps)),
-        max_tokens_per_micro_batch=config.trainer.max_token_len_per_gpu or DEFAULT_TOKENS_PER_MICRO_BATCH,
+        max_tokens_per_micro_batch=_max_tokens(config),
         max_response_tokens=config.model.max_response_tokens,
         micro_batch_size=config.trainer.micro_batch_size,
         seed=config.seed,
@@ -199,6 +201,7 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         torch_compile=config.trainer.torch_compile,
         recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
+        lora=lora_of(config),
     )
     return TorchEngine(options, algorithm, _strategy(config, ranks, torch.device(device)))
 
@@ -214,6 +217,29 @@ def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
             ranks, device, ShardOptions(trainer.offload_policy, trainer.prefetch_layers, trainer.reshard_after_forward)
         )
     return Single(ranks) if ranks.size == 1 else DDP(ranks)
+
+
+def _max_tokens(config: Config) -> float:
+    if not config.trainer.use_dynamic_bsz:
+        return math.inf
+    return config.trainer.max_token_len_per_gpu or DEFAULT_TOKENS_PER_MICRO_BATCH
+
+
+def lora_of(config: Config) -> Lora | None:
+    """The adapters to train; None: all weights."""
+    if not config.model.lora_configs:
+        return None
+    section = config.model.lora_configs[0]
+    return Lora(
+        rank=section.lora_rank,
+        alpha=section.lora_alpha,
+        target_modules=section.target_modules,
+        exclude_modules=section.exclude_modules,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        dtype="float32" if section.lora_dtype == "auto" else section.lora_dtype,
+        path=section.path,
+    )
 
 
 def _learning_rate(config: Config, total_steps: int | None) -> LearningRate:

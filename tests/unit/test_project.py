@@ -28,7 +28,7 @@ PROJECT = PYPROJECT["project"]
 
 LAYERS = (
     {"errors"},
-    {"config", "storage", "algorithm", "child", "dask_task", "toy"},
+    {"config", "storage", "algorithm", "child", "dask_task", "lora", "toy"},
     {"buffer", "synchronizer", "monitor"},
     {"rules"},
     {"run_folder"},

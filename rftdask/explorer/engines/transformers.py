@@ -24,6 +24,7 @@ from rftdask.errors import DataError, RoleError
 from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
 from rftdask.explorer.engines.batch import Batch
 from rftdask.explorer.engines.sampling import MIN_TEMPERATURE
+from rftdask.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 
 COMPACT_SHARE = 4
 """Finished rows leave the batch when they are at least 1/4 of it: all copies then cost less than four of the cache."""
@@ -145,9 +146,21 @@ class TransformersEngine(Engine):
         return output.logits[:, -1]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """As in `Engine`; names as in the model's `state_dict()`. A name or shape that does not fit changes nothing."""
+        """As in `Engine`; names as in the model's `state_dict()`. A name or shape that does not fit changes nothing.
+
+        Adapters stay beside the weights, where the trainer has them: added to them, both would differ by rounding.
+        """
         if self._model is None:
             raise RoleError(f"{self} was closed; make a new one")
+        by_name = {file.name: file for file in files}
+        if ADAPTER_FILE in by_name:
+            try:
+                load_files(self._model, by_name[ADAPTER_CONFIG_FILE], by_name[ADAPTER_FILE])
+            except (KeyError, OSError, SafetensorError, DataError) as error:
+                raise RoleError(f"{self} cannot load the adapter of version {version}: {error}") from error
+            self._model.to(self.device).eval()
+            self.policy_version = version
+            return
         targets: dict[str, Tensor] = self._model.state_dict()
         try:
             problems = _compare(targets, files)

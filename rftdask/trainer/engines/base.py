@@ -22,8 +22,10 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def weights(self) -> bytes:
-        """The policy's state dict as safetensors bytes, tied tensors once: what explorers load."""
+    def weights(self) -> Mapping[str, bytes]:
+        """What explorers load, file name -> bytes: the policy's state dict in safetensors format, tied tensors once; or
+        its adapters, where they alone are trained.
+        """
 
     @abstractmethod
     def state_files(self) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from rftdask.buffer.batch import Batch
-from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE
+from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE, MODEL_FILE
 from rftdask.trainer.engines.base import TrainEngine
 
 
@@ -27,14 +27,17 @@ class FakeTrainEngine(TrainEngine):
         self._digest = hashlib.sha256(self._digest + str(step).encode() + content).digest()
         return {"loss": 0.0}
 
-    def weights(self) -> bytes:
+    def weights(self) -> Mapping[str, bytes]:
+        return {MODEL_FILE: self._bytes()}
+
+    def _bytes(self) -> bytes:
         return save({"digest": np.frombuffer(self._digest, np.uint8).copy()}, {"format": "np"})
 
     def state_files(self) -> dict[str, bytes]:
-        return {CHECKPOINT_MODEL_FILE: self.weights()}
+        return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
     def load_state_files(self, read: Callable[[str], bytes]) -> None:
         self._digest = load(read(CHECKPOINT_MODEL_FILE))["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
-        return {"model.safetensors": self.weights()}
+        return self.weights()

@@ -47,7 +47,7 @@ def plan_passes(
     ranks: Ranks,
     *,
     hidden_size: int,
-    max_tokens: int,
+    max_tokens: float,
     max_rows: int | None,
     unit: int,
     together: bool,

@@ -23,14 +23,26 @@ from torch import Tensor
 from rftdask.algorithm import Algorithm, LossInputs
 from rftdask.buffer.batch import Batch
 from rftdask.errors import DataError, RoleError
-from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE
+from rftdask.lora import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    Lora,
+    adapter_names,
+    add_adapter,
+    begin,
+    load_adapter,
+    merged,
+    settings_bytes,
+    without_adapters,
+)
+from rftdask.synchronizer.weights import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
 from rftdask.trainer.engines.adam import Adam, AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes, plan_passes
 from rftdask.trainer.engines.strategies.base import Single, Strategy, layers_of
-from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.ranks import Ranks
 
 _OPTIMIZER = "actor/optim.safetensors"
@@ -45,13 +57,15 @@ class TorchOptions:
     dtype: str
     device: str
     adam: AdamOptions
-    max_tokens_per_micro_batch: int
+    max_tokens_per_micro_batch: float
     """Tokens of a forward pass; a longer row goes alone."""
     max_response_tokens: int | None
     micro_batch_size: int | None
     """Rows of a forward pass; None: as many as the tokens allow."""
     seed: int
     deterministic: bool
+    lora: Lora | None = None
+    """Adapters to train in place of all weights."""
     trust_remote_code: bool = False
     teacher_path: str | None = None
     """Frozen model whose logprobs the advantages compare with; None: no teacher."""
@@ -109,6 +123,10 @@ class TorchEngine(TrainEngine):
         self._model, self._tokenizer = load_policy(
             options.model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code
         )
+        self._dtype_at_rest = dtype_at_rest(options.model_path, trust_remote_code=options.trust_remote_code)
+        self._adapter_settings = {} if options.lora is None else begin(self._model, options.lora)
+        # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
+        self._adapter = adapter_names(self._model) if options.lora is not None else {}
         self._model.train()
         if options.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -117,7 +135,7 @@ class TorchEngine(TrainEngine):
                 layer.compile(dynamic=True)
         self._policy = self._prepared(self._model)
         self._adam = Adam(self._model, options.adam, self._strategy)
-        self._reference = self._load_frozen(options.model_path) if algorithm.use_reference else None
+        self._reference = self._load_reference() if algorithm.use_reference else None
         self._teacher = self._load_frozen(options.teacher_path) if options.teacher_path else None
         self._critic: Critic | None = None
         if options.critic is not None:
@@ -165,25 +183,33 @@ class TorchEngine(TrainEngine):
             metrics |= self._critic.update(rows, passes, scores.values_NT, returns_NT, step)
         return metrics
 
-    def weights(self) -> bytes:
-        tensors = self._strategy.full_state(self._model)
-        return state_bytes(tensors) if self._ranks.leads else b""
+    def weights(self) -> Mapping[str, bytes]:
+        tensors = self._strategy.full_state(self._model, self._adapter or None)
+        if not self._ranks.leads:
+            return {}
+        if not self._adapter:
+            return {MODEL_FILE: state_bytes(tensors)}
+        files = {self._adapter[name]: tensor for name, tensor in tensors.items()}
+        return {ADAPTER_FILE: state_bytes(files), ADAPTER_CONFIG_FILE: settings_bytes(self._adapter_settings)}
 
     def state_files(self) -> dict[str, bytes]:
         files = self._adam.state_files(_OPTIMIZER)
         if self._critic is not None:
             files |= self._critic.state_files()
-        weights = self.weights()
+        for name, data in self.weights().items():
+            files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}" if self._adapter else CHECKPOINT_MODEL_FILE] = data
         if self._ranks.leads:
-            files |= {CHECKPOINT_MODEL_FILE: weights, _COEFS: save({"kl": self._kl_coefs})}
+            files[_COEFS] = save({"kl": self._kl_coefs})
         return files
 
     def load_state_files(self, read: Callable[[str], bytes]) -> None:
         try:
-            missing = self._strategy.load_full_state(self._model, load(read(CHECKPOINT_MODEL_FILE)))
+            missing = self._strategy.load_full_state(self._model, self._read_weights(read))
         except (KeyError, RuntimeError) as error:
             raise RoleError(f"checkpoint does not fit the model: {error}") from error
         lacking = missing - set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        if self._adapter:
+            lacking &= self._adapter.keys()
         if lacking:
             raise RoleError(f"checkpoint does not fit the model: missing {sorted(lacking)}")
         self._adam.load_state_files(_OPTIMIZER, read)
@@ -191,17 +217,49 @@ class TorchEngine(TrainEngine):
             self._critic.load_state_files(read)
         self._kl_coefs = load(read(_COEFS))["kl"]
 
+    def _read_weights(self, read: Callable[[str], bytes]) -> dict[str, Tensor]:
+        if not self._adapter:
+            return load(read(CHECKPOINT_MODEL_FILE))
+        tensors = load(read(f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"))
+        return {name: tensors[file_name] for name, file_name in self._adapter.items()}
+
     def export_files(self) -> Mapping[str, bytes]:
-        tensors = self._strategy.full_state(self._model)
+        tensors = self._strategy.full_state(self._model, self._adapter or None)
         if not self._ranks.leads:
             return {}
+        model = self._model
+        if self._adapter:
+            # Merged into weights of its own: the sum could not be taken out of the policy's again to the bit.
+            options = self._options
+            model, _ = load_policy(
+                options.model_path, options.dtype, "cpu", trust_remote_code=options.trust_remote_code
+            )
+            add_adapter(model, self._adapter_settings | {"inference_mode": False})
+            load_adapter(model, {self._adapter[name]: tensor for name, tensor in tensors.items()}, "the trainer")
+            tensors = {}
+            merged(model)
         with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
-            export_hf(self._model, self._tokenizer, Path(folder), tensors)
+            export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
-    def _load_frozen(self, model_path: str) -> Scorer:
+    def _load_reference(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The policy as it began: the policy without its adapters, where they began by changing nothing."""
+        lora = self._options.lora
+        if lora is None or lora.path is not None:
+            return self._load_frozen(self._options.model_path, lora)
+
+        def without(**inputs: Any) -> tuple[Tensor, Tensor | None]:
+            with without_adapters(self._model):
+                scores: tuple[Tensor, Tensor | None] = self._policy(**inputs)
+                return scores
+
+        return without
+
+    def _load_frozen(self, model_path: str, lora: Lora | None = None) -> Scorer:
         options = self._options
         model, _ = load_policy(model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
+        if lora is not None:
+            begin(model, lora)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
         if ours != theirs:
             raise DataError(
@@ -217,7 +275,7 @@ class TorchEngine(TrainEngine):
         return scorer
 
     def _score(self, rows: PaddedRows, passes: Passes) -> _Scores:
-        def by(scorer: Scorer | None) -> Tensor | None:
+        def by(scorer: Callable[..., tuple[Tensor, Tensor | None]] | None) -> Tensor | None:
             return None if scorer is None else passes.scored(rows, lambda **inputs: scorer(**inputs)[0])
 
         def entropy(**inputs: Any) -> Tensor:

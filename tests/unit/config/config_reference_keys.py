@@ -346,6 +346,8 @@ OUR_KEYS = {
     "trainer.micro_batch_size",
     "synchronizer.max_staleness",
     "synchronizer.poll_interval_s",
+    "model.lora_configs[].use_rslora",
+    "model.lora_configs[].use_dora",
 }
 """Keys of ours that the reference does not have; of tasksets: dataset_args."""
 

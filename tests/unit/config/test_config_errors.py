@@ -282,3 +282,16 @@ def test_an_old_key_beside_its_new_name_is_refused() -> None:
     assert problems(
         grpo(), "algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=constant"
     ) == ["algorithm.optimizer.warmup_style: an old name of lr_scheduler_type, which is given as well; leave it out"]
+
+
+def test_passes_of_a_fixed_number_of_experiences_need_the_number() -> None:
+    assert problems(grpo(), "trainer.use_dynamic_bsz=false") == [
+        "trainer.use_dynamic_bsz: false means that trainer.micro_batch_size says how many experiences a pass has; "
+        "give it or leave this out"
+    ]
+    load_config(grpo(), ["trainer.use_dynamic_bsz=false", "trainer.micro_batch_size=4"])
+
+
+def test_only_one_adapter_can_be_trained() -> None:
+    load_config(grpo(), ["model.lora_configs=[{}]"])
+    assert problems(grpo(), "model.lora_configs=[{}, {}]") == ["model.lora_configs: the list is too long"]

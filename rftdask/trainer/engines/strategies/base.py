@@ -7,7 +7,7 @@ the batch is the sum over the ranks. A strategy says where weights lie, and wher
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,12 +49,14 @@ class Strategy(ABC):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(total)
 
-    def full_state(self, module: torch.nn.Module) -> dict[str, Tensor]:
-        """The whole state dict on the CPU, of tied tensors the first name only. Empty on ranks other than 0."""
+    def full_state(self, module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The whole state dict on the CPU, of tied tensors the first name only; of it, `names` alone unless None.
+        Empty on ranks other than 0.
+        """
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
+            if id(tensor) in seen or (names is not None and name not in names):
                 continue
             seen.add(id(tensor))
             whole = full(tensor.detach())

@@ -1,0 +1,190 @@
+"""LoRA: low-rank adapters beside the frozen weights of a model, by `peft`; their two files are PEFT's own.
+
+The trainer and its engines both put adapters into a model by `add_adapter`, so that both compute the same. It knows
+neither of them. Invariant: weights of the model itself are never changed, except by `merged`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rftdask.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+_NAME = "default"
+_PREFIX = "base_model.model."
+"""Of all names in PEFT's files, for the two wrappers that it usually puts around a model."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which adapters to train."""
+
+    rank: int = 32
+    alpha: int = 32
+    """Scale of the update, divided by the rank (by its square root with `use_rslora`)."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers by the ends of their names or a regular expression; all-linear: all but the output layer."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    use_rslora: bool = False
+    """arXiv:2312.03732."""
+    use_dora: bool = False
+    """Magnitude and direction apart: arXiv:2402.09353."""
+    dtype: str = "float32"
+    """Of the adapters."""
+    path: str | None = None
+    """Folder of an adapter to begin with, whose own settings win over those above; None: one that changes nothing."""
+
+    def settings(self) -> dict[str, Any]:
+        """As `peft.LoraConfig` takes them. Raises: DataError: the folder of `path` holds no adapter."""
+        if self.path is not None:
+            return _read_settings(Path(self.path) / ADAPTER_CONFIG_FILE)
+        exclude = self.exclude_modules
+        return {
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": self.target_modules if isinstance(self.target_modules, str) else [*self.target_modules],
+            "exclude_modules": exclude if exclude is None or isinstance(exclude, str) else [*exclude],
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "task_type": "CAUSAL_LM",
+        }
+
+
+def begin(model: Any, lora: Lora) -> dict[str, Any]:
+    """Put the adapters to train into `model`, in place, and freeze the rest; PEFT's settings of them, as JSON has them.
+
+    Raises: DataError: no layer is meant, or the adapter to begin with does not fit.
+    """
+    settings = add_adapter(model, lora.settings())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in adapter_names(model))
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, lora.dtype))
+    if lora.path is not None:
+        load_adapter(model, load_file(Path(lora.path) / ADAPTER_FILE), lora.path)
+    return {**settings, "base_model_name_or_path": model.config.name_or_path}
+
+
+def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Put adapters that change nothing into the layers that `settings` mean; the settings with all defaults.
+
+    Raises: DataError: they mean no layer. UserError: `peft` is not installed.
+    """
+    peft = _import_peft()
+    try:
+        config: LoraConfig = peft.LoraConfig(**settings)
+        peft.inject_adapter_in_model(config, model, _NAME)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"LoRA adapters cannot be put into {type(model).__name__}: {error}") from error
+    plain = config.to_dict() | {"peft_type": "LORA", "inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
+
+
+def adapter_names(model: torch.nn.Module) -> dict[str, str]:
+    """Names of the adapters' tensors: in the model -> in PEFT's file."""
+    names = [name for name, _ in model.named_parameters() if f".{_NAME}" in name and ".lora_" in name]
+    return {name: _PREFIX + _name_in_file(name) for name in names}
+
+
+def _name_in_file(name: str) -> str:
+    stem = name.replace(f".{_NAME}", "")
+    return stem.removesuffix(".weight") if "lora_magnitude_vector" in stem else stem
+
+
+def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Give the adapters in `model` the values of a PEFT file. Raises: DataError: names or shapes differ."""
+    own = dict(model.named_parameters())
+    names = adapter_names(model)
+    wanted = {file_name: tuple(own[name].shape) for name, file_name in names.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != found:
+        differ = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        raise DataError(
+            f"the adapter in {where} does not fit the model: {differ[0]} is {found.get(differ[0], 'not there')}, "
+            f"must be {wanted.get(differ[0], 'not there')} ({len(differ)} such tensors)"
+        )
+    with torch.no_grad():
+        for name, file_name in names.items():
+            own[name].copy_(tensors[file_name])
+
+
+def settings_bytes(settings: Mapping[str, Any]) -> bytes:
+    """adapter_config.json."""
+    return json.dumps(dict(settings), indent=1, sort_keys=True).encode()
+
+
+def load_files(model: Any, config_file: Path, tensors_file: Path) -> None:
+    """Take an adapter from its two files, which is put into the model first unless it has one.
+
+    Raises: DataError: the files hold no adapter of this model.
+    """
+    if not adapter_names(model):
+        add_adapter(model, _read_settings(config_file))
+        model.requires_grad_(False)
+    load_adapter(model, load_file(tensors_file), str(tensors_file))
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """The model as it is without them, in evaluation mode: the reference of a policy that began as it."""
+    layers = _tuned_layers(model)
+    training = model.training
+    model.eval()
+    # Not by their `enable_adapters`: it also freezes the adapters, which sharded weights would not recover from.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(training)
+
+
+def merged(model: Any) -> Any:
+    """The model itself, the adapters added to its weights and gone."""
+    for name, module in list(model.named_modules()):
+        if module in _tuned_layers(model):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+    return model
+
+
+def _tuned_layers(model: torch.nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no adapter configuration: {error}") from error
+    if settings.get("peft_type") != "LORA":
+        raise DataError(f"{path} is of type {settings.get('peft_type')}; only LORA can be trained")
+    return {**settings, "inference_mode": False}
+
+
+def _import_peft() -> Any:
+    # Late: most runs need none of it.
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("model.lora_configs needs the extra lora: pip install 'rftdask[lora]'") from error
+    return peft

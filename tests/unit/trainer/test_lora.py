@@ -1,0 +1,190 @@
+"""Promises of LoRA: adapters alone are trained, checkpointed and published; engine and trainer compute the same with
+them; an export has them merged; a resumed run goes on to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load
+from test_torch_engine import SIZES, adam, rollouts
+from transformers import AutoModelForCausalLM
+
+from rftdask.algorithm import make_algorithm
+from rftdask.errors import DataError, RoleError, UserError
+from rftdask.explorer.engines import make_engine
+from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
+from rftdask.lora import Lora, add_adapter
+from rftdask.storage import open_storage
+from rftdask.synchronizer.manifest import write_folder
+from rftdask.synchronizer.weights import publish_weights, read_checkpoint_weights
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.model import load_policy, token_logprobs
+from rftdask.trainer.packing import pack_rows
+
+KINDS = {
+    "plain": Lora(rank=4, alpha=8),
+    "rslora": Lora(rank=4, alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
+    "dora": Lora(rank=4, use_dora=True, exclude_modules=("k_proj",)),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models")
+    build_toy_model(folder, **SIZES)
+    return str(folder)
+
+
+def trainer(model_folder: str, lora: Lora | None, name: str = "grpo", **options: Any) -> TorchEngine:
+    values: dict[str, Any] = {
+        "model_path": model_folder,
+        "dtype": "float32",
+        "device": "cpu",
+        "adam": adam(),
+        "max_tokens_per_micro_batch": 1000,
+        "max_response_tokens": 6,
+        "micro_batch_size": None,
+        "seed": 0,
+        "deterministic": False,
+        "lora": lora,
+        **options,
+    }
+    return TorchEngine(TorchOptions(**values), make_algorithm(name))
+
+
+def trained(model_folder: str, lora: Lora, steps: int = 2) -> TorchEngine:
+    engine = trainer(model_folder, lora)
+    for step in range(1, steps + 1):
+        engine.train_step(rollouts(seed=step), step)
+    return engine
+
+
+def put(folder: Path, files: Any) -> list[Path]:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]
+
+
+def exported(engine: TorchEngine, folder: Path) -> Any:
+    put(folder, engine.export_files())
+    return load_policy(str(folder), "float32", "cpu")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestPublished:
+    def test_an_engine_computes_what_the_trainer_computes(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        engine = make_engine("transformers", model_folder)
+        engine.load_weights(2, put(tmp_path / "weights", policy.weights()))
+        [generation] = engine.generate([GenerateRequest((5, 6, 7), SamplingParams(max_tokens=8), seed=3)])
+        row = np.array([5, 6, 7, *generation.tokens])
+        rows = pack_rows([row], np.array([3]), np.ones(1))
+        scored_T = token_logprobs(policy._model, rows)[0][0]
+        assert scored_T.tolist() == pytest.approx(list(generation.logprobs), abs=1e-5)
+        before_T = token_logprobs(load_policy(model_folder, "float32", "cpu")[0], rows)[0][0]
+        assert (before_T - scored_T).abs().max() > 1e-3
+
+    def test_peft_itself_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        put(tmp_path / "weights", policy.weights())
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
+        ids = torch.arange(2, 12)[None]
+        torch.testing.assert_close(theirs(ids).logits, policy._model(ids).logits, atol=1e-5, rtol=1e-5)
+
+    def test_an_export_has_the_adapters_merged(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        model = exported(policy, tmp_path / "export")
+        ids = torch.arange(2, 12)[None]
+        torch.testing.assert_close(model(ids).logits, policy._model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+    def test_a_checkpoint_restores_to_the_bit(self, kind: str, model_folder: str) -> None:
+        first = trained(model_folder, KINDS[kind])
+        files = first.state_files()
+        second = trainer(model_folder, KINDS[kind], seed=9)
+        second.load_state_files(files.__getitem__)
+        assert second.state_files() == files
+        for engine in (first, second):
+            engine._options = trainer(model_folder, KINDS[kind])._options  # the same seed from here on
+            engine.train_step(rollouts(seed=3), 3)
+        assert first.state_files() == second.state_files()
+
+
+def test_adapters_alone_are_trained_checkpointed_and_published(model_folder: str) -> None:
+    engine = trained(model_folder, KINDS["plain"])
+    start = load_policy(model_folder, "float32", "cpu")[0].state_dict()
+    for name, tensor in engine._model.state_dict().items():
+        if ".lora_" not in name:
+            assert torch.equal(tensor, start[name.replace(".base_layer", "")]), name
+    files = engine.state_files()
+    assert sorted(files) == [
+        "actor/kl_coefs.safetensors",
+        "actor/lora_adapter/adapter_config.json",
+        "actor/lora_adapter/adapter_model.safetensors",
+        "actor/optim.safetensors",
+    ]
+    assert all(".lora_" in name for name in load(files["actor/optim.safetensors"]))
+    published = engine.weights()
+    assert sorted(published) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all(".lora_" in name for name in load(published["adapter_model.safetensors"]))
+    assert json.loads(published["adapter_config.json"])["base_model_name_or_path"] == model_folder
+
+
+def test_a_fresh_adapter_changes_nothing_and_the_reference_is_the_policy_without_it(model_folder: str) -> None:
+    parts = {"kl": [], "grad_norm": []}
+    for lora in (None, KINDS["plain"]):
+        engine = trainer(model_folder, lora)
+        metrics = [engine.train_step(rollouts(seed=1), step) for step in (1, 2)]
+        parts["kl"].append(metrics[0]["kl"])
+        assert metrics[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+        assert metrics[1]["kl"] > 0.0
+    assert parts["kl"][0] == pytest.approx(parts["kl"][1], abs=1e-9)
+
+
+def test_training_goes_on_from_an_adapter_given_by_its_folder(model_folder: str, tmp_path: Path) -> None:
+    first = trained(model_folder, KINDS["rslora"])
+    put(tmp_path / "adapter", first.weights())
+    second = trainer(model_folder, Lora(path=str(tmp_path / "adapter")))
+    assert second.weights()["adapter_model.safetensors"] == first.weights()["adapter_model.safetensors"]
+    metrics = second.train_step(rollouts(seed=1), 1)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
+
+
+def test_files_of_adapters_are_published_and_loaded_from_checkpoints(model_folder: str) -> None:
+    storage = open_storage("memory://lora")
+    engine = trained(model_folder, KINDS["plain"], steps=1)
+    published = publish_weights(storage, 1, engine.weights(), "main")
+    assert [name for name, _ in published.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    write_folder(storage, "global_step_1", engine.state_files(), lineage="main", version=1)
+    held = read_checkpoint_weights(storage, "global_step_1")
+    assert held is not None
+    assert [name.rpartition("/")[2] for name, _ in held.files] == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_layers_that_the_model_has_not_are_refused(model_folder: str) -> None:
+    with pytest.raises(DataError, match=r"LoRA adapters cannot be put into Qwen2ForCausalLM.*nosuch"):
+        trainer(model_folder, Lora(target_modules=("nosuch",)))
+
+
+def test_an_adapter_of_another_shape_is_refused(model_folder: str, tmp_path: Path) -> None:
+    engine = make_engine("transformers", model_folder)
+    engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, Lora(rank=4)).weights()))
+    with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*must be \(4, 32\)"):
+        engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, Lora(rank=2)).weights()))
+    assert engine.policy_version == 1
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # how Python itself marks a module that cannot be imported
+    with pytest.raises(UserError, match=r"pip install 'rftdask\[lora\]'"):
+        add_adapter(None, {})
