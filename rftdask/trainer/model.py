@@ -154,7 +154,7 @@ def _score(
     wanted: Callable[[Tensor], Tensor] | bool,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False); `size` positions a time."""
+    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False), `size` at a time."""
     if len(hidden_QH) <= size:
         return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, wanted)
     parts = []

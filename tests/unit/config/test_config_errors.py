@@ -294,4 +294,6 @@ def test_passes_of_a_fixed_number_of_experiences_need_the_number() -> None:
 
 def test_only_one_adapter_can_be_trained() -> None:
     load_config(grpo(), ["model.lora_configs=[{}]"])
-    assert problems(grpo(), "model.lora_configs=[{}, {}]") == ["model.lora_configs: the list is too long"]
+    assert problems(grpo(), "model.lora_configs=[{}, {}]") == [
+        "model.lora_configs: the list has 2 items; it must have 1"
+    ]
