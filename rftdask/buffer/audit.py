@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
 from rftdask.buffer.shard import ShardName
-from rftdask.buffer.source import groups_of_shard
 
 REPEAT = "repeat"
 """Rows of a rollout batch that ran twice: the other copy was taken."""
@@ -68,8 +68,7 @@ def _count_repeats(
     tasks_per_batch: int,
 ) -> int:
     """Rows of groups that stand in several shards, less the copy that was taken or will be."""
-    copies = Counter((name.explore_step, name.batch) for name in shards)
-    repeated = [name for name in shards if copies[name.explore_step, name.batch] > 1]
+    repeated = _repeated(shards)
     count = 0
     open_positions: set[Position] = set()
     for name in repeated:
@@ -81,6 +80,20 @@ def _count_repeats(
                 count += len(rows)
             open_positions.add(group.position)
     return count
+
+
+def _repeated(shards: list[ShardName]) -> list[ShardName]:
+    """The shards of rollout batches of which a group may stand in several."""
+    batches: dict[tuple[int, int], list[ShardName]] = {}
+    for name in shards:
+        batches.setdefault((name.explore_step, name.batch), []).append(name)
+    return [name for names in batches.values() if not _disjoint(names) for name in names]
+
+
+def _disjoint(names: list[ShardName]) -> bool:
+    """Whether these shards of one rollout batch have no group in common."""
+    slots = [slot for name in names if name.part is not None for slot in name.part.slots]
+    return len(names) == 1 or (all(name.part is not None for name in names) and len(set(slots)) == len(slots))
 
 
 def _problems(shards: list[ShardName], used: Mapping[str, Counter[int]], waiting: int) -> list[str]:

@@ -4,7 +4,8 @@ change.
 What every backend must keep:
 
 - `commit` is atomic and durable: a reader sees all of a shard or none of it, and what was committed outlives the
-  process. A rollout batch is done exactly when `shards` or `find` show a shard of its (explore step, batch).
+  process. A rollout batch is done exactly when `shards` or `find` show a shard of its (explore step, batch), or
+  parts that hold all its groups (`done_batches`).
 - a shard never changes and never moves, except into quarantine when its content fails its checksum.
 - listings trust no cache: what was committed before the call, by anyone, is in the answer.
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from rftdask.buffer.experience import Experience
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import Part, ShardName
 
 EXPERIENCES = "experiences"
 """Folder of the log that is trained from; the answers of an evaluation are a log of their own."""
@@ -42,13 +43,26 @@ class ExperienceLog(ABC):
         self.writer = uuid.uuid4().hex[:12]
         """Random for each incarnation of a process: a restarted worker cannot reuse a name."""
 
+    takes_parts: bool = False
+    """Whether `commit` takes some groups of a rollout batch before the others are done."""
+
     @abstractmethod
-    def commit(self, experiences: Sequence[Experience], *, explore_step: int, batch: int) -> ShardName:
-        """Write the experiences of one rollout batch as one shard; durable when it returns. Raises: StorageError."""
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
+        """Write the experiences of one rollout batch, or of a part of it, as one shard; durable when it returns.
+
+        Raises: StorageError.
+        """
 
     @abstractmethod
     def find(self, explore_step: int, batch: int) -> ShardName | None:
-        """A committed shard of this rollout batch, if there is one."""
+        """A committed shard of this whole rollout batch, if there is one."""
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+        """The committed shards of this rollout batch, whole or in parts."""
+        whole = self.find(explore_step, batch)
+        return [] if whole is None else [whole]
 
     @abstractmethod
     def shards(self, first_step: int = 1) -> list[ShardName]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.shard import ShardName, decode_shard, encode_shard
+from rftdask.buffer.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -30,6 +31,7 @@ class FileLog(ExperienceLog):
 
     suffix: str
     """Of the names of its shards."""
+    takes_parts = True
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(folder, run)
@@ -46,14 +48,20 @@ class FileLog(ExperienceLog):
     def path(self, name: ShardName) -> str:
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
 
-    def commit(self, experiences: Sequence[Experience], *, explore_step: int, batch: int) -> ShardName:
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
         name, data = self._encode(experiences, explore_step, batch)
+        name = replace(name, part=part)
         self._storage.put(self.path(name), data)
         return name
 
     def find(self, explore_step: int, batch: int) -> ShardName | None:
+        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
         names = self._in_bucket(self._bucket(explore_step))
-        return next((n for n in names if (n.explore_step, n.batch) == (explore_step, batch)), None)
+        return [n for n in names if (n.explore_step, n.batch) == (explore_step, batch)]
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         first = self._bucket(first_step)

@@ -6,6 +6,7 @@ the same numbers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 import pyarrow as pa
@@ -13,14 +14,15 @@ import pyarrow as pa
 from rftdask.buffer.batch import Batch, batch_from_table, join_batches
 from rftdask.buffer.curation import BASELINE, Curation, with_rewards
 from rftdask.buffer.demonstrations import Demonstrations
-from rftdask.buffer.experience import SCHEMA
+from rftdask.buffer.groups import take_rows
 from rftdask.buffer.ledger import LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.shard import ShardName
 from rftdask.errors import DamagedError, DataError
 
-_MAX_TABLES = 256
-"""Shards kept in memory between indexing and training; others are read again, so a long log costs no more memory."""
+MAX_KEPT_BYTES = 1 << 30
+"""Of shards kept in memory between indexing and training; others are read again, so a long log costs no more memory.
+The shards that one batch is made of are held beside them while it is read."""
 
 
 class EntryReader:
@@ -40,6 +42,7 @@ class EntryReader:
         self._curation = curation or Curation()
         self._demonstrations = demonstrations
         self._tables: dict[str, pa.Table] = {}
+        self._num_bytes = 0
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
         """The rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
@@ -57,8 +60,7 @@ class EntryReader:
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:
         """The rows of the log as recorded, one after another."""
-        tables = [self.table(rows.source).take(pa.array(rows.rows, pa.int64())) for rows in parts]
-        return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+        return take_rows(parts, self.table)
 
     def table(self, source: str) -> pa.Table:
         """All rows of the shard that a ledger calls `source`. Raises: DamagedError."""
@@ -66,16 +68,21 @@ class EntryReader:
             name = ShardName.try_parse(source)
             if name is None:
                 raise DamagedError(f"the ledger names {source!r}, which is no shard")
-            self._tables[source] = self._log.read(name)
+            self._add(source, self._log.read(name))
         return self._tables[source]
 
     def keep(self, name: ShardName, table: pa.Table) -> None:
         """A shard that was read for another reason and will be needed, while there is room."""
-        if len(self._tables) < _MAX_TABLES:
-            self._tables[name.text] = table
+        if name.text not in self._tables and self._num_bytes + table.nbytes <= MAX_KEPT_BYTES:
+            self._add(name.text, table)
+
+    def _add(self, source: str, table: pa.Table) -> None:
+        self._tables[source] = table
+        self._num_bytes += table.nbytes
 
     def forget_all_but(self, sources: Collection[str]) -> None:
-        self._tables = {source: table for source, table in self._tables.items() if source in sources}
+        for source in [source for source in self._tables if source not in sources]:
+            self._num_bytes -= self._tables.pop(source).nbytes
 
     def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
         """The rows of the log with the rewards they are trained with."""
@@ -95,8 +102,9 @@ def _parts_at(use: Sequence[Rows], places: Sequence[int] | None) -> list[tuple[R
     found: list[tuple[Rows, tuple[int, ...], Sequence[int]]] = []
     begin = 0
     for rows in use:
-        within = [place - begin for place in places if 0 <= place - begin < len(rows.rows)]
+        end = begin + len(rows.rows)
+        within = [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]
         if within:
             found.append((rows, tuple(rows.rows[i] for i in within), within))
-        begin += len(rows.rows)
+        begin = end
     return found

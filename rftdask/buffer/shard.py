@@ -1,9 +1,9 @@
-"""Shard: one immutable Parquet file of experiences, whose name says what a planner needs and whose bytes prove
-themselves.
+"""Shard: one immutable file of experiences, whose name says what a planner needs and whose bytes prove themselves.
 
-A shard holds the whole of one rollout batch: part `batch` of explore step `explore_step`, all its groups, in the order
-of the tasks. So what is done can be read off a listing, and a batch run twice gives two shards of the same (step,
-batch), of which the reader takes one. This module knows no storage.
+A shard holds a rollout batch (part `batch` of explore step `explore_step`) whole, all its groups in the order of the
+tasks, or some of its groups, whole ones, if they were done long before the others: its name then says which. So what is
+done can be read off a listing, and a batch run twice gives two shards with the same groups, of which the reader takes
+one. This module knows no storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,34 @@ import pyarrow.parquet as pq
 from rftdask.buffer.experience import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
 from rftdask.errors import DamagedError, DataError
 
-_NAME = re.compile(r"(\d{8,})-(\d{4,})-([0-9a-f]+)-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)")
+_NAME = re.compile(
+    r"(\d{8,})-(\d{4,})-([0-9a-f]+)(?:-p([0-9a-f]+)-(\d+))?-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)"
+)
+
+MAX_PART_TASKS = 512
+"""Larger rollout batches are committed whole: the bits of a part would make too long a file name."""
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """Which groups of a rollout batch a shard holds, if not all.
+
+    Example: Part((0, 1, 3), num_tasks=8), which a name says as "p0b-8": bits 0, 1 and 3, of 8.
+    """
+
+    slots: tuple[int, ...]
+    """Of the groups in the order of their rows: places of their tasks in the batch, ascending."""
+    num_tasks: int
+    """Of the whole batch."""
+
+    @property
+    def text(self) -> str:
+        return f"p{sum(1 << slot for slot in self.slots):0{-(-self.num_tasks // 4)}x}-{self.num_tasks}"
+
+    @classmethod
+    def parse(cls, bits: str, num_tasks: str) -> Part:
+        mask = int(bits, 16)
+        return cls(tuple(slot for slot in range(mask.bit_length()) if mask >> slot & 1), int(num_tasks))
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +56,8 @@ class ShardName:
     """What a shard's file name says.
 
     Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is part 3 of explore step 12, written by 9f3a...,
-    with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file.
+    with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file. With "-p0b-8" before
+    the rows it holds three of the eight groups of its batch, see `Part`.
     """
 
     explore_step: int
@@ -40,11 +68,14 @@ class ShardName:
     max_policy_version: int
     crc32: int
     suffix: str = "parquet"
+    part: Part | None = None
+    """None: the whole batch."""
 
     @cached_property
     def text(self) -> str:
+        part = "" if self.part is None else f"-{self.part.text}"
         return (
-            f"{self.explore_step:08d}-{self.batch:04d}-{self.writer}-n{self.num_rows}"
+            f"{self.explore_step:08d}-{self.batch:04d}-{self.writer}{part}-n{self.num_rows}"
             f"-v{self.min_policy_version}-{self.max_policy_version}-{self.crc32:08x}.{self.suffix}"
         )
 
@@ -54,9 +85,23 @@ class ShardName:
         match = _NAME.fullmatch(text)
         if match is None:
             return None
-        step, batch, writer, rows, low, high, crc, suffix = match.groups()
-        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16), suffix)
+        step, batch, writer, bits, num_tasks, rows, low, high, crc, suffix = match.groups()
+        part = None if bits is None else Part.parse(bits, num_tasks)
+        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16), suffix, part)
         return name if name.text == text else None  # other zeros or digits would name another path
+
+
+def done_batches(names: Iterable[ShardName]) -> set[tuple[int, int]]:
+    """(explore step, batch) of the rollout batches all of whose groups are in these shards."""
+    done: set[tuple[int, int]] = set()
+    held: dict[tuple[int, int], set[int]] = {}
+    for name in names:
+        key = (name.explore_step, name.batch)
+        if name.part is not None:
+            held.setdefault(key, set()).update(name.part.slots)
+        if name.part is None or len(held[key]) == name.part.num_tasks:
+            done.add(key)
+    return done
 
 
 def encode_shard(

@@ -12,13 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import pyarrow as pa
-
 from rftdask.buffer.batch import Batch, supervised_batch
 from rftdask.buffer.curation import Curation
 from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
-from rftdask.buffer.experience import Status
+from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.reader import EntryReader
@@ -207,13 +204,18 @@ class LogSource(BatchSource):
     def _curate(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
         """What is trained of the groups, and what is dropped, by reason."""
         table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in groups])
-        reasons = iter(self._curation.reasons(table, step))
+        reasons = self._curation.reasons(table, step)
         use: list[Rows] = []
         drop: list[Rows] = []
+        end = 0
         for group in groups:
+            begin, end = end, end + len(group.trainable_rows)
             by_reason: dict[str, list[int]] = {}
-            for row in group.trainable_rows:
-                by_reason.setdefault(next(reasons), []).append(row)
+            if not any(reasons[begin:end]):
+                use.append(Rows(group.source, group.trainable_rows))
+                continue
+            for row, reason in zip(group.trainable_rows, reasons[begin:end], strict=True):
+                by_reason.setdefault(reason, []).append(row)
             for reason, rows in by_reason.items():
                 (drop if reason else use).append(Rows(group.source, tuple(rows), reason))
         return use, drop
@@ -229,34 +231,6 @@ class LogSource(BatchSource):
         for position in entry.positions:
             self._waiting.pop(position, None)
         self._cursor.settle(entry.positions, self._options.rule.tasks_per_step)
-
-
-def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> list[Group]:
-    """The groups of a shard, in the order of its tasks."""
-    numbers = batch_groups(table)
-    status = table.column("status").to_pylist()
-    versions = table.column("min_policy_version").to_pylist()
-    groups = []
-    for number in range(int(numbers.max()) + 1 if len(numbers) else 0):
-        rows = [int(row) for row in np.flatnonzero(numbers == number)]
-        good = tuple(row for row in rows if Status(status[row]).trainable)
-        reasons = sorted({status[row] for row in rows if row not in good})
-        others = tuple((reason, tuple(r for r in rows if r not in good and status[r] == reason)) for reason in reasons)
-        oldest = min((versions[row] for row in good), default=0)
-        position = (name.explore_step, name.batch * tasks_per_batch + number)
-        groups.append(Group(position, name.text, good, others, oldest))
-    return groups
-
-
-def batch_groups(table: pa.Table) -> np.ndarray:
-    """[N] int64 number of each row's group within the shard; rows of a group lie together."""
-    keys = [table.column(c).to_numpy(zero_copy_only=False) for c in ("taskset", "epoch", "task_index")]
-    if not len(keys[0]):
-        return np.zeros(0, np.int64)
-    starts = np.zeros(len(keys[0]), bool)
-    for key in keys:
-        starts[1:] |= key[1:] != key[:-1]
-    return np.cumsum(starts).astype(np.int64)
 
 
 class DatasetSource(BatchSource):

@@ -152,6 +152,9 @@ class ExplorerConfig(Section):
     tasks_per_batch: Count | None = None
     """Tasks in one rollout batch, the unit of work sent to an engine. None: an even share of
     an explore step for each engine, 64 at most."""
+    flush_age_s: float | None = Field(default=0.25, gt=0)
+    """Seconds that the finished rollouts of a task wait for the other tasks of their rollout batch before they are
+    committed without them. None: a batch is committed as a whole."""
     max_timeout: Seconds = 1800.0
     """Seconds for one attempt at one rollout."""
     max_retry_times: Natural = 2

@@ -16,9 +16,10 @@ from rftdask.algorithm.names import build
 from rftdask.algorithm.selectors import DifficultyRule
 from rftdask.buffer.choices import Choices
 from rftdask.buffer.experience import Status
+from rftdask.buffer.groups import first_copies
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.schedule import TaskRef
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import ShardName, done_batches
 from rftdask.buffer.tasksets import Taskset
 from rftdask.config.schema_buffer import DataSelectorConfig, TasksetConfig
 from rftdask.errors import DamagedError, DataError
@@ -86,16 +87,15 @@ class LearnedOrder:
 
     def _learn(self, known: int) -> bool:
         """Fold the results of the steps up to `known`; whether they are all there."""
-        shards: dict[tuple[int, int], ShardName] = {}
+        shards: dict[int, list[ShardName]] = {}
         if known > self._folded:
             for name in self._log.shards(self._folded + 1):
-                shards.setdefault((name.explore_step, name.batch), name)
+                shards.setdefault(name.explore_step, []).append(name)
         for step in range(self._folded + 1, known + 1):
-            names = [shards.get((step, batch)) for batch in range(self._batches_per_step)]
-            tables = [self._read(name) for name in names if name is not None]
-            whole = [table for table in tables if table is not None]
-            if len(whole) < self._batches_per_step:
+            read = [(name, table) for name in shards.get(step, []) if (table := self._read(name)) is not None]
+            if len(done_batches(name for name, _ in read)) < self._batches_per_step:
                 return False
+            whole = first_copies(read)
             rates = pass_rates(whole, self._repeat_times)
             self._state = self._rule.updated(
                 self._state, torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))

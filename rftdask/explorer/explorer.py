@@ -23,6 +23,7 @@ from distributed import Client, Future, KilledWorker
 from rftdask.buffer.experience import Status
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import TaskRef, explore_tasks
+from rftdask.buffer.shard import done_batches
 from rftdask.config import Config
 from rftdask.errors import FencedError, RftError, RoleError, UserError
 from rftdask.explorer.evaluations import EvalTaskset, evaluation_metrics
@@ -213,7 +214,7 @@ class Explorer:
                     self._record_eval(f"eval/{taskset.name}", version)  # bench reports also what was evaluated before
 
     def _read_log(self) -> None:
-        self._done = {(name.explore_step, name.batch) for name in self._log.shards()}
+        self._done = done_batches(self._log.shards())
         self._complete = 0
         self._advance()
 

@@ -1,7 +1,7 @@
-"""Rollouts: the Dask task of an explorer worker. It runs one rollout batch and commits its shard.
+"""Rollouts: the Dask task of an explorer worker. It runs one rollout batch and commits it, as one shard or in parts.
 
 The task is idempotent: its tasks, seeds and the name of what it writes are functions of its spec, and a batch that is
-committed already is not run again. It is acknowledged, by returning, only after its shard is durable. What the worker
+committed already is not run again. It is acknowledged, by returning, only after its shards are durable. What the worker
 process keeps between tasks (engine, tokenizer, tasksets) is a cache.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,10 @@ from distributed import get_client, get_worker
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import TaskRef
+from rftdask.buffer.shard import done_batches
 from rftdask.buffer.tasksets import Taskset
 from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.buffer.writer import BatchWriter
 from rftdask.child import LOG_LEVEL
 from rftdask.config import Config, load_config
 from rftdask.dask_task import make_called_off
@@ -75,7 +77,7 @@ class RolloutResult:
     """What the driver is told: counts and times; the experiences are on storage."""
 
     key: tuple[str, int, int]
-    shard: str
+    shards: tuple[str, ...]
     version: int
     worker: str
     num_rollouts: int = 0
@@ -168,9 +170,10 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
         storage = open_storage(spec.url)
         config = _resources.open(spec)
         log = open_log(storage, config, spec.folder)
-        committed = log.find(spec.explore_step, spec.batch)
-        if committed is not None:
-            return RolloutResult(spec.key, committed.text, committed.max_policy_version, get_worker().address)
+        committed = log.find_all(spec.explore_step, spec.batch)
+        if done_batches(committed):
+            version = max(name.max_policy_version for name in committed)
+            return RolloutResult(spec.key, tuple(name.text for name in committed), version, get_worker().address)
         engine = _resources.engine(engine_spec(config, spec.threads, spec.log_file))
         tokenizer = _resources.tokenizer()  # while the engine's process loads the model
         engine.wait_ready()
@@ -185,11 +188,20 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             engine = _resources.engine(engine.spec)
             engine.wait_ready()
         loaded = time.perf_counter()
-        experiences, time_generate_s = _run(spec, config, engine, tokenizer)
-        name = log.commit(experiences, explore_step=spec.explore_step, batch=spec.batch)
+        with BatchWriter(
+            log,
+            explore_step=spec.explore_step,
+            batch=spec.batch,
+            num_tasks=len(spec.tasks),
+            flush_age_s=None if spec.is_eval else config.explorer.flush_age_s,
+            # Their tasks run again all the same: what an engine samples depends on what it samples beside it.
+            committed=[slot for name in committed if name.part is not None for slot in name.part.slots],
+        ) as writer:
+            experiences, time_generate_s = _run(spec, config, engine, tokenizer, writer.add)
+            names = writer.finish()
         return _result(
             spec,
-            name.text,
+            tuple(name.text for name in names),
             experiences,
             version=engine.weights.version,
             time_wait_s=waited - started,
@@ -241,7 +253,13 @@ def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published |
     return published
 
 
-def _run(spec: RolloutSpec, config: Config, engine: EngineClient, tokenizer: Any) -> tuple[list[Experience], float]:
+def _run(
+    spec: RolloutSpec,
+    config: Config,
+    engine: EngineClient,
+    tokenizer: Any,
+    on_group: Callable[[int, list[Experience]], None],
+) -> tuple[list[Experience], float]:
     tasksets = _names(spec, config)
     tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in spec.tasks]
     generating = 0.0
@@ -264,6 +282,7 @@ def _run(spec: RolloutSpec, config: Config, engine: EngineClient, tokenizer: Any
             tokenizer=tokenizer,
             defaults=_defaults(config),
             weights=ServedWeights(engine.weights.version, engine.weights.content_hash),
+            on_group=on_group,
         )
     )
     return experiences, generating
@@ -299,7 +318,12 @@ def _defaults(config: Config) -> RolloutDefaults:
 
 
 def _result(
-    spec: RolloutSpec, shard: str, experiences: Sequence[Experience], version: int, note: str, **times: float
+    spec: RolloutSpec,
+    shards: tuple[str, ...],
+    experiences: Sequence[Experience],
+    version: int,
+    note: str,
+    **times: float,
 ) -> RolloutResult:
     statuses: dict[str, int] = {}
     sums: dict[str, float] = {}
@@ -312,7 +336,7 @@ def _result(
                 sums[name] = sums.get(name, 0.0) + value
     return RolloutResult(
         spec.key,
-        shard,
+        shards,
         version,
         get_worker().address,
         num_rollouts=len(rollouts),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,9 +67,11 @@ async def run_rollout_batch(
     weights: ServedWeights,
     max_wait_s: float = 0.02,
     greedy_baseline: bool = False,
+    on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
 ) -> list[Experience]:
     """`repeat_times` rollouts of each task, side by side; with `greedy_baseline` one more, the last, at temperature 0.
 
+    on_group: told the number of a task and its experiences as soon as all its rollouts have ended; must not block.
     Returns: experiences ordered by (task, rollout, turn).
     Raises: UserError: a task names a workflow or a reward function that does not exist. What `generate_batch` raises.
     """
@@ -97,6 +99,9 @@ async def run_rollout_batch(
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(rollout.run()) for rollout in rollouts]
+            size = repeat_times + greedy_baseline
+            for number in range(len(tasks)):
+                group.create_task(_report(number, running[number * size : (number + 1) * size], on_group))
     except ExceptionGroup:
         if batcher.failure is None:
             raise
@@ -106,6 +111,14 @@ async def run_rollout_batch(
         # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
         raise batcher.failure
     return [experience for ended in running for experience in ended.result()]
+
+
+async def _report(
+    number: int,
+    rollouts: Sequence[asyncio.Task[list[Experience]]],
+    on_group: Callable[[int, list[Experience]], None],
+) -> None:
+    on_group(number, [experience for ended in await asyncio.gather(*rollouts) for experience in ended])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.buffer.experience import SCHEMA, experiences_to_table
-from rftdask.buffer.shard import ShardName, decode_shard, encode_shard
+from rftdask.buffer.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError
 
 
@@ -48,6 +48,8 @@ def test_the_name_says_step_batch_writer_rows_versions_and_checksum() -> None:
         min_policy_version=st.integers(0, 10**9),
         max_policy_version=st.integers(0, 10**9),
         crc32=st.integers(0, 2**32 - 1),
+        part=st.none()
+        | st.sets(st.integers(0, 9), min_size=1).map(lambda slots: Part(tuple(sorted(slots)), num_tasks=10)),
     )
 )
 def test_a_name_is_read_back_from_its_text(name: ShardName) -> None:

@@ -59,7 +59,14 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
     leaves = {path for path, info in KEYS.items() if not child_of(info) and reachable(path)}
     strange = leaves - set(REFERENCE_KEYS) - OUR_KEYS - {path for path in leaves if is_not_settable(path)}
     names = {path.rsplit(".", 1)[-1] for path in strange}
-    assert names == {"dataset_args", "default_workflow_type", "default_reward_fn_type", "name", "model_path"}
+    assert names == {
+        "flush_age_s",
+        "dataset_args",
+        "default_workflow_type",
+        "default_reward_fn_type",
+        "name",
+        "model_path",
+    }
 
 
 def is_not_settable(path: str) -> bool:

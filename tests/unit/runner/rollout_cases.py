@@ -77,6 +77,7 @@ def run(
     *,
     repeat_times: int = 1,
     greedy_baseline: bool = False,
+    on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     **changes: Any,
 ) -> list[Experience]:
     """The experiences of one rollout batch; `changes` are of RolloutDefaults."""
@@ -90,5 +91,6 @@ def run(
             tokenizer=CharTokenizer(),
             defaults=defaults(**changes),
             weights=ServedWeights(VERSION, "hash7"),
+            on_group=on_group,
         )
     )

@@ -111,6 +111,33 @@ def test_steps_that_do_not_fit_fail_the_rollout(steps: tuple[Step, ...], message
     assert bad.error.startswith(message)
 
 
+def test_a_group_is_reported_when_its_rollouts_have_ended_and_not_when_the_batch_has() -> None:
+    events: list[str] = []
+    first_is_reported = asyncio.Event()
+
+    async def waits(task: Task, model: PolicyModel) -> float:
+        await model.generate("x")
+        if task.index == 1:
+            await first_is_reported.wait()
+        events.append(f"rollout of {task.index}")
+        return 1.0
+
+    def report(number: int, experiences: list[Experience]) -> None:
+        events.append(f"group {number} with {[e.uid for e in experiences]}")
+        first_is_reported.set()
+
+    name = named(waits)
+    run([task(1, name), task(2, name)], replies("x"), repeat_times=2, on_group=report)
+    assert events == [
+        "rollout of 2",
+        "rollout of 2",
+        "group 1 with ['t/0/2/0/0', 't/0/2/1/0']",
+        "rollout of 1",
+        "rollout of 1",
+        "group 0 with ['t/0/1/0/0', 't/0/1/1/0']",
+    ]
+
+
 def test_the_same_batch_gives_the_same_table() -> None:
     def reply(request: GenerateRequest) -> str:
         return str(request.seed % 7)
