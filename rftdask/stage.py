@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_open import open_log
+from rftdask.buffer.retention import RetentionRule, apply_retention
 from rftdask.buffer.schedule import num_explore_steps
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
-from rftdask.errors import DataError, FencedError
+from rftdask.errors import DamagedError, DataError, FencedError
 from rftdask.explorer.evaluations import eval_tasksets
 from rftdask.explorer.explorer import ExplorePlan, Explorer
 from rftdask.explorer.tasks import TaskOrder, task_order
@@ -28,7 +30,7 @@ from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch
 from rftdask.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.trainer.checkpoint import checkpoint_steps
+from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
 
 if TYPE_CHECKING:
@@ -238,7 +240,22 @@ class StageRun:
             cancelled=self._over.is_set,
             trainer_ended_at=lambda: int(self._trainer_result["step"]) if self._trainer_result is not None else None,
             learned=self._make_learned_order() if learns else None,
+            remove_old_shards=self._remove_old_shards,
         )
+
+    def _remove_old_shards(self) -> int:
+        kept = self._config.buffer.trainer_input.experience_buffer.retention
+        rule = RetentionRule(kept.keep, kept.keep_steps, kept.keep_share)
+        if rule.keep == "all":
+            return 0
+        try:
+            oldest = oldest_resume_point(self._storage)
+        except DamagedError:
+            return 0  # it is not known what is needed, so nothing goes
+        if oldest is None:
+            return 0
+        log = open_log(self._storage, self._config)
+        return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest)
 
     def _make_learned_order(self) -> LearnedOrder:
         # Late: it needs torch, which the driver does without otherwise.

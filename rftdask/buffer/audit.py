@@ -12,7 +12,7 @@ from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import ShardName, repeated_shards
 
 REPEAT = "repeat"
 """Rows of a rollout batch that ran twice: the other copy was taken."""
@@ -30,8 +30,11 @@ class Audit:
 
 
 def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit:
-    """Account for every row. Only shards of repeated batches are read; the others are known by their names."""
-    shards = log.shards()
+    """Account for every row. Only shards of repeated batches are read; the others are known by their names, also those
+    that retention removed, which count as committed.
+    """
+    present = log.shards()
+    shards = sorted({*present, *log.removed()})
     used: dict[str, Counter[int]] = {}
     dropped: Counter[str] = Counter()
     settled: set[Position] = set()
@@ -52,7 +55,9 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit
                 dropped[rows.reason] += len(rows.rows)
             else:
                 trained += len(rows.rows)
-    repeats = _count_repeats(log, shards, used, settled, tasks_per_batch)
+    readable = set(present)
+    repeated = [name for name in repeated_shards(shards) if name in readable]  # of the others one copy was taken
+    repeats = _count_repeats(log, repeated, used, settled, tasks_per_batch)
     if repeats:
         dropped[REPEAT] += repeats
     committed = sum(name.num_rows for name in shards)
@@ -62,13 +67,12 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit
 
 def _count_repeats(
     log: ExperienceLog,
-    shards: list[ShardName],
+    repeated: list[ShardName],
     used: Mapping[str, Counter[int]],
     settled: set[Position],
     tasks_per_batch: int,
 ) -> int:
     """Rows of groups that stand in several shards, less the copy that was taken or will be."""
-    repeated = _repeated(shards)
     count = 0
     open_positions: set[Position] = set()
     for name in repeated:
@@ -80,20 +84,6 @@ def _count_repeats(
                 count += len(rows)
             open_positions.add(group.position)
     return count
-
-
-def _repeated(shards: list[ShardName]) -> list[ShardName]:
-    """The shards of rollout batches of which a group may stand in several."""
-    batches: dict[tuple[int, int], list[ShardName]] = {}
-    for name in shards:
-        batches.setdefault((name.explore_step, name.batch), []).append(name)
-    return [name for names in batches.values() if not _disjoint(names) for name in names]
-
-
-def _disjoint(names: list[ShardName]) -> bool:
-    """Whether these shards of one rollout batch have no group in common."""
-    slots = [slot for name in names if name.part is not None for slot in name.part.slots]
-    return len(names) == 1 or (all(name.part is not None for name in names) and len(set(slots)) == len(slots))
 
 
 def _problems(shards: list[ShardName], used: Mapping[str, Counter[int]], waiting: int) -> list[str]:

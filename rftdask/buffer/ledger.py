@@ -73,9 +73,29 @@ class Ledger:
         return f"ledger/{self.lineage}/{step:08d}.json"
 
     def last_step(self) -> int:
-        """The newest step written down; 0 if none."""
+        """The newest step written down; 0 if none. Lists them all."""
         names = self._storage.list(f"ledger/{self.lineage}")
         return max((int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdigit()), default=0)
+
+    def last_of_run(self, first: int) -> int:
+        """The last of the steps written down without a gap from `first` on; first - 1 if that is not there.
+
+        For whoever resumes: some twenty reads at most, where `last_step` lists every entry there is.
+        """
+        last, stride = first - 1, 1
+        while self._has(last + stride):
+            last, stride = last + stride, stride * 2
+        while stride := stride // 2:
+            if self._has(last + stride):
+                last += stride
+        return last
+
+    def _has(self, step: int) -> bool:
+        try:
+            self._storage.get(self.path(step))
+        except NotFoundError:
+            return False
+        return True
 
     def read(self, step: int) -> LedgerEntry | None:
         """The batch of `step`, or None if it is not written yet.

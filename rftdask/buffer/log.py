@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.shard import Part, ShardName
+from rftdask.errors import UserError
 
 EXPERIENCES = "experiences"
 """Folder of the log that is trained from; the answers of an evaluation are a log of their own."""
@@ -79,6 +80,18 @@ class ExperienceLog(ABC):
     @abstractmethod
     def num_quarantined(self) -> int:
         """Shards set aside. One whose original is still listed does not count yet: its batch would look done."""
+
+    def quarantined(self) -> list[ShardName] | None:
+        """The names of the shards that were set aside; None where they are not known."""
+        return None
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        """Remove shards for good, their names written down first. Raises: UserError: this log cannot."""
+        raise UserError(f"{type(self).__name__} keeps everything; set experience_buffer.retention.keep to all")
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        """Shards of explore steps >= `first_step` that were removed, or are about to be."""
+        return []
 
     @abstractmethod
     def seal(self, num_explore_steps: int) -> None:

@@ -24,6 +24,8 @@ STEPS_PER_BUCKET = 64
 """Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
 
 _SEALED = "SEALED.json"
+_REMOVED = "removed"
+"""Folder with one file a bucket that names the shards retention removed."""
 
 
 class FileLog(ExperienceLog):
@@ -36,6 +38,8 @@ class FileLog(ExperienceLog):
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(folder, run)
         self._storage = storage
+        self._gone: set[str] = set()
+        """Quarantined shards whose originals are gone."""
 
     @abstractmethod
     def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
@@ -60,13 +64,13 @@ class FileLog(ExperienceLog):
         return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
 
     def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
-        names = self._in_bucket(self._bucket(explore_step))
+        names = self._names_in(self._bucket(explore_step))
         return [n for n in names if (n.explore_step, n.batch) == (explore_step, batch)]
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         first = self._bucket(first_step)
         buckets = [b for b in self._buckets() if b >= first]
-        return sorted(n for b in buckets for n in self._in_bucket(b) if n.explore_step >= first_step)
+        return sorted(n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
 
     def read(self, name: ShardName) -> pa.Table:
         return self._decode(name, self._storage.get(self.path(name)))
@@ -81,8 +85,42 @@ class FileLog(ExperienceLog):
         self._storage.remove(self.path(name))
 
     def num_quarantined(self) -> int:
-        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/quarantine"))
-        return sum(n is not None and n.suffix == self.suffix and not self._storage.exists(self.path(n)) for n in names)
+        # Asked every few seconds: one listing, and of each name once whether its original is gone.
+        for name in self.quarantined():
+            if name.text not in self._gone and not self._storage.exists(self.path(name)):
+                self._gone.add(name.text)
+        return len(self._gone)
+
+    def quarantined(self) -> list[ShardName]:
+        return self._names_in("quarantine")
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        buckets: dict[str, set[str]] = {}
+        for name in names:
+            buckets.setdefault(self._bucket(name.explore_step), set()).add(name.text)
+        for bucket, texts in sorted(buckets.items()):
+            record = f"{self.folder}/{_REMOVED}/{bucket}.json"
+            known = {name.text for name in self._read_removed(record)}
+            if not texts <= known:
+                self._storage.put(record, dump_checked({"shards": sorted(texts | known)}))
+        for name in names:
+            self._storage.remove(self.path(name))
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        folder = f"{self.folder}/{_REMOVED}"
+        first = self._bucket(first_step)
+        buckets = [n for n in self._storage.list(folder) if n.removesuffix(".json").isdigit()]
+        names = (n for b in buckets if b.removesuffix(".json") >= first for n in self._read_removed(f"{folder}/{b}"))
+        return sorted(n for n in names if n.explore_step >= first_step)
+
+    def _read_removed(self, record: str) -> list[ShardName]:
+        try:
+            texts = load_checked(self._storage.get(record))["shards"]
+        except NotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"{record} is damaged ({error}); restore it from a backup: it counts rows") from error
+        return [name for text in texts if (name := ShardName.try_parse(text)) is not None]
 
     def seal(self, num_explore_steps: int) -> None:
         self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
@@ -103,8 +141,8 @@ class FileLog(ExperienceLog):
     def _buckets(self) -> Iterable[str]:
         return (n.rstrip("/") for n in self._storage.list(self.folder) if n.rstrip("/").isdigit())
 
-    def _in_bucket(self, bucket: str) -> list[ShardName]:
-        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/{bucket}"))
+    def _names_in(self, folder: str) -> list[ShardName]:
+        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/{folder}"))
         return [n for n in names if n is not None and n.suffix == self.suffix]
 
     @staticmethod

@@ -104,6 +104,20 @@ def done_batches(names: Iterable[ShardName]) -> set[tuple[int, int]]:
     return done
 
 
+def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
+    """The shards of rollout batches of which a group may stand in several."""
+    batches: dict[tuple[int, int], list[ShardName]] = {}
+    for name in names:
+        batches.setdefault((name.explore_step, name.batch), []).append(name)
+    return [name for names in batches.values() if not _disjoint(names) for name in names]
+
+
+def _disjoint(names: list[ShardName]) -> bool:
+    """Whether these shards of one rollout batch have no group in common."""
+    slots = [slot for name in names if name.part is not None for slot in name.part.slots]
+    return len(names) == 1 or (all(name.part is not None for name in names) and len(set(slots)) == len(slots))
+
+
 def encode_shard(
     experiences: Sequence[Experience], *, explore_step: int, batch: int, writer: str, run: str = "", codec: str = "lz4"
 ) -> tuple[ShardName, bytes]:

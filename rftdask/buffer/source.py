@@ -99,7 +99,8 @@ class LogSource(BatchSource):
         self._cursor = Cursor()
         self._waiting: dict[Position, Group] = {}
         self._seen: set[str] = set()
-        self._replay_until = ledger.last_step()
+        self._replay_until: int | None = None
+        """The last step that was written down before this trainer came; None until it asks for its first."""
 
     def state_dict(self) -> dict[str, object]:
         return self._cursor.state_dict()
@@ -108,6 +109,8 @@ class LogSource(BatchSource):
         self._cursor = Cursor.from_state_dict(state)
 
     def entry(self, step: int) -> LedgerEntry | None:
+        if self._replay_until is None:
+            self._replay_until = self._ledger.last_of_run(step)
         entry = self._ledger.read(step)
         if entry is not None and step > self._replay_until:
             raise FencedError(
@@ -256,7 +259,8 @@ class DatasetSource(BatchSource):
         self._ledger = ledger
         self._batch_size = batch_size
         self._total_rows = num_rows * total_epochs
-        self._replay_until = ledger.last_step()
+        self._replay_until: int | None = None
+        """The last step that was written down before this trainer came; None until it asks for its first."""
 
     def state_dict(self) -> dict[str, object]:
         return {"source": self._source}
@@ -266,6 +270,8 @@ class DatasetSource(BatchSource):
             raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {self._source}")
 
     def entry(self, step: int) -> LedgerEntry | None:
+        if self._replay_until is None:
+            self._replay_until = self._ledger.last_of_run(step)
         entry = self._ledger.read(step)
         if entry is None:
             numbers = self._numbers(step)

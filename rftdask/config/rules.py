@@ -382,6 +382,17 @@ def _difficulty_is_for_tasks(config: Config) -> Iterator[Problem]:
             yield "buffer", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"
 
 
+@rule("buffer")
+def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
+    kept = config.buffer.trainer_input.experience_buffer
+    tasksets = config.buffer.explorer_input.train_tasksets
+    at = "buffer.trainer_input.experience_buffer.retention.keep"
+    if kept.retention.keep != "all" and any(t.data_selector.selector_type == "difficulty_based" for t in tasksets):
+        yield at, f"{kept.retention.keep} removes results that the selector difficulty_based learns from; use all"
+    if kept.retention.keep != "all" and kept.replay_buffer.enable:
+        yield at, f"{kept.retention.keep} removes experiences that replay_buffer may use again; use all"
+
+
 def _is_natural(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

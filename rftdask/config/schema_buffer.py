@@ -169,6 +169,17 @@ class ReplayConfig(Section):
     """Arguments of the order."""
 
 
+class RetentionConfig(Section):
+    """`retention`: what stays of the shards that were trained. What a kept checkpoint may need always stays."""
+
+    keep: Literal["all", "thin", "none"] = "all"
+    """all: everything. thin: some rollout batches. none: only what is needed, and the last `keep_steps`."""
+    keep_steps: Natural = 0
+    """Explore steps that stay whole before those that are needed."""
+    keep_share: float = Field(default=0.1, gt=0, lt=1)
+    """thin: share of the older rollout batches that stay."""
+
+
 class ExperienceBufferConfig(Section):
     """`buffer.trainer_input.experience_buffer`: what the trainer reads."""
 
@@ -188,6 +199,8 @@ class ExperienceBufferConfig(Section):
     """Seconds the trainer waits for a full batch before it gives up."""
     replay_buffer: Annotated[ReplayConfig, Later("replaying experiences")] = ReplayConfig()
     """Train on an experience more than once."""
+    retention: RetentionConfig = RetentionConfig()
+    """How long trained experiences stay on storage."""
     split: str = "train"
     """Split of the dataset."""
     subset_name: str | None = None

@@ -22,6 +22,7 @@ from distributed import Client, Future, KilledWorker
 
 from rftdask.buffer.experience import Status
 from rftdask.buffer.log_open import open_log
+from rftdask.buffer.progress import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.schedule import TaskRef, explore_tasks
 from rftdask.buffer.shard import done_batches
 from rftdask.config import Config
@@ -116,8 +117,9 @@ class Explorer:
         cancelled: Callable[[], bool],
         trainer_ended_at: Callable[[], int | None],
         learned: LearnedOrder | None = None,
+        remove_old_shards: Callable[[], int] = lambda: 0,
     ) -> None:
-        """learned: chooses the tasks in place of the plan's order.
+        """learned: chooses the tasks in place of the plan's order; remove_old_shards: what retention does not keep.
 
         metrics: writers of the roles "explorer" and "eval"; trainer_ended_at: last policy version once there will be
         no newer.
@@ -134,6 +136,7 @@ class Explorer:
         self._cancelled = cancelled
         self._trainer_ended_at = trainer_ended_at
         self._learned = learned
+        self._remove_old_shards = remove_old_shards
         self._rules = make_sync_rules(config)
         self._follows_trainer = config.mode == "both"
         self._per_batch = tasks_per_batch(config)
@@ -141,6 +144,8 @@ class Explorer:
         self._log = open_log(storage, config)
         self._done: set[tuple[int, int]] = set()
         self._complete = 0
+        self._noted = 0
+        """Step of the last note of progress."""
         self._pinned = 0
         self._outstanding: dict[str, tuple[RolloutSpec, Future]] = {}
         self._attempts: dict[tuple[str, int, int], int] = {}
@@ -214,14 +219,18 @@ class Explorer:
                     self._record_eval(f"eval/{taskset.name}", version)  # bench reports also what was evaluated before
 
     def _read_log(self) -> None:
-        self._done = done_batches(self._log.shards())
-        self._complete = 0
+        first = first_open_step(self._storage, self._log)
+        self._done = done_batches([*self._log.shards(first), *self._log.removed(first)])
+        self._complete = self._noted = first - 1
         self._advance()
 
     def _advance(self) -> None:
         """`_complete` = the last step up to which every batch is committed."""
         while all((self._complete + 1, batch) in self._done for batch in range(self._batches_per_step)):
             self._complete += 1
+        if self._complete >= self._noted + NOTE_EVERY:
+            note_complete(self._storage, self._complete)
+            self._noted = self._complete
 
     def _pending_batches(self) -> Iterator[tuple[int, int]]:
         under_way = {(spec.explore_step, spec.batch) for spec, _ in self._outstanding.values() if not spec.is_eval}
@@ -445,6 +454,7 @@ class Explorer:
         self._look_for_weights()
         if self._follows_trainer:
             self._remove_old_weights()
+            self._remove_old_shards()
         quarantined = self._log.num_quarantined()
         if quarantined == self._quarantined:
             return False

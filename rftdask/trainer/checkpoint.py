@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rftdask.buffer.retention import ResumePoint
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.synchronizer.manifest import (
@@ -44,6 +45,19 @@ def newest_valid_checkpoint(storage: Storage) -> int | None:
     return next(
         (step for step in reversed(checkpoint_steps(storage)) if is_valid(storage, checkpoint_folder(step))), None
     )
+
+
+def oldest_resume_point(storage: Storage) -> ResumePoint | None:
+    """Of the oldest checkpoint there is, valid or not: an earlier one than needed does no harm. None: there is none.
+
+    Raises: DamagedError: it cannot be read.
+    """
+    for step in checkpoint_steps(storage):
+        manifest = read_manifest(storage, checkpoint_folder(step))
+        if manifest is not None:
+            state = json.loads(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
+            return ResumePoint(step, int(state["source"]["low"]))
+    return None
 
 
 class Checkpoints:

@@ -61,6 +61,9 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
     names = {path.rsplit(".", 1)[-1] for path in strange}
     assert names == {
         "flush_age_s",
+        "keep",
+        "keep_steps",
+        "keep_share",
         "dataset_args",
         "default_workflow_type",
         "default_reward_fn_type",
