@@ -157,6 +157,12 @@ def number(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype == torch.bool else values
 
 
+def above(values: Tensor, bound: Tensor | float) -> Tensor:
+    """1 where values > bound, else 0, in the dtype of the values; on a CPU several times as fast as a mask of bool, to
+    make and to apply."""
+    return torch.gt(values, bound, out=torch.empty_like(values))
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """Base of the policy losses: fields are the arguments, a call gives the loss of every token.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss, above, number
 from rftdask.algorithm.names import one_of, require
 from rftdask.algorithm.ratio_losses import Ppo, choose, log_ratio, ratio_metrics
+from rftdask.algorithm.second_moment import over_budget, over_budget_packed
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class DecoupledPpo(Ppo):
         loss_BT, metrics = self.clipped(inputs, log_r_BT, log_r_BT.exp(), inputs.advantages())
         behavior_BT = (proximal_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         if self.behavior_weight_cap is not None:
-            over_BT = behavior_BT > self.behavior_weight_cap
-            behavior_BT = behavior_BT.masked_fill(over_BT, 0.0)
+            over_BT = above(behavior_BT, self.behavior_weight_cap)
+            behavior_BT = behavior_BT * (1.0 - over_BT)
             metrics["behavior_cap_frac"] = inputs.weighted(over_BT)
         metrics["behavior_weight"] = inputs.weighted(behavior_BT)
         return behavior_BT * loss_BT, metrics
@@ -66,39 +67,21 @@ class M2po(PolicyLoss):
         advantages_BT = inputs.advantages()
         log_r_BT = log_ratio(inputs)
         dropped_BT = self.dropped(inputs, log_r_BT.detach(), advantages_BT)
-        loss_BT = (-advantages_BT * log_r_BT.exp()).masked_fill(dropped_BT, 0.0)
+        loss_BT = advantages_BT * log_r_BT.exp() * (dropped_BT - 1.0)
         return loss_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
 
     def dropped(self, inputs: LossInputs, log_r_BT: Tensor, advantages_BT: Tensor) -> Tensor:
-        """[B, T] bool, True for tokens over the second-moment budget of their sequence (or batch)."""
-        trusted_BT = inputs.loss_mask_BT & (advantages_BT * log_r_BT > 0)
-        moment_BT = (log_r_BT * trusted_BT).square()
-        if self._within(inputs, moment_BT, trusted_BT):
-            return torch.zeros_like(trusted_BT)
-        where_K = trusted_BT.flatten().nonzero().squeeze(-1)
-        moments_K = log_r_BT.flatten()[where_K].double().square()
-        sequence_K = torch.zeros_like(where_K)
-        if self.scope == "sequence":
-            index_S = torch.arange(inputs.num_sequences, device=where_K.device)
-            sequence_K = inputs.spread(index_S).flatten()[where_K]
-        order_K = torch.argsort(moments_K, stable=True)
-        order_K = order_K[torch.argsort(sequence_K[order_K], stable=True)]
-        counts_S = torch.bincount(sequence_K, minlength=1)
-        starts_S = counts_S.cumsum(0) - counts_S
-        first_K = starts_S[sequence_K[order_K]]
-        totals_K = torch.cat([moments_K.new_zeros(1), moments_K[order_K].cumsum(0)])
-        ranks_K = torch.arange(1, len(order_K) + 1, device=where_K.device)
-        prefix_means_K = (totals_K[1:] - totals_K[first_K]) / (ranks_K - first_K)
-        dropped = torch.zeros_like(trusted_BT).flatten()
-        dropped[where_K[order_K[prefix_means_K > self.m2_threshold]]] = True
-        return dropped.view_as(trusted_BT)
-
-    def _within(self, inputs: LossInputs, moment_BT: Tensor, trusted_BT: Tensor) -> bool:
-        """Whether nothing needs to be dropped: the usual case, which spares the sort."""
+        """[B, T] 1 for tokens over the second-moment budget of their sequence (or batch), else 0; float."""
+        if log_r_BT.dtype in (torch.bfloat16, torch.float16):
+            log_r_BT = log_r_BT.float()
+        trusted_BT = above(advantages_BT * log_r_BT, 0.0) * number(inputs.loss_mask_BT)
+        size_BT = log_r_BT.abs() * trusted_BT
         if self.scope == "batch":
-            return bool(moment_BT.sum() <= self.m2_threshold * trusted_BT.sum())
-        totals_S = inputs.sequence_sums(moment_BT)
-        return bool((totals_S <= self.m2_threshold * inputs.sequence_sums(trusted_BT.to(moment_BT.dtype))).all())
+            return over_budget(size_BT.view(1, -1), trusted_BT.view(1, -1), self.m2_threshold).view_as(size_BT)
+        if inputs.sequence_BT is None:
+            return over_budget(size_BT, trusted_BT, self.m2_threshold)
+        flat = (size_BT.flatten(), trusted_BT.flatten(), inputs.sequence_BT.flatten())
+        return over_budget_packed(*flat, self.m2_threshold).view_as(size_BT)
 
 
 @dataclass(frozen=True)
@@ -124,8 +107,9 @@ class Dppo(PolicyLoss):
         own_BT, behavior_BT = inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
         log_r_BT = (own_BT - behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         moved_BT = own_BT.detach().exp() - behavior_BT.exp()
-        dropped_BT = torch.where(advantages_BT > 0, moved_BT > self.mask_high, moved_BT < -self.mask_low)
-        gain_BT = (self.adv_tau * advantages_BT * log_r_BT.exp()).masked_fill(dropped_BT, 0.0)
+        wanted_BT = above(advantages_BT, 0.0)
+        dropped_BT = wanted_BT * above(moved_BT, self.mask_high) + (1.0 - wanted_BT) * above(-moved_BT, self.mask_low)
+        gain_BT = self.adv_tau * advantages_BT * log_r_BT.exp() * (1.0 - dropped_BT)
         return self.kl_tau * log_r_BT.square() - gain_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
 
 

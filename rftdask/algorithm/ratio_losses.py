@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss, number
+from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss, above
 from rftdask.algorithm.names import require
 
 
@@ -106,18 +106,16 @@ class Ppo(ClipRange, PolicyLoss):
         self, inputs: LossInputs, log_r_BT: Tensor, ratio_BT: Tensor, advantages_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Clipped loss [B, T] for a given ratio, with its metrics."""
-        negative_BT = advantages_BT < 0
-        lower_BT = choose(negative_BT, 1.0 - self.low, 0.0, ratio_BT)
-        upper_BT = choose(negative_BT, self.clip_ratio_c or torch.inf, 1.0 + self.high, ratio_BT)
         value_BT = ratio_BT.detach()
-        below_BT, above_BT = value_BT < lower_BT, value_BT > upper_BT
-        # The clamp and its gradient spelled out: autograd would compare with the bounds a second time.
-        free_BT = number(~(below_BT | above_BT))
-        clamped_BT = torch.clamp(value_BT, lower_BT, upper_BT) + free_BT * (ratio_BT - value_BT)
-        loss_BT = -advantages_BT * clamped_BT
-        clipped_BT = below_BT | (above_BT & ~negative_BT)
-        metrics = ratio_metrics(inputs, log_r_BT, clipped_BT)
-        metrics["dual_clip_frac"] = inputs.weighted(above_BT & negative_BT)
+        negative_BT = above(-advantages_BT, 0.0)
+        unwanted_BT = negative_BT * value_BT.clamp(1.0 - self.low, self.clip_ratio_c)
+        clamped_BT = unwanted_BT + (1.0 - negative_BT) * value_BT.clamp(max=1.0 + self.high)
+        # The clamp's gradient spelled out: autograd would compare with the bounds a second time.
+        free_BT = torch.eq(clamped_BT, value_BT, out=torch.empty_like(value_BT))
+        loss_BT = -advantages_BT * (clamped_BT + free_BT * (ratio_BT - value_BT))
+        dual_BT = negative_BT * above(value_BT, torch.inf if self.clip_ratio_c is None else self.clip_ratio_c)
+        metrics = ratio_metrics(inputs, log_r_BT, 1.0 - free_BT - dual_BT)
+        metrics["dual_clip_frac"] = inputs.weighted(dual_BT)
         return loss_BT, metrics
 
 

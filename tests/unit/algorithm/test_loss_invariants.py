@@ -235,7 +235,7 @@ def test_m2po_bounds_the_second_moment_of_every_sequence_and_so_of_the_batch() -
     batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
     log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
     advantages = batch.advantages()
-    dropped = loss.dropped(batch, log_r, advantages)  # type: ignore[attr-defined]
+    dropped = loss.dropped(batch, log_r, advantages).bool()  # type: ignore[attr-defined]
     trusted = batch.loss_mask_BT & (advantages * log_r > 0)
     assert dropped.any() and (trusted & ~dropped).any() and not (dropped & ~trusted).any()
     for row in range(8):
