@@ -7,7 +7,7 @@ from rftdask.config.schema_run import Config
 EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
 EXPERT_BUFFER = "sft_dataset"
-"""Auxiliary buffer they are in."""
+"""Auxiliary buffer they are in, where there is one of this name and sample_strategy_args name no other."""
 
 
 def is_share(value: object) -> bool:
@@ -46,5 +46,8 @@ def num_own_rollouts(config: Config) -> int:
 
 
 def demonstrations(config: Config) -> str:
-    """Name of the auxiliary buffer that strategy mix takes its demonstrations from."""
-    return str((config.algorithm.sample_strategy_args or {}).get("sft_dataset_name", EXPERT_BUFFER))
+    """Name of the auxiliary buffer that strategy mix takes its demonstrations from: as given, else `EXPERT_BUFFER` if
+    there is one, else the first there is."""
+    buffers = config.buffer.trainer_input.auxiliary_buffers
+    default = EXPERT_BUFFER if EXPERT_BUFFER in buffers else next(iter(buffers), EXPERT_BUFFER)
+    return str((config.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default))

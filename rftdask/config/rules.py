@@ -324,8 +324,10 @@ def _teacher_is_there(config: Config) -> Iterator[Problem]:
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
     algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
     if config.algorithm.needs_teacher and config.mode in ("both", "train"):
-        if len(models) != 1 or not models[0].model_path:
-            yield at, f"{algorithm} learns from one teacher; give [{{model_path: ...}}]"
+        if len(models) > 1:
+            yield at, f"{algorithm} learns from one teacher, and there are {len(models)} models; leave one"
+        elif not models or not models[0].model_path:
+            yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
     elif models and not config.algorithm.needs_teacher:
         yield (
             at,

@@ -56,7 +56,8 @@ class AlgorithmConfig(Section):
     demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts)."""
     sample_strategy_args: Free | None = None
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
-    sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in."""
+    sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if
+    there is none of that name, the first)."""
     advantage_fn: Annotated[str | None, _TWINS] = None
     """Name of the advantage function."""
     advantage_fn_args: Free | None = None

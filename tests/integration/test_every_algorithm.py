@@ -1,5 +1,5 @@
-"""Every algorithm type trains with nothing but its name and what it learns from: two steps of the trainer's rank, in
-this process, on a tiny model's own rollouts.
+"""Every algorithm type trains with nothing in its section but its name, given what it learns from: two steps of the
+trainer's rank, in this process, on a tiny model's own rollouts.
 """
 
 from __future__ import annotations
@@ -59,11 +59,17 @@ class World:
             buffer = {"path": str(self.folder / f"{ALGORITHMS[name].schema}.jsonl"), "format": plaintext}
             tree["buffer"]["trainer_input"]["experience_buffer"] = buffer
         if ALGORITHMS[name].sample_strategy == "mix":
-            shown = {"sft_dataset": {"path": str(self.folder / "sft.jsonl"), "format": plaintext}}
+            shown = {"shown": {"path": str(self.folder / "sft.jsonl"), "format": plaintext}}
             tree["buffer"]["trainer_input"]["auxiliary_buffers"] = shown
         if name in ("on_policy_distill", "jsd"):
             tree["explorer"] = {"auxiliary_models": [{"model_path": str(self.folder / "teacher")}]}
+        assert tree["algorithm"] == {"algorithm_type": name}
         return load_config(tree, overrides)
+
+    def with_explorer(self, name: str) -> Config:
+        """The same run with its own explorers in place of a finished log."""
+        taskset = {"path": str(self.folder / "sft.jsonl"), "format": {"prompt_type": "plaintext"}}
+        return self.config(name, "mode=both", f"buffer.explorer_input.taskset={json.dumps(taskset)}")
 
     def explore(self, config: Config, storage: Storage, flat: bool = False) -> None:
         """Rollouts of the initial weights for all steps; every second one of a task is right, or all (`flat`)."""
@@ -152,6 +158,7 @@ def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: st
         audit = audit_log(ParquetLog(storage), Ledger(storage), BATCH_SIZE)
         assert (audit.problems, audit.waiting) == ((), 0)
         assert audit.trained == STEPS * BATCH_SIZE * config.algorithm.repeat_times
+        check_inputs([world.with_explorer(name)])
 
 
 @pytest.mark.parametrize("name", ["ppo", "dpo", "mix", "remax", "rec"])

@@ -8,7 +8,8 @@ import pytest
 from config_cases import config, grpo, problems, sft
 
 from rftdask.config import make_plan
-from rftdask.config.mixture import num_experts, num_own_rollouts
+from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.mixture import demonstrations, num_experts, num_own_rollouts
 
 SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
 
@@ -39,10 +40,47 @@ def test_a_mixture_needs_its_demonstrations() -> None:
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.path: required for mix")
     (line,) = problems(mix({"sft_dataset_name": "other"}))
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.other.path: required")
+    (line,) = problems(mix(trainer_input={"auxiliary_buffers": {"shown": {}}}))
+    assert line.startswith("buffer.trainer_input.auxiliary_buffers.shown.path: required")
     (line,) = problems(mix({"expert_data_ratio": 1.0}))
     assert "1.0 is not a number from 0 to below 1" in line
     (line,) = problems(mix({"ratio": 0.5}))
     assert "takes expert_data_ratio, max_staleness, sft_dataset_name" in line
+
+
+@pytest.mark.parametrize(
+    ("buffers", "found"),
+    [(["shown"], "shown"), (["shown", "more"], "shown"), (["more", "sft_dataset"], "sft_dataset")],
+)
+def test_demonstrations_are_found_without_being_named(buffers: list[str], found: str) -> None:
+    shown = {"auxiliary_buffers": {name: {"path": f"{name}.jsonl"} for name in buffers}}
+    assert demonstrations(config(mix(trainer_input=shown))) == found
+    assert demonstrations(config(mix({"sft_dataset_name": buffers[-1]}, trainer_input=shown))) == buffers[-1]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_key(name: str) -> None:
+    tree = sft() if ALGORITHMS[name].schema != "experience" else grpo()
+    tree["algorithm"] = {"algorithm_type": name}
+    inputs = {
+        "mix": {"buffer.trainer_input.auxiliary_buffers.sft_dataset.path": "shown.jsonl"},
+        "sft": {"buffer.trainer_input.experience_buffer.path": "rows.jsonl"},
+        "jsd": {"explorer.auxiliary_models": "[{model_path: teacher}]"},
+    }
+    inputs |= {
+        "mix_chord": inputs["mix"],
+        "on_policy_distill": inputs["jsd"],
+        "dpo": inputs["sft"],
+        "cpt": inputs["sft"],
+    }
+    if ALGORITHMS[name].schema != "experience":
+        del tree["buffer"]["trainer_input"]
+    overrides = [f"{key}={value}" for key, value in inputs.get(name, {}).items()]
+    for key in inputs.get(name, {}):
+        (line,) = problems(tree)
+        assert line.startswith(f"{key}: required for {name}: ")
+    loaded = config(tree, *overrides)
+    assert (loaded.algorithm.algorithm_type, loaded.warnings) == (name, ())
 
 
 def test_a_sample_strategy_goes_with_its_algorithms() -> None:
@@ -62,9 +100,11 @@ def test_the_bound_of_a_mixture_is_the_bound_of_the_run() -> None:
 def test_a_student_needs_one_teacher(name: str) -> None:
     tree = grpo(algorithm={"algorithm_type": name})
     (line,) = problems(tree)
-    assert line == f"explorer.auxiliary_models: {name} learns from one teacher; give [{{model_path: ...}}]"
-    loaded = config({**tree, "explorer": {"auxiliary_models": [{"model_path": "big"}]}})
-    assert "with the teacher big" in make_plan(loaded).render()
+    key = "explorer.auxiliary_models"
+    assert line == f"{key}: required for {name}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+    assert "with the teacher big" in make_plan(config(tree, f"{key}=[{{model_path: big}}]")).render()
+    (line,) = problems({**tree, "explorer": {"auxiliary_models": [{"model_path": "big"}, {"model_path": "bigger"}]}})
+    assert line.startswith(f"explorer.auxiliary_models: {name} learns from one teacher, and there are 2 models")
 
 
 def test_models_beside_the_policy_are_refused_where_nothing_reads_them() -> None:
