@@ -42,6 +42,16 @@ class Batch:
     values: Tensor
 
     @property
+    def entropy(self) -> Tensor:
+        """Not negative."""
+        return self.values.abs()
+
+    @property
+    def entropy_change(self) -> Tensor:
+        """Of either sign."""
+        return self.values.flip(0)
+
+    @property
     def float_mask(self) -> Tensor:
         """The mask in the dtype of the numbers, as most peers want it."""
         return self.mask.to(self.policy.dtype)
@@ -157,10 +167,14 @@ def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[
             loss_mask_NT=batch.mask,
             values_NT=batch.values,
             rollout_logprobs_NT=batch.old,
+            policy_logprobs_NT=batch.old,
             teacher_logprobs_NT=batch.ref,
+            entropy_NT=batch.entropy,
+            necs_NT=batch.entropy_change,
             baseline_rewards_N=batch.rewards.flip(0),
         )
-        return function(inputs).per_token(batch.mask)
+        result = function(inputs)
+        return result.per_token(batch.mask) * (1 if result.keep_NT is None else result.keep_NT)
 
     return ours
 

@@ -89,6 +89,8 @@ def cases() -> list[Case]:
 
 
 def _advantage_cases() -> list[Case]:
+    from trinity.algorithm.advantage_fn.clipb_advantage import ClipBAdvantageFn
+    from trinity.algorithm.advantage_fn.clipv_advantage import ClipVAdvantageFn
     from trinity.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
     from trinity.algorithm.advantage_fn.jsd_advantage import JSDAdvantage
     from trinity.algorithm.advantage_fn.on_policy_distill_advantage import OnPolicyDistillAdvantage
@@ -103,10 +105,14 @@ def _advantage_cases() -> list[Case]:
                 "response_mask": b.float_mask,
                 "values": b.values,
                 "old_log_probs": b.old,
+                "rollout_log_probs": b.old,
                 "teacher_logprobs": b.ref,
+                "entropys": b.entropy,
+                "necs": b.entropy_change,
             }
             rows = SimpleNamespace(batch=batch, non_tensor_batch={"uid": b.groups.tolist()})
-            return function(rows)[0].batch["advantages"] * b.mask
+            after = function(rows)[0].batch
+            return after["advantages"] * after["response_mask"]  # which some take tokens out of
 
         return advantages
 
@@ -129,6 +135,23 @@ def _advantage_cases() -> list[Case]:
             float32_only=True,
         ),
         Case("jsd advantage", advantages_of("jsd"), theirs(JSDAdvantage()), whole, float32_only=True),
+        Case(
+            "clipb advantage, mu 0.5",
+            advantages_of("clipb", {"mu": 0.5}),
+            theirs(ClipBAdvantageFn(mu=0.5)),
+            ("padded", "holes"),
+            float32_only=True,
+        ),
+        *(
+            Case(
+                f"clipv advantage, mu 0.1, at most {share} of the tokens",
+                advantages_of("clipv", {"mu": 0.1, "max_frac": share}),
+                theirs(ClipVAdvantageFn(mu=0.1, max_frac=share)),
+                ("padded", "holes"),
+                float32_only=True,
+            )
+            for share in (0.1, 1.0)
+        ),
         Case(
             "GAE advantage",
             advantages_of("ppo", {"gamma": 0.9}),
