@@ -95,6 +95,23 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def convert(
+    run: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder or URL of a run or a checkpoint")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to make")],
+    step: Annotated[int | None, typer.Option(help="Of the checkpoint; without it, the newest")] = None,
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora/--adapter", help="LoRA: a whole model, or the adapter in PEFT's layout")
+    ] = True,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, without a network."""
+    # Late: it imports torch and transformers.
+    from rftdask.convert import convert as convert_checkpoint
+
+    done = convert_checkpoint(run, out, step=step, merge_lora=merge_lora)
+    typer.echo(f"{done.folder}: step {done.step} of {done.run}")
+
+
+@app.command()
 def conformance() -> None:
     """Compare every loss and advantage with those of other frameworks; exit code 1 if one is not as documented."""
     # Late: it imports torch, and every framework that is installed.

@@ -173,11 +173,16 @@ def _tuned_layers(model: torch.nn.Module) -> list[Any]:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads(path.read_text())
+        return settings_of(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no adapter configuration: {error}") from error
+        raise DataError(f"{path} is no adapter configuration of PEFT: {error}") from error
+
+
+def settings_of(data: bytes) -> dict[str, Any]:
+    """The settings in adapter_config.json, to put an adapter into a model. Raises: ValueError: it is no LoRA."""
+    settings: dict[str, Any] = json.loads(data)
     if settings.get("peft_type") != "LORA":
-        raise DataError(f"{path} is of type {settings.get('peft_type')}; only LORA can be trained")
+        raise ValueError(f"its peft_type is {settings.get('peft_type')}; only LORA can be trained")
     return {**settings, "inference_mode": False}
 
 

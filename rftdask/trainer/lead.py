@@ -32,7 +32,7 @@ class LeadEngine(TrainEngine):
         self._ranks.tell({"call": "train_step", "step": step})
         return self._engine.train_step(batch, step)
 
-    def weights(self) -> bytes:
+    def weights(self) -> Mapping[str, bytes]:
         self._ranks.tell({"call": "weights"})
         return self._engine.weights()
 

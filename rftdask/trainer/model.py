@@ -32,17 +32,19 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 def load_policy(
-    model_path: str, dtype: str, device: str, *, trust_remote_code: bool = False
+    model_path: str, dtype: str, device: str, *, trust_remote_code: bool = False, offline: bool = False
 ) -> tuple[PreTrainedModel, Any]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
-    Args: dtype: of the weights: "float32", "bfloat16", "float16".
+    Args:
+        dtype: of the weights: "float32", "bfloat16", "float16".
+        offline: take a name from the cache of this machine alone.
     Raises: DataError: the folder lacks something or is damaged, or the model's logits are not lm_head(hidden states).
     """
     folder = Path(model_path)
     if folder.is_dir():
         _check_folder(folder)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, **options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -228,10 +230,10 @@ def state_bytes(tensors: dict[str, Tensor]) -> bytes:
     return safetensors.torch.save(tensors, metadata={"format": "pt"})
 
 
-def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False) -> torch.dtype | None:
+def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: bool = False) -> torch.dtype | None:
     """Data type of a model's files by its configuration; None if that does not say."""
     config = AutoConfig.from_pretrained(
-        model_path, trust_remote_code=trust_remote_code, local_files_only=Path(model_path).is_dir()
+        model_path, trust_remote_code=trust_remote_code, local_files_only=offline or Path(model_path).is_dir()
     )
     dtype: torch.dtype | None = config.dtype
     return dtype

@@ -33,7 +33,7 @@ LAYERS = (
     {"rules"},
     {"run_folder"},
     {"explorer", "trainer"},
-    {"cluster", "checks", "summarize", "status", "lineage"},
+    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage"},
     {"stage"},
     {"experiment"},
     {"cli"},
