@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: None takes all ranks of the process."""
-        self._group = group
+        self.group = group
         there = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if there else 0
         self.size = dist.get_world_size(group) if there else 1
@@ -41,9 +41,9 @@ class Ranks:
             return message
         data = json.dumps(message).encode() if self.leads else b""
         size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._group)
+        dist.broadcast(size, 0, group=self.group)
         content = _as_tensor(data) if self.leads else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self._group)
+        dist.broadcast(content, 0, group=self.group)
         return json.loads(_as_bytes(content))
 
     def gather(self, message: Any) -> list[Any]:
@@ -57,18 +57,18 @@ class Ranks:
         if self.size == 1:
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self._group)
+        dist.all_gather(parts, padded, group=self.group)
         return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

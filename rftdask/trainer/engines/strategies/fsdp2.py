@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rftdask.trainer.engines.strategies.base import Strategy
@@ -42,7 +43,7 @@ class FSDP2(Strategy):
     def __init__(self, ranks: Ranks, device: torch.device, options: ShardOptions) -> None:
         super().__init__(ranks)
         self._options = options
-        self._mesh = init_device_mesh(device.type, (ranks.size,))
+        self._mesh = DeviceMesh.from_group(ranks.group or dist.group.WORLD, device.type)
         # Weights stay float32 where they lie, and are brought together in bfloat16 where a GPU multiplies.
         multiply = torch.bfloat16 if device.type == "cuda" else None
         self._precision = MixedPrecisionPolicy(param_dtype=multiply, reduce_dtype=torch.float32)

@@ -1,0 +1,96 @@
+"""Gangs of several ranks in real Dask workers, one of them killed with signal 9 at random moments. Promises:
+
+- the death of a rank, or of the worker that it runs on, ends the whole gang within seconds; what is said names rank,
+  worker and cause, and the gang starts again by itself;
+- explorers go on meanwhile, and the run ends with the ledger and the weights of a run of one rank that nobody
+  disturbed (the fake engine's weights are a digest of every batch, whole and in order);
+- restarts are bounded.
+"""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.run_cases import (
+    TRAINER,
+    RunProcess,
+    assert_sound,
+    final_weights,
+    finish,
+    ledger_of,
+    num_steps,
+    run_folder,
+    write_config,
+)
+
+STEPS = 30
+SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=4", "cluster.num_cpus=6")
+GONE_S = 20.0
+"""For a gang to end after one of its ranks did, on a machine that does much else."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = write_config(tmp_path_factory.mktemp("undisturbed"))
+    finish(config, *SETTINGS)
+    return run_folder(config)
+
+
+def running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_gang_outlives_its_ranks_and_their_workers(tmp_path: Path, undisturbed: Path, num_ranks: int) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    dice = random.SystemRandom()
+    seen = []
+    ranks = f"trainer.num_ranks={num_ranks}"
+    with RunProcess("run", str(config), *SETTINGS, ranks, "trainer.max_restarts=9", "--progress", "plain") as run:
+        for what in ("rank", "worker", "rank"):
+            done = num_steps(folder)
+            run.wait_until(
+                lambda done=done: (
+                    num_steps(folder) >= min(STEPS - 3, done + 2) and len(run.children(TRAINER)) == num_ranks
+                )
+            )
+            time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
+            gang = run.children(TRAINER)
+            victim = dice.choice(gang)
+            seen.append((what, gang.index(victim), num_steps(folder)))
+            target = victim if what == "rank" else victim.parent()
+            assert target is not None
+            target.kill()
+            run.wait_until(lambda gang=gang: not any(running(process) for process in gang), GONE_S)
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0, (seen, ended)
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: trainer restarts")]
+    assert len(notes) == 3, (seen, ended.out)
+    for (what, _, _), note in zip(seen, notes, strict=True):
+        assert re.search(r"rank \d( on worker trainer-\d|'s task| was meant)", note), note
+        assert "another rank does not answer" not in note, note
+        assert what == "worker" or "ended with code -9" in note, note
+    status = assert_sound(folder)
+    assert status["checkpoint"] == status["published"] == status["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(undisturbed)
+    assert final_weights(folder) == final_weights(undisturbed)
+
+
+def test_restarts_are_bounded(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    with RunProcess(
+        "run", str(config), *SETTINGS, "trainer.num_ranks=2", "trainer.max_restarts=0", "--progress", "plain"
+    ) as run:
+        run.wait_until(lambda: num_steps(folder) >= 2)
+        run.children(TRAINER)[0].kill()
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 1
+    assert re.search(r"the trainer failed 1 times; the last time: rank \d on worker trainer-\d", ended.err), ended.err
