@@ -87,9 +87,11 @@ def test_another_dataset_is_refused_by_the_checkpoint_and_by_the_ledger() -> Non
 def test_a_second_trainer_is_fenced() -> None:
     storage = new_storage()
     mine, other = make(storage), make(storage)
-    other.batch(1)
+    mine.batch(1)
+    other.batch(1)  # was written down before it asked: it agrees
+    other.batch(2)
     with pytest.raises(FencedError, match="another one is at work"):
-        mine.batch(1)
+        mine.batch(2)
 
 
 def test_the_ledger_decides_and_not_the_seed() -> None:
