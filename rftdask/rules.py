@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rftdask.buffer.backpressure import UnreadLimit
+from rftdask.buffer.priority import ReplayRule
 from rftdask.config import Config
 from rftdask.config.mixture import demonstrations, num_experts, num_own_rollouts
 from rftdask.synchronizer.styles import SyncRules, SyncStyle
@@ -10,10 +12,14 @@ __all__ = [
     "TASKS_PER_BATCH",
     "demonstrations",
     "make_sync_rules",
+    "max_uses",
     "num_batches",
     "num_experts",
     "num_own_rollouts",
+    "replay_rule",
     "tasks_per_batch",
+    "train_step_limit",
+    "unread_limit",
 ]
 
 TASKS_PER_BATCH = 64
@@ -44,3 +50,50 @@ def tasks_per_batch(config: Config) -> int:
 def num_batches(num_tasks: int, tasks: int) -> int:
     """Rollout batches of `tasks` tasks that hold `num_tasks`."""
     return -(-num_tasks // tasks)
+
+
+_DEFAULT_USES = 3
+"""Of decay_limit_randomization, as in the reference."""
+
+
+def replay_rule(config: Config) -> ReplayRule | None:
+    """How groups are used more than once; None without a replay buffer."""
+    section = config.buffer.trainer_input.experience_buffer.replay_buffer
+    if not section.enable:
+        return None
+    args = section.priority_fn_args
+    limited = section.priority_fn == "decay_limit_randomization"
+    return ReplayRule(
+        decay=float(args.get("decay", 2.0)),
+        use_count_limit=int(args.get("use_count_limit", _DEFAULT_USES)) if limited else None,
+        sigma=float(args.get("sigma", 0.0)) if limited else 0.0,
+        reuse_cooldown_s=section.reuse_cooldown_time,
+        seed=config.seed,
+        after_the_end=config.trainer.total_steps is not None,
+    )
+
+
+def max_uses(config: Config) -> int | None:
+    """Most ledger entries that may train one experience; None: any number."""
+    rule = replay_rule(config)
+    return 1 if rule is None else rule.max_uses
+
+
+def unread_limit(config: Config) -> UnreadLimit | None:
+    """How much may lie unread before explorers are held back; None: nothing holds them but the sync style."""
+    section = config.buffer.trainer_input.experience_buffer
+    if config.mode != "both" or (section.capacity is None and section.max_unread_bytes is None):
+        return None
+    return UnreadLimit(section.capacity, section.max_unread_bytes, always=num_own_rollouts(config))
+
+
+def train_step_limit(config: Config, planned: int | None) -> int | None:
+    """After how many steps the trainer ends; None: when the experiences do.
+
+    planned: steps of whole batches that the experiences fill. Partial batches need more of them, and so may replay.
+    """
+    if config.algorithm.schema_type != "experience":
+        return planned
+    if replay_rule(config) is not None or config.synchronizer.sync_style != SyncStyle.FIXED:
+        return config.trainer.total_steps
+    return planned

@@ -49,7 +49,9 @@ _FREE_KEYS = {
     "buffer.total_steps",
     "buffer.total_epochs",
     "buffer.explorer_input.eval_tasksets",
+    "buffer.trainer_input.experience_buffer.capacity",
     "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "buffer.trainer_input.experience_buffer.max_unread_bytes",
     "synchronizer.sync_timeout",
     "synchronizer.poll_interval_s",
 }

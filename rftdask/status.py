@@ -11,7 +11,7 @@ from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log_open import open_log
 from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import read_metrics
-from rftdask.rules import tasks_per_batch
+from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run_folder import lease_holder, read_run
 from rftdask.storage import open_storage
 from rftdask.synchronizer.weights import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
@@ -75,7 +75,7 @@ def _stage_status(config: Config) -> StageStatus:
     ledger = Ledger(storage, MAIN_LINEAGE)
     shards = experiences.shards()
     audit = (
-        audit_log(experiences, ledger, tasks_per_batch(config))
+        audit_log(experiences, ledger, tasks_per_batch(config), max_uses(config))
         if config.algorithm.schema_type == "experience"
         else None
     )

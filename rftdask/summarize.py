@@ -16,7 +16,7 @@ from rftdask.buffer.log_open import open_log
 from rftdask.config import Config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary
-from rftdask.rules import tasks_per_batch
+from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run_folder import package_versions
 from rftdask.storage import Storage
 
@@ -105,7 +105,12 @@ def _role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
 
 def _counts(stages: Sequence[StageFolder]) -> ExperienceCounts | None:
     audits = [
-        audit_log(open_log(s.storage, s.config), Ledger(s.storage, MAIN_LINEAGE), tasks_per_batch(s.config))
+        audit_log(
+            open_log(s.storage, s.config),
+            Ledger(s.storage, MAIN_LINEAGE),
+            tasks_per_batch(s.config),
+            max_uses(s.config),
+        )
         for s in stages
         if s.config.algorithm.schema_type == "experience"
     ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rftdask.buffer.groups import groups_of_shard
-from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
 from rftdask.buffer.shard import ShardName, repeated_shards
@@ -26,19 +26,24 @@ class Audit:
     trained: int
     waiting: int
     dropped: Mapping[str, int] = field(default_factory=dict)
+    reused: int = 0
+    """Times that experiences were trained again, with replay; they count once in `trained`."""
     problems: tuple[str, ...] = ()
 
 
-def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit:
+def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses: int | None = 1) -> Audit:
     """Account for every row. Only shards of repeated batches are read; the others are known by their names, also those
     that retention removed, which count as committed.
+
+    max_uses: most entries that may train one row, by the config; None: any number.
     """
     present = log.shards()
     shards = sorted({*present, *log.removed()})
     used: dict[str, Counter[int]] = {}
+    set_aside: dict[str, Counter[int]] = {}
     dropped: Counter[str] = Counter()
     settled: set[Position] = set()
-    trained = 0
+    trained = reused = 0
     problems: list[str] = []
     last_step = ledger.last_step()
     for step in range(1, last_step + 1):
@@ -50,11 +55,16 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit
         for rows in (*entry.use, *entry.drop):
             if rows.of_dataset:
                 continue
-            used.setdefault(rows.source, Counter()).update(rows.rows)
+            seen = used.setdefault(rows.source, Counter())
+            again = sum(1 for row in rows.rows if seen[row])
+            seen.update(rows.rows)
             if rows.reason:
                 dropped[rows.reason] += len(rows.rows)
+                set_aside.setdefault(rows.source, Counter()).update(rows.rows)
             else:
-                trained += len(rows.rows)
+                trained += len(rows.rows) - (again if max_uses != 1 else 0)
+                reused += again if max_uses != 1 else 0
+        problems.extend(_repeated_within(entry) if max_uses != 1 else ())
     readable = set(present)
     repeated = [name for name in repeated_shards(shards) if name in readable]  # of the others one copy was taken
     repeats = _count_repeats(log, repeated, used, settled, tasks_per_batch)
@@ -62,7 +72,14 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int) -> Audit
         dropped[REPEAT] += repeats
     committed = sum(name.num_rows for name in shards)
     waiting = committed - trained - sum(dropped.values())
-    return Audit(committed, trained, waiting, dict(dropped), (*problems, *_problems(shards, used, waiting)))
+    problems += _problems(shards, used, set_aside, waiting, max_uses)
+    return Audit(committed, trained, waiting, dict(dropped), reused, tuple(problems))
+
+
+def _repeated_within(entry: LedgerEntry) -> list[str]:
+    rows = Counter((part.source, row) for part in entry.use if not part.of_dataset for row in part.rows)
+    twice = sorted(key for key, count in rows.items() if count > 1)
+    return [f"step {entry.step} trains row {twice[0][1]} of {twice[0][0]} more than once"] if twice else []
 
 
 def _count_repeats(
@@ -86,13 +103,22 @@ def _count_repeats(
     return count
 
 
-def _problems(shards: list[ShardName], used: Mapping[str, Counter[int]], waiting: int) -> list[str]:
+def _problems(
+    shards: list[ShardName],
+    used: Mapping[str, Counter[int]],
+    set_aside: Mapping[str, Counter[int]],
+    waiting: int,
+    max_uses: int | None,
+) -> list[str]:
     known = {name.text: name.num_rows for name in shards}
     problems = [f"{source} is in the ledger and not in the log" for source in used if source not in known]
     for source, rows in used.items():
-        twice = sorted(row for row, count in rows.items() if count > 1)
+        twice = sorted(row for row, count in rows.items() if count > 1 and row in set_aside.get(source, ()))
+        if max_uses is not None:
+            twice = sorted({*twice, *(row for row, count in rows.items() if count > max_uses)})
         if twice:
-            problems.append(f"rows {twice} of {source} are in the ledger more than once")
+            often = "more than once" if max_uses == 1 else "more often than the replay buffer allows"
+            problems.append(f"rows {twice} of {source} are in the ledger {often}")
         if source in known and max(rows, default=-1) >= known[source]:
             problems.append(f"the ledger names row {max(rows)} of {source}, which has {known[source]}")
     if waiting < 0:

@@ -62,6 +62,11 @@ class EntryReader:
         """The rows of the log as recorded, one after another."""
         return take_rows(parts, self.table)
 
+    def min_policy_version(self, rows: Rows) -> int:
+        """Over some rows of the log."""
+        versions = self.table(rows.source).column("min_policy_version").to_numpy()
+        return int(versions[list(rows.rows)].min())
+
     def table(self, source: str) -> pa.Table:
         """All rows of the shard that a ledger calls `source`. Raises: DamagedError."""
         if source not in self._tables:

@@ -31,6 +31,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class UsedGroup:
+    """A group that was trained before, as the ledger names it."""
+
+    source: str
+    rows: tuple[int, ...]
+    """Those that were trained; if it is used again, these are."""
+    min_policy_version: int
+    num_uses: int
+    last_used_s: float
+    """When the batch of its last use was formed, by the ledger's own stamps; 0 where there are none."""
+
+
+@dataclass(frozen=True)
 class SampleRule:
     """How batches are formed.
 
@@ -38,6 +51,9 @@ class SampleRule:
     repeated bit by bit. Otherwise: of what is there, the oldest positions first. Either way a group without a trainable
     row, or too stale, leaves its batch smaller and is not replaced: after k batches k * groups_per_batch groups are
     settled, which is what the explorer counts on when it waits for a version.
+
+    A partial batch, made when a deadline passes, settles fewer: the positions that are missing are trained by later
+    batches, and at the end by a last, smaller one. It can only bring a version sooner than the explorer counts on.
     """
 
     groups_per_batch: int
@@ -47,6 +63,13 @@ class SampleRule:
     max_staleness: int | None = None
     """None: no bound."""
 
+    def rejects(self, group: Group, policy_version: int) -> bool:
+        """Whether the group may not be trained by weights of this version: it has no row for it, or is too stale."""
+        if not group.trainable_rows:
+            return True
+        age = staleness(policy_version, group.min_policy_version)
+        return self.max_staleness is not None and age > self.max_staleness
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -54,9 +77,12 @@ class Selection:
     stale: tuple[Group, ...] = ()
     empty: tuple[Group, ...] = ()
     """Groups without a trainable row."""
+    reuse: tuple[UsedGroup, ...] = ()
+    """Trained before, and now again."""
 
     @property
     def settled(self) -> tuple[Position, ...]:
+        """What is no longer waiting: every fresh group."""
         return tuple(group.position for group in (*self.use, *self.stale, *self.empty))
 
 
@@ -78,6 +104,9 @@ class Cursor:
         while all((self.low, slot) in self.beyond for slot in range(tasks_per_step)):
             self.beyond.difference_update((self.low, slot) for slot in range(tasks_per_step))
             self.low += 1
+
+    def num_settled(self, tasks_per_step: int) -> int:
+        return (self.low - 1) * tasks_per_step + len(self.beyond)
 
     def state_dict(self) -> dict[str, object]:
         return {"low": self.low, "beyond": sorted(map(list, self.beyond))}
@@ -105,29 +134,23 @@ def next_positions(cursor: Cursor, count: int, tasks_per_step: int) -> list[Posi
 
 
 def select_groups(
-    waiting: dict[Position, Group], cursor: Cursor, policy_version: int, rule: SampleRule
+    waiting: dict[Position, Group], cursor: Cursor, policy_version: int, rule: SampleRule, count: int | None = None
 ) -> Selection | None:
     """The groups of the next batch, or None while too few are there. Does not change its arguments.
 
-    policy_version: the trainer's version now, that is, of the weights about to be trained.
+    Args:
+        policy_version: the trainer's version now, that is, of the weights about to be trained.
+        count: groups to settle in place of `rule.groups_per_batch`, for a partial batch.
     Returns: a Selection whose `use` is empty if every group of the batch has failed or is too stale.
     """
-    if rule.ordered:
-        wanted = next_positions(cursor, rule.groups_per_batch, rule.tasks_per_step)
-    else:
-        wanted = sorted(waiting)[: rule.groups_per_batch]
-    if len(wanted) < rule.groups_per_batch or any(p not in waiting for p in wanted):
+    size = rule.groups_per_batch if count is None else count
+    wanted = next_positions(cursor, size, rule.tasks_per_step) if rule.ordered else sorted(waiting)[:size]
+    if len(wanted) < size or any(p not in waiting for p in wanted):
         return None
-    use: list[Group] = []
-    stale: list[Group] = []
-    empty: list[Group] = []
-    for group in (waiting[position] for position in wanted):
-        if not group.trainable_rows:
-            empty.append(group)
-        elif (
-            rule.max_staleness is not None and staleness(policy_version, group.min_policy_version) > rule.max_staleness
-        ):
-            stale.append(group)
-        else:
-            use.append(group)
-    return Selection(tuple(use), tuple(stale), tuple(empty))
+    groups = [waiting[position] for position in wanted]
+    rejected = [group for group in groups if rule.rejects(group, policy_version)]
+    return Selection(
+        use=tuple(group for group in groups if not rule.rejects(group, policy_version)),
+        stale=tuple(group for group in rejected if group.trainable_rows),
+        empty=tuple(group for group in rejected if not group.trainable_rows),
+    )

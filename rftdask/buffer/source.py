@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rftdask.buffer.backpressure import SETTLED_NOTE
 from rftdask.buffer.batch import Batch, supervised_batch
 from rftdask.buffer.curation import Curation
 from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
+from rftdask.buffer.priority import TIME_NOTE, ReplayRule, UseCounts, select_with_reuse
 from rftdask.buffer.reader import EntryReader
 from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups
 from rftdask.buffer.shard import ShardName
@@ -25,6 +27,10 @@ from rftdask.errors import DamagedError, DataError, FencedError, RoleError, Wait
 
 _FIRST_POLL_S = 0.002
 _POLL_GROWTH = 1.4
+MISSING_NOTE = "num_missing_groups"
+"""Note of a ledger entry: groups that a partial batch is short of a whole one."""
+REUSED_NOTE = "num_reused_groups"
+"""Note of a ledger entry: groups in it that were trained before."""
 
 
 class BatchSource(ABC):
@@ -71,12 +77,19 @@ class LogOptions:
     max_read_timeout_s: float
     poll_interval_s: float = 0.05
     """Longest pause between two looks at the log."""
+    replay: ReplayRule | None = None
+    """How groups are used more than once; None: each is used once, oldest first."""
+    note_settled: bool = False
+    """Whether entries note how many groups are settled so far, for explorers that are held back by it."""
 
 
 class LogSource(BatchSource):
     """Batches from the experience log, by a `SampleRule`, less what the curation drops.
 
     A batch may be without any row, if all are too stale or the curation leaves none: its step changes no weights.
+
+    When `max_read_timeout_s` passes, a batch is made of the whole groups that are there; its entry says how many are
+    missing. Not in order: there, batch k is the k-th run of positions, so a late one is waited for in vain.
     """
 
     def __init__(
@@ -88,9 +101,12 @@ class LogSource(BatchSource):
         *,
         curation: Curation | None = None,
         demonstrations: Demonstrations | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """clock: Unix seconds, for the stamps that cooldowns are measured by."""
         self._log = log
         self._ledger = ledger
+        self._clock = clock
         self._options = options
         self._should_stop = should_stop
         self._curation = curation or Curation()
@@ -99,10 +115,12 @@ class LogSource(BatchSource):
         self._cursor = Cursor()
         self._waiting: dict[Position, Group] = {}
         self._seen: set[str] = set()
+        self._uses = UseCounts(options.replay or ReplayRule(), options.rule.max_staleness)
         self._replay_until: int | None = None
         """The last step that was written down before this trainer came; None until it asks for its first."""
 
     def state_dict(self) -> dict[str, object]:
+        """The cursor; use counts are folded from the ledger."""
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -116,6 +134,7 @@ class LogSource(BatchSource):
             raise FencedError(
                 f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
             )
+        self._fold_until(step)
         if entry is None:
             selection = self._wait_for_groups(step)
             if selection is None:
@@ -136,17 +155,57 @@ class LogSource(BatchSource):
         while True:
             sealed_at = self._log.sealed_at()  # before the listing: what was committed before the seal is then listed
             self._index_new_shards()
-            selection = select_groups(self._waiting, self._cursor, step - 1, self._options.rule)
+            all_there = sealed_at is not None and self._nothing_more(sealed_at)
+            selection = None if all_there and self._reuse_is_over() else self._select(step)
             if selection is not None:
                 return selection
-            if sealed_at is not None and self._nothing_more(sealed_at):
-                return None
+            if all_there and not self._is_cooling(step):
+                assert sealed_at is not None
+                return self._last_groups(step, sealed_at)
             if self._should_stop():
                 return None
             if time.monotonic() > deadline:
-                raise WaitTimeout(self._who_is_missing(step))
+                partial = self._partial(step)
+                if partial is None:
+                    raise WaitTimeout(self._who_is_missing(step))
+                return partial
             time.sleep(pause)
             pause = min(pause * _POLL_GROWTH, self._options.poll_interval_s)
+
+    def _select(self, step: int, count: int | None = None) -> Selection | None:
+        rule, replay = self._options.rule, self._options.replay
+        if replay is None:
+            return select_groups(self._waiting, self._cursor, step - 1, rule, count)
+        used = self._uses.ready(step - 1, self._clock())
+        return select_with_reuse(self._waiting, used, self._cursor, step - 1, rule, replay, count)
+
+    def _partial(self, step: int) -> Selection | None:
+        """All the groups that are there, if one of them can be trained."""
+        rule = self._options.rule
+        if rule.ordered:
+            return None
+        there = len(self._waiting) + len(self._uses.ready(step - 1, self._clock()))
+        selection = self._select(step, min(there, rule.groups_per_batch)) if there else None
+        return selection if selection is not None and (selection.use or selection.reuse) else None
+
+    def _last_groups(self, step: int, sealed_at: int) -> Selection | None:
+        """What partial batches left over of whole ones, when no more will come; else None: what never filled a batch
+        is not trained.
+        """
+        rule = self._options.rule
+        num_groups = sealed_at * rule.tasks_per_step
+        in_whole_batches = num_groups - num_groups % rule.groups_per_batch
+        left = in_whole_batches - self._cursor.num_settled(rule.tasks_per_step)
+        return self._select(step, left) if 0 < left <= len(self._waiting) else None
+
+    def _reuse_is_over(self) -> bool:
+        """Used groups alone make no batch when the explorers have ended, unless the trainer was given its steps."""
+        replay = self._options.replay
+        return replay is not None and not replay.after_the_end and not self._waiting
+
+    def _is_cooling(self, step: int) -> bool:
+        replay = self._options.replay
+        return replay is not None and replay.after_the_end and self._uses.is_cooling(step - 1, self._clock())
 
     def _nothing_more(self, sealed_at: int) -> bool:
         open_positions = (
@@ -185,13 +244,14 @@ class LogSource(BatchSource):
                 self._reader.keep(name, table)
 
     def _write_entry(self, step: int, selection: Selection) -> LedgerEntry:
-        if not selection.use and not selection.stale:
+        if not (selection.use or selection.stale or selection.reuse):
             raise RoleError(self._nothing_trainable(step, selection))
         drops: list[Rows] = []
         for group in selection.use + selection.stale + selection.empty:
             drops.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
         drops.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
         use, dropped = self._curate(step, selection.use)
+        use.extend(Rows(group.source, group.rows) for group in selection.reuse)
         if self._demonstrations is not None:
             use.append(self._demonstrations.rows(step))
         entry = LedgerEntry(
@@ -200,9 +260,24 @@ class LogSource(BatchSource):
             use=tuple(use),
             drop=(*drops, *dropped),
             positions=selection.settled,
+            notes=self._notes(selection),
         )
         self._ledger.write(entry)
         return entry
+
+    def _notes(self, selection: Selection) -> dict[str, float]:
+        notes: dict[str, float] = {}
+        missing = self._options.rule.groups_per_batch - len(selection.settled) - len(selection.reuse)
+        if missing > 0:
+            notes[MISSING_NOTE] = missing
+        if selection.reuse:
+            notes[REUSED_NOTE] = len(selection.reuse)
+        if self._options.replay is not None and self._options.replay.reuse_cooldown_s:
+            notes[TIME_NOTE] = self._clock()
+        if self._options.note_settled:
+            settled = self._cursor.num_settled(self._options.rule.tasks_per_step)
+            notes[SETTLED_NOTE] = settled + len(selection.settled)
+        return notes
 
     def _curate(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
         """What is trained of the groups, and what is dropped, by reason."""
@@ -231,9 +306,21 @@ class LogSource(BatchSource):
         )
 
     def _settle(self, entry: LedgerEntry) -> None:
+        if self._options.replay is not None:
+            self._uses.fold(entry, self._reader.min_policy_version)
         for position in entry.positions:
             self._waiting.pop(position, None)
         self._cursor.settle(entry.positions, self._options.rule.tasks_per_step)
+
+    def _fold_until(self, step: int) -> None:
+        """Count the uses before `step` that this process has not seen: after a resume, those of the newest entries."""
+        if self._options.replay is None:
+            return
+        for earlier in range(self._uses.first_step(step), step):
+            entry = self._ledger.read(earlier)
+            if entry is None:
+                raise DamagedError(f"{self._ledger.path(earlier)} is missing, and later entries are there")
+            self._uses.fold(entry, self._reader.min_policy_version)
 
 
 class DatasetSource(BatchSource):

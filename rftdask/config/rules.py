@@ -296,6 +296,63 @@ def _strategy_arguments_are_known(config: Config) -> Iterator[Problem]:
         )
 
 
+_PRIORITY_ARGS: dict[str, set[str]] = {
+    "linear_decay": {"decay"},
+    "decay_limit_randomization": {"decay", "use_count_limit", "sigma"},
+}
+
+
+@rule("buffer.trainer_input")
+def _priorities_are_known(config: Config) -> Iterator[Problem]:
+    source = config.buffer.trainer_input
+    for name, buffer in source.auxiliary_buffers.items():
+        if buffer.replay_buffer.enable:
+            at = f"buffer.trainer_input.auxiliary_buffers.{name}.replay_buffer.enable"
+            yield at, "rows of a dataset are read in order, epoch after epoch; replay is for experience_buffer"
+    section, at = source.experience_buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
+    takes = _PRIORITY_ARGS[section.priority_fn]
+    for key, value in sorted(section.priority_fn_args.items()):
+        where = f"{at}.priority_fn_args.{key}"
+        if key not in takes:
+            yield where, f"unknown key; {section.priority_fn} takes {', '.join(sorted(takes))}"
+        elif key == "use_count_limit" and not (_is_natural(value) and value > 0):
+            yield where, f"{value!r} is not a whole number of at least 1"
+        elif key != "use_count_limit" and not (_is_number(value) and value >= 0):
+            yield where, f"{value!r} is not a number of at least 0"
+
+
+@rule("mode", "algorithm", "buffer.trainer_input", "synchronizer")
+def _replay_fits(config: Config) -> Iterator[Problem]:
+    buffer = config.buffer.trainer_input.experience_buffer
+    section, at = buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
+    if not section.enable:
+        return
+    if config.algorithm.schema_type != "experience":
+        yield f"{at}.enable", f"{config.algorithm.algorithm_type} learns from a dataset, which it reads again anyway"
+    cooldown = section.reuse_cooldown_time
+    if cooldown is None:
+        return
+    if config.algorithm.greedy_baseline:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{config.algorithm.algorithm_type} compares with a greedy rollout, which is used once; leave it out",
+        )
+    if config.mode == "both" and config.synchronizer.sync_style == "fixed" and cooldown > 0:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{cooldown} s: style fixed repeats a run bit by bit, and a clock does not; set 0, or choose another "
+            "synchronizer.sync_style",
+        )
+    if cooldown >= buffer.max_read_timeout:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{cooldown} s is not below max_read_timeout {buffer.max_read_timeout} s, after which a batch is made of "
+            "what is there",
+        )
+    if section.priority_fn_args.get("decay") == 0 and section.priority_fn == "linear_decay":
+        yield f"{at}.priority_fn_args.decay", "0 would train the newest groups for ever; use more than 0"
+
+
 @rule("mode", "algorithm", "buffer.trainer_input")
 def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
@@ -397,6 +454,10 @@ def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
 
 def _is_natural(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def stages_differ(config: Config) -> Iterator[Problem]:

@@ -157,16 +157,17 @@ class ExplorerInput(Section):
 
 
 class ReplayConfig(Section):
-    """`replay_buffer`: train on an experience more than once."""
+    """`replay_buffer`: train by priority, and on a group more than once; see docs/buffer.md."""
 
     enable: bool = False
     """Use it."""
-    priority_fn: str = "linear_decay"
-    """Order of experiences."""
-    reuse_cooldown_time: float | None = None
-    """Seconds before an experience may be used again."""
+    priority_fn: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"
+    """Which groups come first: those of the largest policy version - decay x uses; decay_limit_randomization adds noise
+    and limits the uses."""
+    reuse_cooldown_time: float | None = Field(default=None, ge=0)
+    """Seconds between the batches of two uses of a group, by the stamps of the ledger. None: each is used once."""
     priority_fn_args: Free = Field(default_factory=lambda: {"decay": 2.0})
-    """Arguments of the order."""
+    """linear_decay: {decay: 2.0}. decay_limit_randomization: {decay: 2.0, use_count_limit: 3, sigma: 0.0}."""
 
 
 class RetentionConfig(Section):
@@ -193,12 +194,16 @@ class ExperienceBufferConfig(Section):
     """queue: the experience log of the run. file: the dataset at `path`, for sft, dpo and cpt."""
     path: str | None = None
     """Dataset of storage_type file: local file or folder, or a name on the Hub."""
-    capacity: Annotated[Count, Ignored("the log keeps everything; see synchronizer.max_staleness for the lead")] = 10000
-    """Most items in the queue."""
+    capacity: Count | None = None
+    """mode both: explorers begin no rollout batch while so many experiences lie unread or are under way. None: no limit
+    but the lead that `synchronizer` allows. A train batch is always let through."""
+    max_unread_bytes: Count | None = None
+    """The same in bytes of tokens, logprobs and text, by the mean of what was committed so far. None: no limit."""
     max_read_timeout: Seconds = 1800.0
-    """Seconds the trainer waits for a full batch before it gives up."""
-    replay_buffer: Annotated[ReplayConfig, Later("replaying experiences")] = ReplayConfig()
-    """Train on an experience more than once."""
+    """Seconds the trainer waits for a full batch. Then it trains the whole groups that are there; it gives up if there
+    are none, and in style fixed, where batches are not formed by time."""
+    replay_buffer: ReplayConfig = ReplayConfig()
+    """Train by priority, and on a group more than once."""
     retention: RetentionConfig = RetentionConfig()
     """How long trained experiences stay on storage."""
     split: str = "train"

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future, KilledWorker
 
+from rftdask.buffer.backpressure import SettledGroups
 from rftdask.buffer.experience import Status
+from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.progress import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.schedule import TaskRef, explore_tasks
@@ -31,7 +33,7 @@ from rftdask.explorer.evaluations import EvalTaskset, evaluation_metrics
 from rftdask.explorer.rollouts import EXPLORER_RESOURCE, RolloutResult, RolloutSpec, run_rollouts
 from rftdask.explorer.tasks import TaskOrder
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch
+from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import Admission, SyncStyle
 from rftdask.synchronizer.weights import latest_published, published_versions, remove_weights_below, request_version
@@ -142,6 +144,10 @@ class Explorer:
         self._per_batch = tasks_per_batch(config)
         self._batches_per_step = num_batches(config.buffer.batch_size, self._per_batch)
         self._log = open_log(storage, config)
+        self._unread_limit = unread_limit(config)
+        self._settled = SettledGroups(Ledger(storage, MAIN_LINEAGE))
+        self._num_settled = 0
+        self._num_committed = self._num_bytes = 0
         self._done: set[tuple[int, int]] = set()
         self._complete = 0
         self._noted = 0
@@ -250,6 +256,8 @@ class Explorer:
             admission = self._admission(step)
             if self._follows_trainer and self._rules.explore_steps_for(admission.version) > self._complete:
                 break
+            if not self._has_room(step, batch):
+                break
             if self._rules.style is SyncStyle.EXPLORER_DRIVEN and admission.version > self._newest:
                 # Not before its experiences are complete: it would replace the request that the step before waits for.
                 request_version(self._storage, admission.version)
@@ -259,6 +267,19 @@ class Explorer:
             self._submit(self._spec(step, batch, tasks, admission))
             upcoming = next(pending, None)
         return upcoming
+
+    def _has_room(self, step: int, batch: int) -> bool:
+        """Whether so little lies unread before this batch that it may begin."""
+        if self._unread_limit is None:
+            return True
+        before = (step - 1) * self._config.buffer.batch_size + batch * self._per_batch
+        rollouts = self._config.algorithm.repeat_times
+        mean_bytes = self._num_bytes / max(1, self._num_committed)
+        # What was settled when the ledger was last read may be enough, and saves another look.
+        if self._unread_limit.admits((before - self._num_settled) * rollouts, mean_bytes):
+            return True
+        self._num_settled = self._settled.count()
+        return self._unread_limit.admits((before - self._num_settled) * rollouts, mean_bytes)
 
     def _admission(self, step: int) -> Admission:
         """Which weights the step runs with. Without a trainer beside it, a step takes what there is."""
@@ -377,6 +398,8 @@ class Explorer:
         if spec.is_eval:
             self._count_eval(spec)
             return
+        self._num_committed += result.num_rollouts
+        self._num_bytes += result.num_bytes
         self._done.add((spec.explore_step, spec.batch))
         self._advance()
         step = spec.explore_step

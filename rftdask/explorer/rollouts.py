@@ -84,6 +84,8 @@ class RolloutResult:
     num_by_status: Mapping[str, int] = field(default_factory=dict)
     num_tokens: int = 0
     """Response tokens."""
+    num_bytes: int = 0
+    """Of all that was committed: tokens, logprobs and text, before any encoding."""
     reward_sum: float = 0.0
     num_rewards: int = 0
     metric_sums: Mapping[str, float] = field(default_factory=dict)
@@ -342,12 +344,18 @@ def _result(
         num_rollouts=len(rollouts),
         num_by_status=statuses,
         num_tokens=sum(len(e.tokens) - e.prompt_length for e in rollouts),
+        num_bytes=sum(_payload_bytes(e) for e in experiences),
         reward_sum=float(sum(rewards)),
         num_rewards=len(rewards),
         metric_sums=sums,
         note=note,
         **times,
     )
+
+
+def _payload_bytes(experience: Experience) -> int:
+    numbers = 4 * len(experience.tokens) + 4 * len(experience.rollout_logprobs)
+    return numbers + len(experience.prompt_text) + len(experience.response_text) + len(experience.truth)
 
 
 __all__ = ["EXPLORER_RESOURCE", "RolloutResult", "RolloutSpec", "WaitTimeout", "engine_spec", "run_rollouts"]

@@ -106,6 +106,16 @@ METRICS: dict[str, Metric] = {
     "wait_s": Metric("Waiting", "part of step_s in which the role waited for data or weights", "seconds", "down"),
     "num_rows": Metric("Rows in the batch", "experiences trained in the step", "experiences", "watch"),
     "num_tokens": Metric("Tokens in the batch", "tokens of prompt and response trained in the step", "tokens", "watch"),
+    "num_missing_groups": Metric(
+        "Missing groups",
+        "groups that a partial batch, made when max_read_timeout passed, is short of a whole one",
+        "groups",
+        "down",
+        "Any: the explorers are slower than buffer.trainer_input.experience_buffer.max_read_timeout allows.",
+    ),
+    "num_reused_groups": Metric(
+        "Groups used again", "groups in the batch that were trained before (replay_buffer)", "groups", "watch"
+    ),
 }
 
 DIRECTIONS: dict[Direction, str] = {"up": "higher is better", "down": "lower is better", "watch": "watch for jumps"}

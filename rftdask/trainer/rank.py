@@ -27,7 +27,15 @@ from rftdask.child import Channel
 from rftdask.config import Config, load_config
 from rftdask.lora import Lora
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.rules import make_sync_rules, num_experts, num_own_rollouts, tasks_per_batch
+from rftdask.rules import (
+    make_sync_rules,
+    num_experts,
+    num_own_rollouts,
+    replay_rule,
+    tasks_per_batch,
+    train_step_limit,
+    unread_limit,
+)
 from rftdask.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle
@@ -91,7 +99,8 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
     ranks = Ranks()
     watch = _Watch(storage, emit)
     algorithm = algorithm_of(config)
-    engine = _engine(config, algorithm, total_steps, ranks)
+    limit = train_step_limit(config, total_steps)
+    engine = _engine(config, algorithm, limit or total_steps, ranks)
     source = _source(config, storage, algorithm, watch)
     # The thread that saves speaks to its like on the other ranks while the ranks train.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
@@ -104,7 +113,7 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
         strategy=config.trainer.save_strategy,
     )
     if ranks.leads:
-        result = _lead(config, storage, total_steps, algorithm, engine, source, saver, watch, ranks, emit)
+        result = _lead(config, storage, limit, algorithm, engine, source, saver, watch, ranks, emit)
     else:
         Follower(ranks, engine, source.read, saver, lambda: emit({"event": "alive"})).run()
         result = {}
@@ -114,7 +123,7 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
 def _lead(
     config: Config,
     storage: Storage,
-    total_steps: int | None,
+    limit: int | None,
     algorithm: Algorithm,
     engine: TrainEngine,
     source: BatchSource,
@@ -125,7 +134,7 @@ def _lead(
 ) -> dict[str, Any]:
     metrics = MetricsWriter(storage, "trainer")
     options = TrainerOptions(
-        total_steps=total_steps,
+        total_steps=limit,
         save_interval=config.trainer.save_interval,
         save_hf_checkpoint=config.trainer.save_hf_checkpoint,
         lineage=MAIN_LINEAGE,
@@ -286,6 +295,8 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
         tasks_per_batch=tasks_per_batch(config),
         max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
         poll_interval_s=config.synchronizer.poll_interval_s,
+        replay=replay_rule(config),
+        note_settled=unread_limit(config) is not None,
     )
     return LogSource(
         open_log(storage, config),

@@ -218,6 +218,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: Batch) -> dict[str, floa
             staleness=float(np.mean(staleness[own])),
             staleness_max=float(np.max(staleness[own])),
         )
+    metrics.update({name: value for name, value in entry.notes.items() if name.startswith("num_")})
     for rows in entry.drop:
         key = f"num_dropped_{rows.reason}"
         metrics[key] = metrics.get(key, 0.0) + len(rows.rows)

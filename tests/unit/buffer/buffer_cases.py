@@ -91,6 +91,8 @@ def make_source(
             tasks_per_batch=options.pop("tasks_per_batch", 2),
             max_read_timeout_s=options.pop("max_read_timeout_s", 0.02),
             poll_interval_s=0.001,
+            replay=options.pop("replay", None),
+            note_settled=options.pop("note_settled", False),
         ),
         **options,
     )

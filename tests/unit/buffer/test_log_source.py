@@ -219,15 +219,61 @@ def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> No
     assert audit(storage) == Audit(committed=16, trained=12, waiting=4)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_sealed_log_with_a_hole_is_waited_for(ordered: bool) -> None:
+def test_a_sealed_log_with_a_hole_is_waited_for() -> None:
     storage = committed([(1, 0), (2, 0), (2, 1)])
     ParquetLog(storage).seal(2)
-    source = make_source(storage, ordered=ordered, groups_per_batch=8)
+    source = make_source(storage, groups_per_batch=8)
     with pytest.raises(WaitTimeout):
         source.batch(1)
     commit_batch(ParquetLog(storage), 1, 1)
     assert sorted(take(source, [1])[0]) == sorted(uids(*range(8)))
+
+
+def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch() -> None:
+    storage = committed([(1, 1)])
+    source = make_source(storage, ordered=False, groups_per_batch=3)
+    assert take(source, [1]) == [uids(2, 3)]
+    assert entries(storage)[0].notes == {"num_missing_groups": 1}
+    assert audit(storage) == Audit(committed=4, trained=4, waiting=0)
+    with pytest.raises(WaitTimeout, match="0 groups are waiting, 3 are needed"):
+        source.batch(2)
+
+
+def test_in_order_a_late_position_is_an_error_and_nothing_is_taken() -> None:
+    storage = committed([(1, 0)])
+    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+        make_source(storage, ordered=True, groups_per_batch=3).batch(1)
+    assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
+
+
+def test_groups_that_failed_make_no_partial_batch() -> None:
+    storage = committed([(1, 0)], statuses=lambda task, rollout: Status.FAILED)
+    with pytest.raises(WaitTimeout):
+        make_source(storage, ordered=False, groups_per_batch=3).batch(1)
+    assert audit(storage).waiting == 4
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 5), st.permutations(BATCHES), st.lists(st.integers(0, 3), max_size=4))
+def test_partial_batches_lose_nothing_and_train_nothing_twice(
+    size: int, order: list[tuple[int, int]], pauses: list[int]
+) -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    source = make_source(storage, ordered=False, groups_per_batch=size, max_read_timeout_s=0.0)
+    trained: list[str] = []
+    step = 0
+    for number, batch in enumerate(order):
+        commit_batch(log, *batch)
+        if number in pauses:  # the explorers are late: the trainer takes what is there
+            step += 1
+            trained += take(source, [step])[0]
+    log.seal(2)
+    while (found := source.batch(step + 1)) is not None:
+        step += 1
+        trained += found[1].uids
+    assert len(trained) == len(set(trained)) >= 2 * (8 - 8 % size), "no fewer than whole batches would have taken"
+    assert audit(storage).waiting == 16 - len(trained)
 
 
 def test_who_is_asked_to_stop_gets_no_batch() -> None:

@@ -325,10 +325,14 @@ OUR_DEFAULTS: dict[str, object] = {
     "synchronizer.sync_method": "checkpoint",
     "algorithm.optimizer.clip_grad": None,  # filled: 1.0, together with trainer.grad_clip
     "trainer.grad_clip": None,
+    # Counts the batches of explore steps there, so that its default holds nobody back.
+    "buffer.trainer_input.experience_buffer.capacity": None,
 }
 """Where our default differs: each of the reference's values needs what we do not have."""
 
 OUR_KEYS = {
+    "buffer.trainer_input.experience_buffer.max_unread_bytes",
+    "data_processor.experience_pipeline.stage",
     "seed",
     "deterministic",
     "cluster.type",

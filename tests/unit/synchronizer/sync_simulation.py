@@ -2,7 +2,8 @@
 
 It stands for the roles: a rollout batch is one group here, an explore step begins when its admission is published, and
 up to `window` steps are under way at once and commit in any order. There is no clock: a simulation ends when all is
-done or when neither side can move, which is a deadlock.
+done or when neither side can move, which is a deadlock. A deadline that makes a partial batch comes at random, and
+never in time to hide a deadlock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, select_groups, staleness
+from rftdask.buffer.backpressure import UnreadLimit
+from rftdask.buffer.ledger import LedgerEntry, Rows
+from rftdask.buffer.priority import ReplayRule, UseCounts, select_with_reuse
+from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups, staleness
 from rftdask.synchronizer.styles import SyncRules, SyncStyle
 
 
@@ -20,6 +24,11 @@ class Outcome:
     max_staleness: int = 0
     num_stale_groups: int = 0
     num_empty_batches: int = 0
+    num_partial_batches: int = 0
+    num_reused_groups: int = 0
+    max_unread_groups: int = 0
+    """Before any step that began."""
+    settled: list[Position] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Version that each explore step ran with, in order."""
     stuck: str = ""
@@ -36,14 +45,22 @@ class Simulation:
         window: int = 2,
         empty_share: float = 0.0,
         sampling_ahead: bool = True,
+        partial_share: float = 0.0,
+        replay: ReplayRule | None = None,
+        unread_limit: UnreadLimit | None = None,
     ) -> None:
-        """empty_share: of groups whose rollouts all fail; sampling_ahead False: the explorer moves when it must."""
+        """empty_share: of groups whose rollouts all fail; sampling_ahead False: the explorer moves when it must;
+        partial_share: of moves before which the trainer's deadline passes; unread_limit: back-pressure, in groups.
+        """
         self.rules = rules
         self.random = random.Random(seed)
         self.explore_steps = explore_steps
         self.window = window
         self.empty_share = empty_share
         self.sampling_ahead = sampling_ahead
+        self.partial_share = partial_share
+        self.replay = replay
+        self.unread_limit = unread_limit
         self.rule = SampleRule(
             groups_per_batch=rules.train_batch_size // repeat_times,
             tasks_per_step=rules.experiences_per_step // repeat_times,
@@ -56,16 +73,21 @@ class Simulation:
         self.waiting: dict[Position, Group] = {}
         self.cursor = Cursor()
         self.published = self.requested = self.pinned = self.next_step = 0
+        self.uses = UseCounts(replay or ReplayRule(), rules.staleness_bound)
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        while self.outcome.train_steps < self.train_steps:
+        until_the_data_ends = bool(self.partial_share) or self.replay is not None
+        while until_the_data_ends or self.outcome.train_steps < self.train_steps:
+            if self.random.random() < self.partial_share:
+                self.train_what_is_there()
             moves = [self.begin_step, self.commit, self.train]
             self.random.shuffle(moves)
             if not self.sampling_ahead:
                 moves.sort(key=lambda move: move == self.begin_step)
             if not any(move() for move in moves):
-                if self.next_step == self.explore_steps:
+                if self.next_step == self.explore_steps and not self.open:
+                    self.train_what_is_left()
                     break  # the log is sealed and what waits is less than a batch
                 self.outcome.stuck = (
                     f"explorer before step {self.next_step + 1}, trainer after {self.outcome.train_steps}, "
@@ -77,7 +99,7 @@ class Simulation:
 
     def begin_step(self) -> bool:
         step = self.next_step + 1
-        if step > self.explore_steps or len({s for s, _ in self.open}) >= self.window:
+        if step > self.explore_steps or len({s for s, _ in self.open}) >= self.window or not self.has_room(step):
             return False
         admission = self.rules.admit(step)
         if self.rules.style is SyncStyle.EXPLORER_DRIVEN and admission.version > self.published:
@@ -93,6 +115,15 @@ class Simulation:
         self.open += [(step, slot) for slot in range(self.rule.tasks_per_step)]
         return True
 
+    def has_room(self, step: int) -> bool:
+        if self.unread_limit is None:
+            return True
+        unread = (step - 1) * self.rule.tasks_per_step - self.cursor.num_settled(self.rule.tasks_per_step)
+        if not self.unread_limit.admits(unread, mean_bytes=100.0):
+            return False
+        self.outcome.max_unread_groups = max(self.outcome.max_unread_groups, unread)
+        return True
+
     def commit(self) -> bool:
         if not self.open:
             return False
@@ -102,15 +133,45 @@ class Simulation:
         return True
 
     def train(self) -> bool:
+        if self.replay is not None and not (self.waiting or self.open or self.next_step < self.explore_steps):
+            return False  # used groups alone make no batch then
+        return self.settle(self.select())
+
+    def train_what_is_there(self) -> None:
+        count = min(len(self.waiting), self.rule.groups_per_batch)
+        selection = self.select(count) if count and not self.rule.ordered else None
+        if selection is not None and (selection.use or selection.reuse):
+            self.outcome.num_partial_batches += 1
+            self.settle(selection)
+
+    def train_what_is_left(self) -> None:
+        num_groups, size = self.explore_steps * self.rule.tasks_per_step, self.rule.groups_per_batch
+        left = num_groups - num_groups % size - self.cursor.num_settled(self.rule.tasks_per_step)
+        if left > 0:
+            self.settle(self.select(left))
+
+    def select(self, count: int | None = None) -> Selection | None:
         version = self.outcome.train_steps
-        selection = select_groups(self.waiting, self.cursor, version, self.rule)
+        if self.replay is None:
+            return select_groups(self.waiting, self.cursor, version, self.rule, count)
+        used = self.uses.ready(version, now_s=0.0)
+        return select_with_reuse(self.waiting, used, self.cursor, version, self.rule, self.replay, count)
+
+    def settle(self, selection: Selection | None) -> bool:
         if selection is None:
             return False
-        assert len(set(selection.settled)) == len(selection.settled)
-        self.outcome.num_empty_batches += not selection.use
+        version = self.outcome.train_steps
+        assert len(set(selection.settled)) == len(selection.settled) <= self.rule.groups_per_batch
+        self.outcome.settled += selection.settled
+        self.outcome.num_empty_batches += not (selection.use or selection.reuse)
         self.outcome.num_stale_groups += len(selection.stale)
+        self.outcome.num_reused_groups += len(selection.reuse)
         ages = [staleness(version, group.min_policy_version) for group in selection.use]
+        ages += [staleness(version, group.min_policy_version) for group in selection.reuse]
         self.outcome.max_staleness = max([self.outcome.max_staleness, *ages])
+        use = [Rows(str(group.position), (group.min_policy_version,)) for group in selection.use]
+        use += [Rows(group.source, group.rows) for group in selection.reuse]
+        self.uses.fold(LedgerEntry(version + 1, "main", tuple(use)), lambda rows: rows.rows[0])
         for position in selection.settled:
             del self.waiting[position]
         self.cursor.settle(selection.settled, self.rule.tasks_per_step)

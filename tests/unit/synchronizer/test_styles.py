@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_simulation import Simulation
 
+from rftdask.buffer.backpressure import UnreadLimit
+from rftdask.buffer.priority import ReplayRule
 from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, Admission, SyncRules, SyncStyle
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle
@@ -159,3 +161,82 @@ def test_groups_that_fail_or_come_late_do_not_stop_a_run(
     outcome = simulation.run()
     assert outcome.stuck == ""
     assert outcome.max_staleness <= rules.staleness_bound
+
+
+@settings(max_examples=60)
+@given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
+def test_partial_batches_stop_no_style_and_what_is_missing_is_trained_once(
+    drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
+) -> None:
+    rules, repeat_times = drawn
+    simulation = Simulation(
+        rules,
+        repeat_times=repeat_times,
+        explore_steps=30,
+        seed=seed,
+        window=window,
+        empty_share=empty_share,
+        partial_share=0.05,
+    )
+    outcome = simulation.run()
+    assert outcome.stuck == ""
+    assert outcome.max_staleness <= rules.staleness_bound
+    assert len(set(outcome.settled)) == len(outcome.settled)
+    groups, size = 30 * rules.experiences_per_step // repeat_times, rules.train_batch_size // repeat_times
+    assert len(outcome.settled) >= groups - groups % size, "as many as whole batches would have settled"
+    if rules.style is FIXED:
+        assert outcome.num_partial_batches == 0
+
+
+@settings(max_examples=60)
+@given(
+    any_rules(),
+    st.integers(0, 2**32),
+    st.sampled_from((0.0, 0.1)),
+    st.sampled_from((0.0, 0.03)),
+    st.sampled_from((0.5, 2.0)),
+    st.none() | st.integers(1, 3),
+    st.none() | st.integers(0, 9),
+)
+def test_replay_stops_no_style_and_trains_nothing_beyond_the_bound(
+    drawn: tuple[SyncRules, int],
+    seed: int,
+    empty_share: float,
+    partial_share: float,
+    decay: float,
+    limit: int | None,
+    bound: int | None,
+) -> None:
+    rules, repeat_times = drawn
+    if bound is not None:
+        rules = dataclasses.replace(rules, max_staleness=max(bound, rules.smallest_staleness_bound))
+    simulation = Simulation(
+        rules,
+        repeat_times=repeat_times,
+        explore_steps=20,
+        seed=seed,
+        empty_share=empty_share,
+        partial_share=partial_share,
+        replay=ReplayRule(decay, limit, sigma=0.3, reuse_cooldown_s=0.0),
+    )
+    outcome = simulation.run()
+    assert outcome.stuck == ""
+    assert outcome.max_staleness <= rules.staleness_bound
+    assert len(set(outcome.settled)) == len(outcome.settled)
+
+
+@settings(max_examples=60)
+@given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_back_pressure_stops_no_style_and_all_is_trained(
+    drawn: tuple[SyncRules, int], seed: int, window: int, limit: int, in_bytes: bool
+) -> None:
+    rules, repeat_times = drawn
+    size = rules.train_batch_size // repeat_times
+    unread_limit = UnreadLimit(None if in_bytes else limit, 100 * limit if in_bytes else None, always=size)
+    simulation = Simulation(
+        rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=window, unread_limit=unread_limit
+    )
+    outcome = simulation.run()
+    assert outcome.stuck == ""
+    assert outcome.train_steps == rules.num_steps_from(30)
+    assert outcome.max_unread_groups < max(limit, size)
