@@ -114,13 +114,16 @@ def _check_taskset(config: TasksetConfig) -> int:
 
 def _check_algorithm(stage: Config) -> None:
     """The parts of the algorithm go together, and what it learns from beside rollouts is there."""
+    if stage.data_processor.experience_pipeline.operators:
+        # Late, as below: it needs torch, which reading and checking a config does without.
+        from rftdask.pipeline import operators_of
+
+        operators_of(stage)
     if stage.mode not in ("both", "train") or stage.trainer.trainer_type == "fake":
         return
-    # Late: it needs torch, which reading and checking a config does without.
-    from rftdask.trainer.recipe import algorithm_of, operators_of
+    from rftdask.trainer.recipe import algorithm_of
 
     algorithm = algorithm_of(stage)
-    operators_of(stage)
     if stage.algorithm.needs_teacher:
         path = stage.explorer.auxiliary_models[0].model_path or ""
         _check_model_folder(path, "explorer.auxiliary_models[0].model_path")

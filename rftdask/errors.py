@@ -10,7 +10,8 @@
     |-- FencedError          somebody else owns this run or lineage; this process must stop
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
-        `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
+        |-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
+        `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
 All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
 """
@@ -68,3 +69,7 @@ class RoleError(RftError):
 
 class PeerLostError(RoleError):
     """A rank of the trainer cannot go on, because another one went away or hangs; the cause is with that one."""
+
+
+class OperatorError(RoleError):
+    """An operator of the experience pipeline raised; its rows are neither trained nor committed without it."""

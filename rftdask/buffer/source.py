@@ -16,6 +16,7 @@ from rftdask.buffer.backpressure import SETTLED_NOTE
 from rftdask.buffer.batch import Batch, supervised_batch
 from rftdask.buffer.curation import Curation
 from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
+from rftdask.buffer.experience import Status
 from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
@@ -244,7 +245,7 @@ class LogSource(BatchSource):
                 self._reader.keep(name, table)
 
     def _write_entry(self, step: int, selection: Selection) -> LedgerEntry:
-        if not (selection.use or selection.stale or selection.reuse):
+        if not (selection.use or selection.stale or selection.reuse or _any_filtered(selection.empty)):
             raise RoleError(self._nothing_trainable(step, selection))
         drops: list[Rows] = []
         for group in selection.use + selection.stale + selection.empty:
@@ -321,6 +322,11 @@ class LogSource(BatchSource):
             if entry is None:
                 raise DamagedError(f"{self._ledger.path(earlier)} is missing, and later entries are there")
             self._uses.fold(entry, self._reader.min_policy_version)
+
+
+def _any_filtered(groups: Sequence[Group]) -> bool:
+    """Whether operators set some of the rows aside, so that not all of them failed."""
+    return any(reason == Status.FILTERED for group in groups for reason, _ in group.other_rows)
 
 
 class DatasetSource(BatchSource):

@@ -73,10 +73,15 @@ class ExperiencePipelineConfig(Section):
     """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
 
     operators: tuple[Free, ...] = ()
-    """[{name, args}, ...], run in this order on every batch before it is written down; see docs/algorithms.md."""
+    """[{name, args}, ...], run in this order; see docs/algorithms.md."""
+    stage: Literal["batch", "commit"] = "batch"
+    """batch: on every train batch before it is written down. commit: in the explorer, on every rollout batch before it
+    is committed; what is dropped is committed as filtered."""
     save_input: Annotated[bool, Ignored("the experience log always keeps what the explorers made")] = True
     """Keep what the operators were given."""
-    input_save_path: Annotated[str | None, Ignored("the experience log keeps what the explorers made")] = None
+    input_save_path: Annotated[
+        str | None, Later("a copy of the input of operators; the experience log keeps it, see rftdask experiences")
+    ] = None
     """Where to keep it."""
     inputs: Annotated[Free, Later("further inputs of operators")] = no_items()
     """Further inputs."""

@@ -120,7 +120,8 @@ def pass_rates(tables: Iterable[pa.Table], repeat_times: int) -> dict[int, float
     for table in tables:
         columns = (table.column(name).to_pylist() for name in ("task_index", "rollout", "status", "reward", "metrics"))
         for index, rollout, status, reward, metrics in zip(*columns, strict=True):
-            if rollout < repeat_times and reward is not None and Status(status).trainable:
+            known = Status(status).trainable or status == Status.FILTERED  # an operator's verdict hides no answer
+            if rollout < repeat_times and reward is not None and known:
                 accuracy = dict(metrics).get("accuracy", float(reward > 0))
                 passed.setdefault(index, []).append(min(1.0, max(0.0, accuracy)))
     return {index: sum(values) / len(values) for index, values in sorted(passed.items())}

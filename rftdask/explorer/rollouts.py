@@ -26,7 +26,7 @@ from rftdask.buffer.writer import BatchWriter
 from rftdask.child import LOG_LEVEL
 from rftdask.config import Config, load_config
 from rftdask.dask_task import make_called_off
-from rftdask.errors import DataError, StorageError, WaitTimeout
+from rftdask.errors import DataError, OperatorError, StorageError, WaitTimeout
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.model import PromptLimits
@@ -165,7 +165,8 @@ _resources = _Resources()
 def run_rollouts(spec: RolloutSpec) -> RolloutResult:
     """Run one rollout batch and commit it; see the module's text.
 
-    Raises: WaitTimeout: its weights were not published in time; RoleError: the engine failed; StorageError; UserError.
+    Raises: WaitTimeout: its weights were not published in time; RoleError: the engine failed; OperatorError;
+    StorageError; UserError.
     """
     with _resources.lock:
         began = time.perf_counter()
@@ -199,7 +200,9 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             # Their tasks run again all the same: what an engine samples depends on what it samples beside it.
             committed=[slot for name in committed if name.part is not None for slot in name.part.slots],
         ) as writer:
-            experiences, time_generate_s = _run(spec, config, engine, tokenizer, writer.add)
+            pipeline = _Pipeline(spec, config, writer.add)
+            _, time_generate_s = _run(spec, config, engine, tokenizer, pipeline.add)
+            experiences = pipeline.finish()
             names = writer.finish()
         return _result(
             spec,
@@ -288,6 +291,38 @@ def _run(
         )
     )
     return experiences, generating
+
+
+class _Pipeline:
+    """Hands groups on to be committed, after the operators if they run before the commit."""
+
+    def __init__(self, spec: RolloutSpec, config: Config, add: Callable[[int, list[Experience]], None]) -> None:
+        section = config.data_processor.experience_pipeline
+        self._add = add
+        self._groups: dict[int, list[Experience]] = {}
+        self._error: OperatorError | None = None
+        self._filter = None
+        if section.stage == "commit" and section.operators and not spec.is_eval:
+            # Late: it needs torch, which this process does without unless there are operators.
+            from rftdask.pipeline import filter_experiences, operators_of
+
+            baseline = spec.repeat_times if spec.greedy_baseline else None
+            operators = operators_of(config)
+            self._filter = lambda experiences: filter_experiences(operators, experiences, baseline)
+
+    def add(self, slot: int, experiences: list[Experience]) -> None:
+        try:
+            self._groups[slot] = experiences if self._filter is None else self._filter(experiences)
+        except OperatorError as error:  # raised by `finish`: here it would cancel the rollouts beside it
+            self._error = self._error or error
+            return
+        self._add(slot, self._groups[slot])
+
+    def finish(self) -> list[Experience]:
+        """All experiences as they are committed. Raises: OperatorError: of the first group that it failed on."""
+        if self._error is not None:
+            raise self._error
+        return [experience for slot in sorted(self._groups) for experience in self._groups[slot]]
 
 
 def _names(spec: RolloutSpec, config: Config) -> list[str]:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import torch
 
 from rftdask.algorithm import Algorithm, DropReason
-from rftdask.algorithm.operators import ExperienceTable, Operator, RewardShapingMapper, run_operators
+from rftdask.algorithm.operators import Operator, RewardShapingMapper
 from rftdask.buffer.batch import batch_from_table
 from rftdask.buffer.curation import BASELINE, Curation, with_rewards
-from rftdask.buffer.experience import Status
+from rftdask.pipeline import run_pipeline
 from rftdask.trainer.engines.padding import PaddedRows
 
 NO_BASELINE = "no_baseline"
@@ -44,7 +44,7 @@ class AlgorithmCuration(Curation):
     def rewards(self, table: pa.Table) -> np.ndarray:
         if not self._shaping:
             return super().rewards(table)
-        shaped, _ = run_operators(self._shaping, _experience_table(table))
+        shaped, _ = run_pipeline(self._shaping, table)
         return shaped.rewards_N.numpy().astype(np.float32)
 
     def _baseline_reasons(self, table: pa.Table) -> list[str]:
@@ -60,7 +60,7 @@ class AlgorithmCuration(Curation):
     def _operator_drops(self, table: pa.Table, step: int) -> list[int]:
         if not self._operators or not len(table):
             return [DropReason.KEPT] * len(table)
-        result, _ = run_operators(self._operators, _experience_table(table))
+        result, _ = run_pipeline(self._operators, table)
         return [int(code) for code in result.reasons_N]
 
     def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
@@ -70,17 +70,3 @@ class AlgorithmCuration(Curation):
         batch = batch_from_table(with_rewards(table, self.rewards(table)))
         inputs = PaddedRows(batch, torch.device("cpu")).advantage_inputs(step)
         return [int(code) for code in advantage(inputs).drops_N]
-
-
-def _experience_table(table: pa.Table) -> ExperienceTable:
-    """Rewards, groups, truncation and the metrics that every row may carry."""
-    batch = batch_from_table(table)
-    truncated = [status == Status.TRUNCATED for status in table.column("status").to_pylist()]
-    rows = [dict(pairs) for pairs in table.column("metrics").to_pylist()]
-    names = sorted({name for row in rows for name in row})
-    return ExperienceTable(
-        rewards_N=torch.tensor(batch.rewards),
-        group_N=torch.tensor(batch.groups),
-        truncated_N=torch.tensor(truncated, dtype=torch.bool),
-        stats={name: torch.tensor([row.get(name, float("nan")) for row in rows]) for name in names},
-    )

@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rftdask.algorithm import Algorithm, make_algorithm
-from rftdask.algorithm.operators import Operator, make_operator
 from rftdask.buffer.datasets import Dataset, open_dataset
 from rftdask.buffer.demonstrations import Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.pairs import PairRows
@@ -16,6 +13,7 @@ from rftdask.buffer.text import TextRows
 from rftdask.config import Config
 from rftdask.config.schema_buffer import ExperienceBufferConfig
 from rftdask.errors import UserError
+from rftdask.pipeline import operators_of
 from rftdask.rules import demonstrations, num_experts
 from rftdask.trainer.curation import AlgorithmCuration
 
@@ -38,25 +36,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return algorithm
 
 
-def operators_of(config: Config) -> list[Operator]:
-    """The experience operators of the config, in order. Raises: UserError: a name or arguments that do not exist."""
-    operators = []
-    for number, entry in enumerate(config.data_processor.experience_pipeline.operators):
-        where = f"data_processor.experience_pipeline.operators[{number}]"
-        unknown = sorted(set(entry) - {"name", "args"})
-        if unknown or "name" not in entry:
-            raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
-        try:
-            operators.append(make_operator(entry["name"], _plain(entry.get("args") or {})))
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
-    return operators
-
-
 def curation_of(config: Config, algorithm: Algorithm) -> AlgorithmCuration:
     """What is dropped when a batch is formed."""
     baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
-    return AlgorithmCuration(algorithm, operators_of(config), baseline)
+    at_commit = config.data_processor.experience_pipeline.stage == "commit"  # then the explorer has run them
+    return AlgorithmCuration(algorithm, [] if at_commit else operators_of(config), baseline)
 
 
 def reader_of(
@@ -97,10 +81,3 @@ def order_seed(section: ExperienceBufferConfig) -> int | None:
     """Seed of the order of a dataset's rows; None: as stored."""
     selector = section.data_selector
     return None if selector.selector_type == "sequential" else selector.seed
-
-
-def _plain(value: Any) -> Any:
-    """Frozen dicts and tuples of a config as the dicts and lists that arguments are checked as."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

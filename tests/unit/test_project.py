@@ -30,7 +30,7 @@ LAYERS = (
     {"errors"},
     {"config", "storage", "algorithm", "child", "dask_task", "lora", "toy"},
     {"buffer", "synchronizer", "monitor"},
-    {"rules"},
+    {"rules", "pipeline"},
     {"run_folder"},
     {"explorer", "trainer"},
     {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage"},
