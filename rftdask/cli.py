@@ -112,6 +112,27 @@ def convert(
 
 
 @app.command()
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option("--from", metavar="STEP", help="Step of a checkpoint; 0: the initial model")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="How to train otherwise: algorithm.optimizer.lr=5e-7"),
+    ] = None,
+    lineage: Annotated[str, typer.Option(metavar="NAME", help="Of the new lineage; needed with KEY=VALUE")] = "",
+    progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
+) -> None:
+    """Train again what a run trained after STEP, from its ledger, into RUN/lineages/NAME. Unchanged, it must end with
+    the very same weights (exit code 1 if not).
+    """
+    from rftdask.replay import replay as train_again
+
+    folder, found = train_again(run, step, lineage, overrides or [], progress)  # type: ignore[arg-type]
+    typer.echo(folder)
+    typer.echo(found.render())
+
+
+@app.command()
 def conformance() -> None:
     """Compare every loss and advantage with those of other frameworks; exit code 1 if one is not as documented."""
     # Late: it imports torch, and every framework that is installed.

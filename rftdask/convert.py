@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from rftdask.buffer.ledger import MAIN_LINEAGE
+from rftdask.buffer.parent import lineage_of
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, UserError
 from rftdask.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
@@ -53,7 +53,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, so that nothing is mixed up")
     storage, config, step = _find(source, step)
-    reader = Checkpoints(storage, MAIN_LINEAGE).reader(step)
+    reader = Checkpoints(storage, lineage_of(storage)).reader(step)
     if reader is None:
         steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
         raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")

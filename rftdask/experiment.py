@@ -97,7 +97,7 @@ class Experiment:
         storage = open_storage(self.url)
         record_run(storage, self.config)
         setup_logging("driver", self.config.log.level, _local_folder(storage, "log"))
-        layout = plan_layout(stages, self.config.cluster.num_cpus or _num_cores(), count_gpus(self.config))
+        layout = plan_layout(stages, self.config.cluster.num_cpus or num_cores(), count_gpus(self.config))
         folders: list[StageFolder] = []
         status, error = "failed", ""
         try:
@@ -400,5 +400,6 @@ def _local_folder(storage: Storage, name: str) -> str | None:
     return None if "://" in storage.url else f"{storage.url}/{name}"
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

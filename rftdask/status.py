@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rftdask.buffer.audit import audit_log
-from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_open import open_log
+from rftdask.buffer.parent import lineage_of
 from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rules import max_uses, tasks_per_batch
@@ -72,7 +73,7 @@ def _stage_status(config: Config) -> StageStatus:
         if (holder := lease_holder(storage, role)) is not None
     }
     experiences = open_log(storage, config)
-    ledger = Ledger(storage, MAIN_LINEAGE)
+    ledger = Ledger(storage, lineage_of(storage))
     shards = experiences.shards()
     audit = (
         audit_log(experiences, ledger, tasks_per_batch(config), max_uses(config))

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 
 from rftdask.buffer.audit import audit_log
-from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.log_open import open_log
+from rftdask.buffer.parent import lineage_of
 from rftdask.config import Config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary
@@ -107,7 +108,7 @@ def _counts(stages: Sequence[StageFolder]) -> ExperienceCounts | None:
     audits = [
         audit_log(
             open_log(s.storage, s.config),
-            Ledger(s.storage, MAIN_LINEAGE),
+            Ledger(s.storage, lineage_of(s.storage)),
             tasks_per_batch(s.config),
             max_uses(s.config),
         )

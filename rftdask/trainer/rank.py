@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm import Algorithm
-from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_open import open_log
+from rftdask.buffer.parent import lineage_of, parent_storage, read_parent
+from rftdask.buffer.replayed import ReplayedSource
 from rftdask.buffer.sampling import SampleRule
 from rftdask.buffer.source import BatchSource, DatasetSource, LogOptions, LogSource
 from rftdask.buffer.tokenizer import load_tokenizer
@@ -100,13 +102,15 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
     watch = _Watch(storage, emit)
     algorithm = algorithm_of(config)
     limit = train_step_limit(config, total_steps)
-    engine = _engine(config, algorithm, limit or total_steps, ranks)
+    parent = read_parent(storage)
+    planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
+    engine = _engine(config, algorithm, planned or limit or total_steps, ranks)
     source = _source(config, storage, algorithm, watch)
     # The thread that saves speaks to its like on the other ranks while the ranks train.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
     saver = (LeadSaver if ranks.leads else Saver)(
         storage,
-        MAIN_LINEAGE,
+        lineage_of(storage),
         config.trainer.max_checkpoints_to_keep,
         ranks=ranks,
         writers=Ranks(group),
@@ -137,8 +141,8 @@ def _lead(
         total_steps=limit,
         save_interval=config.trainer.save_interval,
         save_hf_checkpoint=config.trainer.save_hf_checkpoint,
-        lineage=MAIN_LINEAGE,
-        publish=algorithm.schema == "experience",
+        lineage=lineage_of(storage),
+        publish=algorithm.schema == "experience" and read_parent(storage) is None,
         max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
     )
     trainer = Trainer(
@@ -274,10 +278,16 @@ def _critic(config: Config) -> CriticOptions:
 
 
 def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watch) -> BatchSource:
-    ledger = Ledger(storage, MAIN_LINEAGE)
+    parent = read_parent(storage)
+    ledger = Ledger(storage, lineage_of(storage))
+    source: BatchSource
     if config.algorithm.schema_type == "experience":
-        return _log_source(config, storage, ledger, algorithm, watch)
-    return _dataset_source(config, ledger)
+        source = _log_source(config, storage, ledger, algorithm, watch)
+    else:
+        source = _dataset_source(config, ledger)
+    if parent is None:
+        return source
+    return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
 
 
 def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm, watch: _Watch) -> LogSource:

@@ -36,6 +36,7 @@ LAYERS = (
     {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage"},
     {"stage"},
     {"experiment"},
+    {"replay"},
     {"cli"},
     {"", "__main__"},  # the package itself: what users import
 )

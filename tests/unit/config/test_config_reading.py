@@ -50,6 +50,10 @@ def test_without_a_cooldown_time_nothing_is_used_twice() -> None:
             "decay: 0 would train the newest groups for ever; use more than 0",
         ),
         ((*ON, f"{AT}.replay_buffer.reuse_cooldown_time=3600"), "is not below max_read_timeout 1800.0 s"),
+        (
+            (*ON, f"{AT}.replay_buffer.reuse_cooldown_time=1", f"{AT}.retention.keep=thin"),
+            "thin removes experiences that replay_buffer may use again; use all",
+        ),
         ((*ON, f"{AT}.replay_buffer.reuse_cooldown_time=-1"), "reuse_cooldown_time: "),
         (
             (ON[0], f"{AT}.replay_buffer.reuse_cooldown_time=1"),
