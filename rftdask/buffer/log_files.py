@@ -24,6 +24,8 @@ STEPS_PER_BUCKET = 64
 """Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
 
 _SEALED = "SEALED.json"
+_MAX_PARSED = 8
+"""Buckets whose names are kept parsed."""
 _REMOVED = "removed"
 """Folder with one file a bucket that names the shards retention removed."""
 
@@ -40,6 +42,8 @@ class FileLog(ExperienceLog):
         self._storage = storage
         self._gone: set[str] = set()
         """Quarantined shards whose originals are gone."""
+        self._parsed: dict[str, dict[str, ShardName | None]] = {}
+        """Of buckets listed lately, the names: a waiting trainer looks often, and parsing costs more than listing."""
 
     @abstractmethod
     def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
@@ -142,8 +146,15 @@ class FileLog(ExperienceLog):
         return (n.rstrip("/") for n in self._storage.list(self.folder) if n.rstrip("/").isdigit())
 
     def _names_in(self, folder: str) -> list[ShardName]:
-        names = (ShardName.try_parse(n) for n in self._storage.list(f"{self.folder}/{folder}"))
-        return [n for n in names if n is not None and n.suffix == self.suffix]
+        before = self._parsed.get(folder, {})
+        parsed = {
+            text: before[text] if text in before else ShardName.try_parse(text)
+            for text in self._storage.list(f"{self.folder}/{folder}")
+        }
+        if len(self._parsed) >= _MAX_PARSED:
+            self._parsed.clear()
+        self._parsed[folder] = parsed
+        return [n for n in parsed.values() if n is not None and n.suffix == self.suffix]
 
     @staticmethod
     def _bucket(explore_step: int) -> str:

@@ -1,0 +1,479 @@
+"""The experience log: how fast it is written and read, how soon a rollout can be trained, what a long log costs.
+
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/buffer.py [--folder DIR] [--reference] [--quick]
+
+Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing compresses that would not in a run),
+with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard. One
+thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for the
+disk. `--reference` also runs the buffers of Trinity-RFT, by way of its actor, on rows of the same size, where it and
+ray are installed. DIR is on the disk to measure (default: the current folder's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rftdask.buffer.batch import batch_from_table
+from rftdask.buffer.experience import Experience
+from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.log_files import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.progress import first_open_step, note_complete
+from rftdask.buffer.sampling import Cursor, SampleRule
+from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.buffer.writer import BatchWriter
+from rftdask.errors import NotFoundError
+from rftdask.storage import Storage, open_storage
+
+NUM_TOKENS, PROMPT_LENGTH, VOCAB_SIZE, GROUP_SIZE = 512, 128, 150_000, 8
+
+
+def make_group(random: np.random.Generator, task: int, explore_step: int = 1) -> list[Experience]:
+    """The rollouts of one task."""
+    return [
+        Experience(
+            taskset="gsm8k",
+            epoch=0,
+            task_index=task,
+            rollout=rollout,
+            explore_step=explore_step,
+            tokens=random.integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32),
+            prompt_length=PROMPT_LENGTH,
+            rollout_logprobs=-random.exponential(1.0, NUM_TOKENS - PROMPT_LENGTH).astype(np.float32),
+            reward=float(rollout % 2),
+            prompt_text="How many eggs are left of a dozen? " * 8,
+            response_text="Let me think about that step by step. " * 24,
+            truth="7",
+            metrics={"accuracy": 1.0, "num_prompt_tokens": 128.0, "num_response_tokens": 384.0, "truncated": 0.0},
+        )
+        for rollout in range(GROUP_SIZE)
+    ]
+
+
+def make_rows(num_rows: int) -> list[Experience]:
+    random = np.random.default_rng(0)
+    return [row for task in range(num_rows // GROUP_SIZE) for row in make_group(random, task)]
+
+
+def show(name: str, value: str) -> None:
+    print(f"{name:58} {value}", flush=True)
+
+
+def rates(name: str, num: float, wall_s: list[float], cpu_s: list[float], unit: str = "/s") -> None:
+    """Medians over the runs."""
+    wall, cpu = statistics.median(wall_s), statistics.median(cpu_s)
+    show(name, f"{num / wall:10,.0f}{unit} wall {num / max(cpu, 1e-9):12,.0f}{unit} per CPU second")
+
+
+def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[float]]:
+    """(wall seconds, CPU seconds) of each run."""
+    wall, cpu = [], []
+    for _ in range(repeats):
+        began, began_cpu = time.perf_counter(), time.process_time()
+        call()
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - began_cpu)
+    return wall, cpu
+
+
+def percentiles(name: str, values_s: Sequence[float]) -> None:
+    p50, p99 = np.percentile(values_s, [50, 99]) * 1e3
+    show(name, f"p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   ({len(values_s)} of them)")
+
+
+# ---- the disk alone
+
+
+def measure_disk(folder: Path, repeats: int) -> None:
+    data = os.urandom(64 << 20)
+    path = folder / "raw"
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    rates("raw disk: write and fsync 64 MiB", 64, *timed(write, repeats), unit=" MiB/s")
+    rates("raw disk: read it (page cache)", 64, *timed(path.read_bytes, repeats), unit=" MiB/s")
+    path.unlink()
+
+
+# ---- writing and reading
+
+
+def measure_log(folder: Path, rows_per_shard: int, repeats: int) -> None:
+    log = ParquetLog(open_storage(str(folder / f"log-{rows_per_shard}")))
+    rows = make_rows(rows_per_shard)
+    num_shards = max(1, 2048 // rows_per_shard)
+    numbers = iter(range(1, 1_000_000))
+
+    def write() -> None:
+        for _ in range(num_shards):
+            log.commit(rows, explore_step=next(numbers), batch=0)
+
+    write()
+    num = num_shards * rows_per_shard
+    rates(f"durable writes, {rows_per_shard} rows a shard", num, *timed(write, repeats), unit=" exp/s")
+    names = log.shards()
+    names = names[:num_shards]
+
+    def read() -> None:
+        for name in names:
+            batch_from_table(log.read(name))
+
+    read()
+    rates(f"reads into training arrays, {rows_per_shard} rows a shard", num, *timed(read, repeats), unit=" exp/s")
+    size = len(log._storage.get(log.path(names[0])))
+    show("  bytes of such an experience at rest", f"{size / rows_per_shard:10,.0f}")
+
+
+def measure_share(folder: Path, num_ranks: int = 8) -> None:
+    """What one of several ranks reads of a batch of 64 shards of 64 rows."""
+    counted = CountingStorage(open_storage(str(folder / "share")))
+    log = ParquetLog(counted)
+    random = np.random.default_rng(0)
+    for batch in range(64):
+        rows = [row for task in range(8) for row in make_group(random, batch * 8 + task)]
+        log.commit(rows, explore_step=1, batch=batch)
+    rule = SampleRule(groups_per_batch=512, tasks_per_step=512, ordered=True)
+    options = LogOptions(rule, tasks_per_batch=8, max_read_timeout_s=60)
+    entry = LogSource(log, Ledger(counted), options).entry(1)
+    assert entry is not None
+    num_rows = sum(len(rows.rows) for rows in entry.use)
+    share = num_rows // num_ranks
+    counted.num_bytes = 0
+    began = time.perf_counter()
+    LogSource(log, Ledger(counted), options).read(entry, range(share, 2 * share))
+    took_s = time.perf_counter() - began
+    stored = sum(counted.sizes.values())
+    show(
+        f"share of one of {num_ranks} ranks, {num_rows} rows in 64 shards",
+        f"{counted.num_bytes / 1e6:10.1f} of {stored / 1e6:.1f} MB read, in {took_s * 1e3:.0f} ms",
+    )
+
+
+class CountingStorage(Storage):
+    """Counts the bytes of shards that are read."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner, self.url = inner, inner.url
+        self.num_bytes = 0
+        self.sizes: dict[str, int] = {}
+
+    def put(self, path: str, data: bytes) -> None:
+        self.inner.put(path, data)
+        if path.endswith(".parquet"):
+            self.sizes[path] = len(data)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        return self.inner.put_new(path, data)
+
+    def get(self, path: str) -> bytes:
+        data = self.inner.get(path)
+        if path.endswith(".parquet"):
+            self.num_bytes += len(data)
+        return data
+
+    def list(self, folder: str = "") -> list[str]:
+        return self.inner.list(folder)
+
+    def remove(self, path: str) -> None:
+        self.inner.remove(path)
+
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        return self.inner.local_copy(path)
+
+
+# ---- how soon
+
+
+def reader_of(storage: Storage, num_tasks: int) -> LogSource:
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=num_tasks, ordered=False)
+    return LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, num_tasks, max_read_timeout_s=60))
+
+
+def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
+    """In a process of its own: shards of 64 rows, and when each commit returned (the clock is the machine's)."""
+    log = ParquetLog(open_storage(url))
+    rows = make_rows(64)
+    random = np.random.default_rng(1)
+    for step in range(1, num + 1):
+        time.sleep(pause_s * random.uniform(0.5, 1.5))
+        log.commit(rows, explore_step=step, batch=0)
+        committed.put((step, time.monotonic()))
+
+
+def measure_visibility(folder: Path, num: int) -> None:
+    """From the return of a commit to the end of the listing that shows it, at the pace a waiting trainer looks."""
+    storage = open_storage(str(folder / "visibility"))
+    context = multiprocessing.get_context("spawn")
+    committed = context.Queue()
+    writer = context.Process(target=commit_shards, args=(storage.url, num, 0.05, committed))
+    writer.start()
+    rule = SampleRule(groups_per_batch=8, tasks_per_step=8, ordered=True)
+    log = SeenLog(storage)
+    source = LogSource(log, Ledger(storage), LogOptions(rule, 8, max_read_timeout_s=60))
+    source.entry(1)  # the writer has started
+    began, began_cpu = time.perf_counter(), time.thread_time()
+    for step in range(2, num + 1):
+        source.entry(step)
+    share = (time.thread_time() - began_cpu) / (time.perf_counter() - began)
+    times = dict(committed.get(timeout=30) for _ in range(num))
+    writer.join()
+    percentiles("commit to visible, by listing", [max(0.0, log.seen[step] - times[step]) for step in range(2, num + 1)])
+    show("  CPU of the waiting trainer, reading and ledger included", f"{share:10.1%} of a core")
+
+
+class SeenLog(ParquetLog):
+    """Remembers when a listing first showed each step."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.seen: dict[int, float] = {}
+
+    def shards(self, first_step: int = 1) -> list[Any]:
+        names = super().shards(first_step)
+        now = time.monotonic()
+        for name in names:
+            self.seen.setdefault(name.explore_step, now)
+        return names
+
+
+def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float, finished: Any) -> None:
+    """In a process of its own: rollout batches whose groups end one after another, spread over some seconds."""
+    log = ParquetLog(open_storage(url))
+    random = np.random.default_rng(2)
+    for step in range(1, num_batches + 1):
+        groups = [make_group(random, task, step) for task in range(num_tasks)]
+        with BatchWriter(log, explore_step=step, batch=0, num_tasks=num_tasks, flush_age_s=flush_age_s) as writer:
+            for slot in random.permutation(num_tasks).tolist():
+                time.sleep(random.exponential(0.03))
+                finished.put(((step, slot), time.monotonic()))
+                writer.add(slot, groups[slot])
+            writer.finish()
+
+
+def measure_trainable(folder: Path, num_batches: int, flush_age_s: float = 0.25, num_tasks: int = 64) -> None:
+    """From the end of a group's last rollout until a batch with it is written down and its arrays are there."""
+    storage = open_storage(str(folder / "trainable"))
+    context = multiprocessing.get_context("spawn")
+    finished = context.Queue()
+    arguments = (storage.url, num_batches, num_tasks, flush_age_s, finished)
+    writer = context.Process(target=finish_groups, args=arguments)
+    writer.start()
+    source = reader_of(storage, num_tasks)
+    trainable: dict[tuple[int, int], float] = {}
+    for step in range(1, num_batches * num_tasks + 1):
+        entry = source.entry(step)
+        assert entry is not None
+        source.read(entry)
+        trainable[entry.positions[0]] = time.monotonic()
+    ended = dict(finished.get(timeout=30) for _ in range(num_batches * num_tasks))
+    writer.join()
+    percentiles(
+        f"finished rollout to trainable, flush age {flush_age_s:g} s",
+        [trainable[position] - ended[position] for position in trainable],
+    )
+
+
+# ---- a long log
+
+
+class LongRun(Storage):
+    """A run of a million shards that nobody wrote: names are made when they are listed; what is put lies on top.
+
+    It adds up what the calls would have taken: `latency_s` each, and a page for every `page` names.
+    """
+
+    def __init__(self, num_shards: int, latency_s: float, page: int, inner: Storage, batches: int = 16) -> None:
+        self.inner, self.url = inner, inner.url
+        self.num_steps, self.batches = num_shards // batches, batches
+        self.latency_s, self.page = latency_s, page
+        self.num_calls, self.time_s = 0, 0.0
+
+    def _call(self, pages: int = 1) -> None:
+        self.num_calls += pages
+        self.time_s += pages * self.latency_s
+
+    def take(self) -> tuple[int, float]:
+        """Calls and seconds since the last time."""
+        found = self.num_calls, self.time_s
+        self.num_calls, self.time_s = 0, 0.0
+        return found
+
+    def _made_up(self, folder: str) -> list[str]:
+        last_bucket = self.num_steps // STEPS_PER_BUCKET
+        if folder == "experiences":
+            return [f"{bucket:06d}/" for bucket in range(last_bucket + 1)]
+        if folder == "ledger/main":
+            return [f"{step:08d}.json" for step in range(1, self.num_steps + 1)]
+        bucket = folder.removeprefix("experiences/")
+        if folder == bucket or not bucket.isdigit() or int(bucket) > last_bucket:
+            return []
+        steps = range(max(1, int(bucket) * STEPS_PER_BUCKET), (int(bucket) + 1) * STEPS_PER_BUCKET)
+        return [
+            f"{step:08d}-{batch:04d}-0123456789ab-n512-v{step}-{step}-00000000.parquet"
+            for step in steps
+            if step <= self.num_steps
+            for batch in range(self.batches)
+        ]
+
+    def list(self, folder: str = "") -> list[str]:
+        names = sorted({*self._made_up(folder), *self.inner.list(folder)})
+        self._call(max(1, -(-len(names) // self.page)) if self.page else 1)
+        return names
+
+    def get(self, path: str) -> bytes:
+        self._call()
+        step = path.removeprefix("ledger/main/").removesuffix(".json")
+        if step.isdigit() and int(step) <= self.num_steps:
+            return b"{}"
+        return self.inner.get(path)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._call()
+        self.inner.put(path, data)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        self._call()
+        return self.inner.put_new(path, data)
+
+    def remove(self, path: str) -> None:
+        self._call()
+        self.inner.remove(path)
+
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        raise NotFoundError(path)
+
+
+def measure_long_log(num_shards: int, place: str, latency_s: float, page: int, everything: bool) -> None:
+    """Resuming, planning a batch and looking for new shards at the end of such a run."""
+    storage = LongRun(num_shards, latency_s, page, open_storage(f"memory://long-{place}-{num_shards}"))
+    last = storage.num_steps
+    note_complete(storage, last // STEPS_PER_BUCKET * STEPS_PER_BUCKET)
+    log = ParquetLog(storage)
+    done: list[str] = []
+
+    def measure(what: str, call: Callable[[], Any]) -> Any:
+        storage.take()
+        began = time.process_time()
+        result = call()
+        cpu_s = time.process_time() - began
+        calls, time_s = storage.take()
+        done.append(f"{what} {calls} calls {time_s * 1e3:,.0f} ms + {cpu_s * 1e3:,.0f} ms CPU")
+        return result
+
+    measure("explorer resumes:", lambda: log.shards(first_open_step(storage, log)))
+    measure("trainer resumes (50 steps behind):", lambda: Ledger(storage).last_of_run(max(1, last - 50)))
+    random = np.random.default_rng(0)
+    for batch in range(16):
+        rows = [row for task in range(4) for row in make_group(random, task, last + 1)]
+        log.commit(rows, explore_step=last + 1, batch=batch)
+    rule = SampleRule(groups_per_batch=64, tasks_per_step=64, ordered=True)
+    source = LogSource(log, Ledger(storage), LogOptions(rule, 4, max_read_timeout_s=60))
+    source.load_state_dict(Cursor(last + 1, set()).state_dict())
+    measure("plans a batch of 16 new shards:", lambda: source.entry(last + 1))
+    measure("looks for new ones:", lambda: (log.sealed_at(), log.shards(last + 2)))
+    if everything:
+        measure("for comparison, listing all shards:", lambda: log.shards())
+        measure("for comparison, listing the ledger:", lambda: Ledger(storage).last_step())
+    show(f"a log of {num_shards:,} shards, {place} ({latency_s * 1e3:.0f} ms a call)", "")
+    for line in done:
+        print(f"    {line}", flush=True)
+
+
+# ---- the reference
+
+
+def measure_reference(folder: Path, num_rows: int) -> None:
+    """The queue and SQL buffers of Trinity-RFT through their actor, as they are, on rows of the same size."""
+    import ray  # late: only installed where its figures are wanted
+    import torch
+    from trinity.buffer.buffer import get_buffer_reader, get_buffer_writer
+    from trinity.common.config import ExperienceBufferConfig
+    from trinity.common.constants import StorageType
+    from trinity.common.experience import EID
+    from trinity.common.experience import Experience as Theirs
+
+    random = np.random.default_rng(0)
+    rows = [
+        Theirs(
+            eid=EID(task=i // GROUP_SIZE, run=i % GROUP_SIZE, step=0, batch=0),
+            tokens=torch.from_numpy(random.integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.int32)),
+            logprobs=torch.from_numpy(-random.exponential(1.0, NUM_TOKENS - PROMPT_LENGTH).astype(np.float32)),
+            prompt_length=PROMPT_LENGTH,
+            reward=float(i % 2),
+            info={},
+            metrics={},
+        )
+        for i in range(num_rows)
+    ]
+
+    async def run(kind: StorageType) -> tuple[float, float]:
+        config = ExperienceBufferConfig(
+            name=f"bench-{kind}",
+            storage_type=kind.value,
+            path=str(folder / "reference.jsonl") if kind is StorageType.QUEUE else f"sqlite:///{folder}/reference.db",
+            batch_size=num_rows,
+            max_read_timeout=120,
+            capacity=10 * num_rows,
+            schema_type="experience",
+        )
+        writer, reader = get_buffer_writer(config), get_buffer_reader(config)
+        await writer.acquire()
+        began = time.perf_counter()
+        await writer.write_async(rows)
+        wrote = time.perf_counter()
+        found = await reader.read_async(batch_size=num_rows)
+        ended = time.perf_counter()
+        assert len(found) == num_rows
+        return num_rows / (wrote - began), num_rows / (ended - wrote)
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
+    try:
+        for kind in (StorageType.QUEUE, StorageType.SQL):
+            written, read = asyncio.run(run(kind))
+            show(
+                f"Trinity-RFT, {kind.value} through its actor",
+                f"{written:10,.0f} exp/s written {read:10,.0f} exp/s read",
+            )
+    finally:
+        ray.shutdown()
+
+
+def main(folder: Path, reference: bool, quick: bool) -> None:
+    repeats = 3 if quick else 15
+    measure_disk(folder, repeats)
+    for rows_per_shard in (512, 64):
+        measure_log(folder, rows_per_shard, repeats)
+    measure_share(folder)
+    measure_visibility(folder, 20 if quick else 200)
+    measure_trainable(folder, 1 if quick else 5)
+    for place, latency_s, page in (("local", 0.001, 0), ("S3", 0.030, 1000)):
+        for num_shards in (1_000, 1_000_000):
+            measure_long_log(num_shards, place, latency_s, page, everything=not quick)
+    show("peak memory of this process", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:10,.0f} MiB")
+    if reference:
+        measure_reference(folder, 512 if quick else 5_000)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--reference", action="store_true", help="also Trinity-RFT's buffers, where installed")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-buffer-", dir=arguments.folder) as scratch:
+        main(Path(scratch), arguments.reference, arguments.quick)
