@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/buffer.py [--folder DIR] [--reference] [--quick]
 
 Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing compresses that would not in a run),
-with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard. One
-thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for the
-disk. `--reference` also runs the buffers of Trinity-RFT, by way of its actor, on rows of the same size, where it and
-ray are installed. DIR is on the disk to measure (default: the current folder's).
+with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard.
+One thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for
+the disk. `--reference` also runs the buffers of Trinity-RFT, by way of its actor, on rows of the same size, where it
+and ray are installed. DIR is on the disk to measure (default: the current folder's).
 """
 
 from __future__ import annotations

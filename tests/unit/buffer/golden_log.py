@@ -2,8 +2,8 @@
 
     python tests/unit/buffer/golden_log.py tests/unit/buffer/golden/<schema version>
 
-One folder for each schema version, never changed once it is released. It holds a batch as one shard, one in two parts, a
-shard that was removed by retention, and the ledger that trained the first three steps.
+One folder for each schema version, never changed once it is released. It holds a batch as one shard, one in two parts,
+a shard that was removed by retention, and the ledger of five training steps.
 """
 
 from __future__ import annotations
