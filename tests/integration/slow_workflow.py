@@ -1,0 +1,13 @@
+"""A workflow whose tasks take different times, so that the groups of a rollout batch end one after another."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rftdask.explorer.workflows.base import PolicyModel, Task
+
+
+async def uneven(task: Task, model: PolicyModel) -> float:
+    answer = await model.generate(task.prompt)
+    await asyncio.sleep(0.05 * (task.index % 4))
+    return float(len(answer.tokens) % 3)
