@@ -100,7 +100,8 @@ class Experience:
 
     @property
     def uid(self) -> str:
-        return f"{self.group_id}/{self.rollout}/{self.turn}"
+        # group_id, written out: one of these is made for every row of a shard.
+        return f"{self.taskset}/{self.epoch}/{self.task_index}/{self.rollout}/{self.turn}"
 
     def __eq__(self, other: object) -> bool:
         """The same values in every field, whether in arrays or in other sequences."""
@@ -204,8 +205,17 @@ def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any
     """A list column of `dtype`."""
     kind = pa.from_numpy_dtype(dtype)
     offsets = _offsets(rows)
-    values = np.concatenate([_checked(row, dtype) for row in rows if len(row)]) if offsets[-1] else np.zeros(0, dtype)
+    values = _concatenate([row for row in rows if len(row)], dtype)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind), type=_list_of(kind))
+
+
+def _concatenate(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> np.ndarray:
+    if not rows:
+        return np.zeros(0, dtype)
+    try:
+        return np.concatenate(rows, dtype=dtype, casting="no")
+    except TypeError:  # some are not arrays of this type
+        return np.concatenate([_checked(row, dtype) for row in rows])
 
 
 def _checked(row: Sequence[Any] | np.ndarray, dtype: type[np.number[Any]]) -> np.ndarray:
