@@ -6,7 +6,7 @@ Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing
 with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard.
 One thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for
 the disk. `--reference` also runs the buffers of Trinity-RFT, by way of its actor, on rows of the same size, where it
-and ray are installed. DIR is on the disk to measure (default: the current folder's).
+and ray are installed. DIR is on the disk to measure (default: where temporary files are).
 """
 
 from __future__ import annotations
@@ -434,9 +434,9 @@ def measure_reference(folder: Path, num_rows: int) -> None:
         writer, reader = get_buffer_writer(config), get_buffer_reader(config)
         await writer.acquire()
         began = time.perf_counter()
-        await writer.write_async(rows)
+        await writer.write(rows)
         wrote = time.perf_counter()
-        found = await reader.read_async(batch_size=num_rows)
+        found = await reader.read(batch_size=num_rows)
         ended = time.perf_counter()
         assert len(found) == num_rows
         return num_rows / (wrote - began), num_rows / (ended - wrote)
@@ -471,7 +471,7 @@ def main(folder: Path, reference: bool, quick: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--reference", action="store_true", help="also Trinity-RFT's buffers, where installed")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     arguments = parser.parse_args()

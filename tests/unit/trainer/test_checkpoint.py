@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 from trainer_cases import new_storage
 
+from rftdask.buffer.retention import ResumePoint
 from rftdask.errors import DamagedError, StorageError
 from rftdask.storage import Storage
 from rftdask.storage.faults import FaultyStorage
 from rftdask.synchronizer.manifest import NAME, is_valid
 from rftdask.synchronizer.weights import CHECKPOINT_POINTER, read_pointer
-from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.checkpoint import (
+    Checkpoints,
+    checkpoint_steps,
+    newest_valid_checkpoint,
+    oldest_resume_point,
+)
 
 
 @pytest.fixture
@@ -127,3 +133,16 @@ def test_other_folders_are_no_checkpoints(storage: Storage) -> None:
     for path in ("global_step_x/a", "global_step_/a", "old_global_step_3/a", "global_steps/a"):
         storage.put(path, b"")
     assert checkpoint_steps(storage) == []
+
+
+def test_the_oldest_checkpoint_that_is_kept_says_what_may_be_needed(storage: Storage) -> None:
+    assert oldest_resume_point(storage) is None
+    storage.put("global_step_1/actor/model.safetensors", b"half of a checkpoint")
+    for step, low in ((10, 5), (2, 1), (4, 3)):
+        Checkpoints(storage, "main").save(step, {"a": b"a"}, {"step": step, "source": {"low": low, "beyond": []}})
+    assert oldest_resume_point(storage) == ResumePoint(step=2, explore_step=1)
+    Checkpoints(storage, "main", max_to_keep=2).save(12, {}, {"step": 12, "source": {"low": 7, "beyond": []}})
+    assert oldest_resume_point(storage) == ResumePoint(step=10, explore_step=5)
+    storage.put("global_step_10/trainer_state.json", b"{}")
+    with pytest.raises(DamagedError):
+        oldest_resume_point(storage)

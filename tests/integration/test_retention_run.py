@@ -1,0 +1,34 @@
+"""Promise: a run that removes what it trained ends as sound as any other, and its audit counts what is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_cases import assert_sound, finish, num_shards, run_folder, write_config
+
+from rftdask.buffer.log_files import ParquetLog
+from rftdask.storage import open_storage
+
+pytestmark = pytest.mark.slow
+
+STEPS = 250
+"""Some seconds, so that the explorer looks for old shards a few times."""
+SETTINGS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.save_interval=10",
+    "trainer.max_checkpoints_to_keep=2",
+    "explorer.eval_interval=1000",
+    "buffer.trainer_input.experience_buffer.retention.keep=none",
+)
+
+
+def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    finish(config, *SETTINGS)
+    folder = run_folder(config)
+    removed = ParquetLog(open_storage(str(folder))).removed()
+    assert len(removed) > 10
+    status = assert_sound(folder)
+    assert status["step"] == STEPS
+    assert num_shards(folder) + len(removed) >= 2 * STEPS, "every rollout batch is there or was removed"
