@@ -1,35 +1,54 @@
-"""A real run on the CPU, style fixed, killed as a whole at random moments and started again until it is done, ends with
-the very bits of a run that nobody disturbed.
+"""A real run on the CPU, style fixed, of one or two ranks, killed at random moments, ends with the very bits of a run
+of as many ranks that nobody disturbed: killed as a whole and started again, or a rank alone, which the run mends.
 """
 
 import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.toy_runs import DEADLINE_S, finish, run_folder, write_grpo_config
-from tests.integration.run_cases import RunProcess, assert_sound, final_weights, ledger_of, num_steps
+from tests.integration.run_cases import TRAINER, RunProcess, assert_sound, final_weights, ledger_of, num_steps
 
-STEPS = 6
+STEPS = 20
 
 
-def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
-    undisturbed = write_grpo_config(tmp_path / "undisturbed")
+def write_config(folder: Path, num_ranks: int) -> Path:
+    trainer = {"total_steps": STEPS, "save_interval": 3, "num_ranks": num_ranks, "save_hf_checkpoint": "never"}
+    return write_grpo_config(folder, trainer=trainer, cluster={"num_cpus": 1 + num_ranks})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, num_ranks: int) -> None:
+    undisturbed = write_config(tmp_path / "undisturbed", num_ranks)
     finish(str(undisturbed))
     initial = (tmp_path / "undisturbed" / "model" / "model.safetensors").read_bytes()
     assert final_weights(run_folder(undisturbed)) != initial
 
-    config = write_grpo_config(tmp_path / "killed")
+    config = write_config(tmp_path / "killed", num_ranks)
     folder = run_folder(config)
-    moments = sorted(random.SystemRandom().sample(range(1, STEPS), 2))
-    for step in moments:
-        with RunProcess("run", str(config)) as run:
-            run.wait_until(lambda step=step: num_steps(folder) >= step, DEADLINE_S)
-            time.sleep(random.SystemRandom().uniform(0.0, 0.2))  # anywhere within a step
-            run.kill()
-            run.wait_for_no_survivors()
-    finish(str(config))
+    dice = random.SystemRandom()
+    first, second = sorted(dice.sample(range(2, STEPS), 2))
+    with RunProcess("run", str(config)) as run:
+        run.wait_until(lambda: num_steps(folder) >= first, DEADLINE_S)
+        time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
+        run.kill()
+        run.wait_for_no_survivors()
+    with RunProcess("run", str(config)) as run:
+        run.wait_until(lambda: num_steps(folder) >= second and bool(run.children(TRAINER)), DEADLINE_S)
+        time.sleep(dice.uniform(0.0, 0.1))
+        dice.choice(run.children(TRAINER)).kill()
+        ended = run.end(DEADLINE_S)
+        assert ended.code == 0, ((first, second), ended)
+        run.wait_for_no_survivors()
+    assert assert_sound(folder)["step"] == STEPS, (first, second)
+    assert ledger_of(folder) == ledger_of(run_folder(undisturbed))
+    assert state_of(folder) == state_of(run_folder(undisturbed)), (first, second)
 
-    assert assert_sound(folder)["checkpoint"] == STEPS
-    # The two models are in two folders, so nothing but the model's path may tell the runs apart.
-    assert ledger_of(folder) == ledger_of(run_folder(undisturbed)), moments
-    assert final_weights(folder) == final_weights(run_folder(undisturbed)), moments
+
+def state_of(folder: Path) -> dict[str, bytes]:
+    """Every weight and all of the optimizer's state after the last step."""
+    last = folder / f"global_step_{STEPS}" / "actor"
+    assert (last / "model.safetensors").read_bytes() == final_weights(folder)
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
