@@ -90,10 +90,10 @@ class Saver(Checkpoints):
     def _write(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
         written: dict[str, Any] = {}
         for turn in range(max(self._turns) + 1):
+            if turn:
+                self._writers.gather(None)  # all of the turn before have written
             if turn == self._turns[self._writers.rank]:
                 written = self._written(step, files)
-            if turn:
-                self._writers.gather(None)  # the next one's turn
         reports = self._writers.gather(written)
         for rank, report in enumerate(reports):
             if "error" in report:

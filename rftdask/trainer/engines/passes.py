@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
@@ -25,16 +26,14 @@ class Passes:
     own: list[np.ndarray]
     """Row numbers of each pass over own rows."""
     num_idle: int
-    """Passes over rows of no consequence, after the others, so that all ranks make the same number."""
+    """Passes over rows of no consequence, so that all ranks make the same number, or at least one."""
     filler: np.ndarray
     """The rows of an idle pass: few and short."""
 
     def scored(self, rows: PaddedRows, score: Callable[..., Tensor]) -> Tensor:
         """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
-        values_NT = rows.scored(self.own, score)
-        for _ in range(self.num_idle):
-            rows.scored([self.filler], score)
-        return self.ranks.add(values_NT)
+        idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
+        return self.ranks.add(rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0]))
 
     def idle_backward(self, rows: PaddedRows, score: Callable[..., Tensor]) -> None:
         """The idle passes of an update: forward and backward, gradient 0."""
@@ -68,6 +67,7 @@ def plan_passes(
         )
         cut.append([members[part] for part in parts])
     own = cut[ranks.rank]
-    num_idle = max(len(parts) for parts in cut) - len(own) if together else 0
+    # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
+    num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
     return Passes(ranks, own, num_idle, rows_of_units(shortest, unit))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, plan_layout, visible_gpus
+from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_layout, visible_gpus
 from rftdask.config import Config, load_config
 from rftdask.errors import UserError
 
@@ -46,3 +46,25 @@ def test_gpus_are_those_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         count_gpus(stage(1, "cluster.gpu_per_node=3"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+
+
+def test_a_trainer_takes_as_many_ranks_as_asked_else_the_gpus_that_explorers_leave() -> None:
+    asked = stage(2, "trainer.num_ranks=4")
+    workers = plan_layout([asked], 12).workers
+    assert [worker.name for worker in workers[:4]] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
+    assert {worker.threads for worker in workers} == {2}
+    assert num_ranks(asked, Layout(workers)) == 4
+    left = plan_layout([stage(2)], 64, num_gpus=8)
+    assert num_ranks(stage(2), left) == 6
+    assert [worker.gpu for worker in left.workers] == list(range(8))
+    assert num_ranks(stage(2), plan_layout([stage(2)], 12)) == 1
+    single = stage(2, "trainer.trainer_strategy=single")
+    assert num_ranks(single, plan_layout([single], 64, num_gpus=8)) == 1
+    # Stages share their workers; each takes as many as it has ranks.
+    both = plan_layout([asked, single], 12)
+    assert [num_ranks(each, both) for each in (asked, single)] == [4, 1]
+
+
+def test_too_many_ranks_are_refused_with_what_would_fit() -> None:
+    with pytest.raises(UserError, match=r"8 trainer \+ 2 explorers .* = 10 processes .* 4 cores .* num_ranks to 2"):
+        plan_layout([stage(2, "trainer.num_ranks=8")], 4)

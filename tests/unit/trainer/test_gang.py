@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rftdask.errors import DataError, FencedError, RftError, RoleError, StorageError, WaitTimeout
-from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys
+from rftdask.errors import DataError, FencedError, PeerLostError, RftError, RoleError, StorageError, WaitTimeout
+from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys, interface_of
 
 
 class FakeFuture:
@@ -180,3 +180,16 @@ def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> N
     runs._note = lambda _: looks_at_second_start.append(client.looks)  # called between two generations
     assert runs.run() == {"step": 3}
     assert looks_at_second_start == [3]
+
+
+def test_the_error_of_the_rank_that_was_lost_is_told_and_not_that_of_one_that_noticed() -> None:
+    notes: list[str] = []
+    noticed, lost = PeerLostError("rank 0: another rank does not answer"), RoleError("rank 1 ended with code -9")
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, [noticed, lost], [{"step": 9}, {}])
+    assert gang(client, world_size=2, notes=notes).run() == {"step": 9}
+    assert notes == ["trainer restarts from its newest checkpoint (1 of 2): rank 1 ended with code -9"]
+
+
+def test_an_address_has_an_interface() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None

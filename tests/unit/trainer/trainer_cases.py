@@ -59,6 +59,12 @@ class Sink:
         self.num_flushed = len(self.rows)
 
 
+def source_of(storage: Storage) -> LogSource:
+    """Batches of one group each."""
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
+    return LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0))
+
+
 def make_trainer(
     storage: Storage,
     *,
@@ -71,10 +77,9 @@ def make_trainer(
 ) -> Trainer:
     """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
     values = {"total_steps": None, "save_interval": 2, "save_hf_checkpoint": "last", "lineage": "main", "publish": True}
-    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
     return Trainer(
         FakeTrainEngine(),
-        LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0)),
+        source_of(storage),
         Checkpoints(storage, "main", keep),
         storage,
         sink or Sink(),

@@ -43,11 +43,16 @@ class FSDP2(Strategy):
     def __init__(self, ranks: Ranks, device: torch.device, options: ShardOptions) -> None:
         super().__init__(ranks)
         self._options = options
-        self._mesh = DeviceMesh.from_group(ranks.group or dist.group.WORLD, device.type)
+        group = ranks.group or dist.group.WORLD
+        assert group is not None, "ranks have met before they share a model"
+        self._mesh = DeviceMesh.from_group(group, device.type)
         # Weights stay float32 where they lie, and are brought together in bfloat16 where a GPU multiplies.
         multiply = torch.bfloat16 if device.type == "cuda" else None
-        self._precision = MixedPrecisionPolicy(param_dtype=multiply, reduce_dtype=torch.float32)
-        self._offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=multiply, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        # On a CPU it is in host memory already.
+        self._offload = CPUOffloadPolicy() if options.offload and device.type != "cpu" else OffloadPolicy()
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         for layer in layers:

@@ -1,0 +1,68 @@
+"""The fake at the seam of ranks: threads of one process that exchange in memory what processes send each other."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.trainer.ranks import Ranks
+
+
+class ThreadRanks(Ranks):
+    """One thread's view of its gang."""
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.size = rank, len(board)
+        self._board = board
+        self._barrier = barrier
+
+    def tell(self, message: Any) -> Any:
+        return json.loads(self._all(json.dumps(message))[0])
+
+    def gather(self, message: Any) -> list[Any]:
+        return [json.loads(data) for data in self._all(json.dumps(message))]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._all(data)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        parts = self._all(tensor.clone())
+        return tensor.copy_(torch.stack(parts).sum(0))
+
+    def _all(self, value: Any) -> list[Any]:
+        self._board[self.rank] = value
+        self._barrier.wait()
+        found = list(self._board)
+        self._barrier.wait()  # nobody writes the next before all have read this
+        return found
+
+
+def in_threads(size: int, target: Callable[..., Any], num_groups: int = 1, deadline_s: float = 30.0) -> list[Any]:
+    """What `target` returns for each rank, called with `num_groups` gangs of the same ranks.
+
+    Raises: the error of the first rank that has one of its own; a rank that others wait for in vain breaks their wait.
+    """
+    barriers = [threading.Barrier(size, timeout=deadline_s) for _ in range(num_groups)]
+    boards: list[list[Any]] = [[None] * size for _ in barriers]
+
+    def run(rank: int) -> Any:
+        try:
+            return target(*(ThreadRanks(rank, *pair) for pair in zip(boards, barriers, strict=True)))
+        except BaseException:
+            for barrier in barriers:
+                barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [e for e in (future.exception() for future in futures) if e is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,235 @@
+"""Promises of a gang: ranks make the calls of rank 0, read their own rows, know the whole batch, and save together.
+
+Ranks are threads here, which exchange in memory; processes that meet over gloo are in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_cases import Sink, fill_log, new_storage, source_of
+
+from rftdask.buffer.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
+from rftdask.errors import StorageError
+from rftdask.storage import Storage
+from rftdask.storage.faults import FaultyStorage
+from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
+from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.exchange import from_bytes, join_parts, places_of, to_bytes
+from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
+from rftdask.trainer.ranks import Ranks
+from rftdask.trainer.saver import Saver, turns_of
+from rftdask.trainer.thread_ranks import in_threads
+from rftdask.trainer.trainer import Trainer, TrainerOptions
+
+NUM_STEPS = 5
+
+
+# ---- dealing
+
+
+@given(st.lists(st.floats(0.1, 1000.0), min_size=0, max_size=40), st.integers(1, 9))
+def test_units_are_dealt_once_and_evenly(costs: list[float], size: int) -> None:
+    parts = deal(np.array(costs), size)
+    assert sorted(unit for part in parts for unit in part) == list(range(len(costs)))
+    loads = [sum(costs[unit] for unit in part) for part in parts]
+    assert max(loads) <= sum(costs) / size + max(costs, default=0.0) + 1e-6
+    assert all(list(part) == sorted(part) for part in parts)
+
+
+def test_a_long_row_costs_more_than_short_rows_of_as_many_tokens() -> None:
+    long, short = unit_costs(np.array([1000, 500, 500, 10, 990]), 64, 1)[0], unit_costs(np.array([500, 500]), 64, 2)[0]
+    assert long == 1000 * (12 * 64 + 1000)
+    assert short == 2 * 500 * (12 * 64 + 500)
+    assert rows_of_units(np.array([0, 2]), 2).tolist() == [0, 1, 4, 5]
+
+
+# ---- reading and exchanging
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=12), st.integers(1, 6))
+def test_every_place_is_read_by_one_rank_and_no_group_is_parted(uses: list[tuple[int, bool]], size: int) -> None:
+    use = tuple(Rows("dataset:x" if data else f"shard{i}", tuple(range(n))) for i, (n, data) in enumerate(uses))
+    entry = LedgerEntry(1, "main", use)
+    ranges = [places_of(entry, rank, size) for rank in range(size)]
+    assert [place for part in ranges for place in part] == list(range(sum(n for n, _ in uses)))
+    begin = 0
+    for count, data in uses:
+        owners = {rank for rank, part in enumerate(ranges) for place in range(begin, begin + count) if place in part}
+        assert data or len(owners) <= 1
+        begin += count
+
+
+def rows_of(numbers: Sequence[int], first: int = 0) -> Batch:
+    rows = [([7, 8, *range(2 + n % 3)], 2, None) for n in numbers]
+    batch = supervised_batch(rows, [f"t/0/{n // 2}/{n % 2}/0" for n in numbers], 2)
+    return Batch(**{**vars(batch), "experts": np.zeros(len(rows), bool), "rewards": np.array(numbers, np.float32)})
+
+
+def test_parts_join_to_what_one_rank_would_have_read() -> None:
+    shown = [supervised_batch([([1, 2, n], 1, None)], [f"dataset:x/{n}/{n}"]) for n in (3, 4)]
+    whole = join_batches(join_batches(rows_of(range(6)), shown[0]), shown[1])
+    parts = [rows_of([0, 1]), join_batches(rows_of([2, 3, 4, 5]), shown[0]), shown[1]]
+    joined = join_parts([from_bytes(to_bytes(part)) for part in parts])
+    for name, value in vars(whole).items():
+        assert np.array_equal(getattr(joined, name), value), name
+    assert joined.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown() -> None:
+    known = Batch(**{**vars(rows_of([0, 1])), "states": np.array([0, 1]), "turn_rewards": np.ones(2, np.float32)})
+    other = Batch(**{**vars(rows_of([4, 5])), "states": np.array([-1, 0])})
+    joined = join_parts([known, rows_of([2, 3]), other])
+    assert joined.states is not None and joined.turn_rewards is not None
+    assert joined.states.tolist() == [0, 1, -1, -1, -1, 2]
+    assert joined.turn_rewards.tolist() == [1, 1, 0, 0, 0, 0]
+    assert joined.baselines is None
+
+
+# ---- the gang
+
+
+def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads: list[list[int]]) -> None:
+    def rank(ranks: Ranks, writers: Ranks) -> None:
+        engine, source = engines[ranks.rank], source_of(storage)
+        read_whole = source.read
+
+        def read(entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+            reads[ranks.rank] += [] if places is None else list(places)
+            return read_whole(entry, places)
+
+        source.read = read  # type: ignore[method-assign]  # to see who reads what
+        saver = (LeadSaver if ranks.leads else Saver)(storage, "main", ranks=ranks, writers=writers)
+        if not ranks.leads:
+            Follower(ranks, engine, source.read, saver, lambda: None).run()
+            return
+        options = TrainerOptions(None, save_interval=2, save_hf_checkpoint="last", lineage="main", publish=True)
+        say_waiting(ranks)
+        Trainer(
+            LeadEngine(engine, ranks),
+            LeadSource(source, ranks),
+            saver,
+            storage,
+            Sink(),
+            options,
+            publish_due=lambda step, published: True,
+            should_stop=lambda: False,
+            emit=lambda event: None,
+        ).run()
+        say_end(ranks)
+
+    in_threads(size, rank, num_groups=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_gang_trains_what_one_rank_trains_and_each_rank_reads_its_own_rows(size: int) -> None:
+    alone, storage = new_storage(), new_storage()
+    results: list[tuple[bytes, list[Any]]] = []
+    for store, number in ((alone, 1), (storage, size)):
+        fill_log(store, NUM_STEPS)
+        engines, reads = [FakeTrainEngine() for _ in range(number)], [[] for _ in range(number)]
+        run_gang(store, number, engines, reads)
+        weights = store.get(f"global_step_{NUM_STEPS}/actor/model.safetensors")
+        assert all(engine.weights()["model.safetensors"] == weights for engine in engines)
+        assert newest_valid_checkpoint(store) == NUM_STEPS
+        results.append((weights, [Ledger(store).read(step) for step in range(1, NUM_STEPS + 1)]))
+        if number > 1:
+            assert sorted(place for part in reads for place in part) == sorted([0, 1] * NUM_STEPS)
+            assert sum(bool(part) for part in reads) == 1, "two rollouts of one group are read by one rank"
+    assert results[0][0] == results[1][0]
+
+
+def test_a_resumed_gang_loads_the_checkpoint_on_every_rank() -> None:
+    storage = new_storage()
+    fill_log(storage, 2)
+    run_gang(storage, 2, [FakeTrainEngine(), FakeTrainEngine()], [[], []])
+    engines = [FakeTrainEngine(), FakeTrainEngine()]
+    run_gang(storage, 2, engines, [[], []])  # nothing is left to train
+    assert engines[0].weights() == engines[1].weights() != FakeTrainEngine().weights()
+
+
+# ---- saving
+
+
+def test_turns_follow_the_save_strategy() -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert turns_of("unrestricted", hosts) == [0, 0, 0, 0]
+    assert turns_of("single_node", hosts) == [0, 0, 1, 1]
+    assert turns_of("single_process", hosts) == turns_of("single_thread", hosts) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["unrestricted", "single_process", "single_thread"])
+def test_every_rank_writes_its_files_and_one_manifest_names_them_all(strategy: str) -> None:
+    storage = new_storage()
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and stage == "before" and path.endswith("part-0"):
+            time.sleep(0.02)  # whoever does not wait for its turn is first
+        if verb == "put" and stage == "after":
+            with lock:
+                order.append(path.removeprefix("global_step_7/"))
+
+    def rank(ranks: Ranks, writers: Ranks) -> None:
+        saver = Saver(FaultyStorage(storage, note), "main", ranks=ranks, writers=writers, strategy=strategy)
+        saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
+        saver.flush()
+
+    in_threads(3, rank, num_groups=2)
+    found = Checkpoints(storage, "main").load_newest()
+    assert found is not None
+    assert [found[2](f"part-{i}") for i in range(3)] == [b"x"] * 3
+    assert set(order[:3]) == {"part-0", "part-1", "part-2"}
+    assert order[3:5] == ["trainer_state.json", "MANIFEST.json"]
+    if strategy != "unrestricted":
+        assert order[:3] == ["part-0", "part-1", "part-2"]
+
+
+def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_no_checkpoint() -> None:
+    storage = new_storage()
+
+    def fail(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and path.endswith("part-1"):
+            raise StorageError("disk full")
+
+    def rank(ranks: Ranks, writers: Ranks) -> str:
+        saver = Saver(FaultyStorage(storage, fail), "main", ranks=ranks, writers=writers)
+        saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
+        with pytest.raises(StorageError) as caught:
+            saver.flush()
+        return str(caught.value)
+
+    texts = in_threads(2, rank, num_groups=2)
+    assert texts == ["rank 1 could not write its part of checkpoint 7: StorageError: disk full"] * 2
+    assert newest_valid_checkpoint(storage) is None
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits() -> None:
+    storage = new_storage()
+    release, events = threading.Event(), []
+
+    def hold(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and path == "global_step_2/model" and stage == "before":
+            assert release.wait(30)
+
+    files: Mapping[str, bytes] = {"model": b"x"}
+    saver = Saver(FaultyStorage(storage, hold), "main", ranks=Ranks(), writers=Ranks())
+    saver.on_commit = events.append
+    saver.save(2, files, {})
+    saver.check()
+    assert events == []
+    release.set()
+    saver.save(4, files, {})
+    assert events[0] == 2
+    saver.flush()
+    assert events == [2, 4]
