@@ -72,6 +72,29 @@ def validate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def estimate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help='What fits it: "H100 80GB", "RTX 4090", 48GB')] = "",
+) -> None:
+    """Say how much GPU memory a configuration needs, part by part, and what fits; starts nothing."""
+    from rftdask.estimate import estimate as estimate_memory
+    from rftdask.estimate import gpu_bytes, render, what_fits
+    from rftdask.model_shape import read_shape
+
+    checked = load_config(config, overrides or [])
+    _warn(checked.warnings)
+    memory = gpu_bytes(gpu) if gpu else None
+    for stage in checked.stage_configs():
+        shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
+        if len(checked.stage_configs()) > 1:
+            typer.echo(f"stage {stage.name}")
+        typer.echo(render(estimate_memory(stage, shape)))
+        if memory is not None:
+            typer.echo("\n".join(what_fits(stage, shape, memory)))
+
+
+@app.command()
 def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
     """Say where a run stands, from its files: works from anywhere, also when the run is dead."""
     from rftdask.status import read_status, to_json

@@ -42,6 +42,13 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("small")
+    build_toy_model(folder, **SIZES)
+    return str(folder)
+
+
 def make_config(model_folder: str, root: Path, lora: bool) -> Config:
     return load_config(
         {
@@ -99,16 +106,16 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model_folder: str,
     )
 
 
-def test_the_adapter_alone_is_in_the_layout_of_peft(model_folder: str, tmp_path: Path) -> None:
-    run, engine = make_run(model_folder, tmp_path, lora=True)
+def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) -> None:
+    run, engine = make_run(small, tmp_path, lora=True)
     convert(run, tmp_path / "out", merge_lora=False)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(small)
     theirs = PeftModel.from_pretrained(model, tmp_path / "out")
     torch.testing.assert_close(theirs(IDS).logits, engine._model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_run_checkpoint_and_step_name_the_same(model_folder: str, tmp_path: Path) -> None:
-    run, _ = make_run(model_folder, tmp_path)
+def test_run_checkpoint_and_step_name_the_same(small: str, tmp_path: Path) -> None:
+    run, _ = make_run(small, tmp_path)
     ways: list[dict[str, Any]] = [
         {"source": run, "step": 1},
         {"source": f"{run}/global_step_1"},
@@ -123,8 +130,8 @@ def test_run_checkpoint_and_step_name_the_same(model_folder: str, tmp_path: Path
     assert (tmp_path / "newest" / "model.safetensors").read_bytes() != files[0]
 
 
-def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(model_folder: str, tmp_path: Path) -> None:
-    run, _ = make_run(model_folder, tmp_path, steps=1)
+def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(small: str, tmp_path: Path) -> None:
+    run, _ = make_run(small, tmp_path, steps=1)
     done = CliRunner().invoke(app, ["convert", run, str(tmp_path / "out")])
     assert done.exit_code == 0
     assert done.output == f"{tmp_path / 'out'}: step 1 of {run}\n"
@@ -139,7 +146,7 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(model_folder:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_run_without_a_checkpoint_is_told_so(model_folder: str, tmp_path: Path) -> None:
-    run, _ = make_run(model_folder, tmp_path, steps=0)
+def test_a_run_without_a_checkpoint_is_told_so(small: str, tmp_path: Path) -> None:
+    run, _ = make_run(small, tmp_path, steps=0)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         convert(run, tmp_path / "out")

@@ -1,0 +1,126 @@
+"""The shape of a model: what its sizes follow from, read from its config.json and the heads of its weight files.
+
+It loads no weights. With the files at hand it needs neither torch nor transformers; for a name on the Hugging Face Hub
+it builds the model without memory (torch's meta device), which needs the configuration alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rftdask.errors import DataError
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Of a decoder."""
+
+    weights: Mapping[str, tuple[int, ...]]
+    """Name -> shape of every tensor, tied ones once."""
+    hidden_size: int
+    num_layers: int
+    query_size: int
+    """Heads * size of a head."""
+    key_size: int
+    """The same of keys, or of values."""
+    intermediate_size: int
+    """Of the MLP; of a mixture of experts, what its active experts have in sum."""
+    normalizes_heads: bool
+    """Whether queries and keys pass a norm of their own."""
+    vocab_size: int
+    bytes_at_rest: int
+    """Of each number in the model's files."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+    def lora_parameters(
+        self,
+        rank: int,
+        target: str | tuple[str, ...],
+        exclude: str | tuple[str, ...] | None = None,
+        *,
+        use_dora: bool = False,
+    ) -> int:
+        """Weights of adapters of the layers that PEFT would take for these names: rank * (in + out) each."""
+        total = 0
+        for name, shape in self.weights.items():
+            layer = name.removesuffix(".weight")
+            if len(shape) != 2 or layer == name or "embed" in layer.rpartition(".")[2]:
+                continue
+            if exclude is not None and _means(exclude, layer):
+                continue
+            if (layer != "lm_head" and "norm" not in layer) if target == "all-linear" else _means(target, layer):
+                total += rank * sum(shape) + (shape[0] if use_dora else 0)
+        return total
+
+
+def _means(names: str | tuple[str, ...], layer: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, layer) is not None
+    return any(layer == name or layer.endswith(f".{name}") for name in names)
+
+
+def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of a model's folder, or of a name on the Hub. Raises: DataError: there is none, or of another kind."""
+    folder = Path(model_path)
+    files = sorted(folder.glob("*.safetensors"))
+    if files and (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text())
+        weights = {name: shape for file in files for name, shape in _head(file).items()}
+    else:
+        config, weights = _build(model_path, trust_remote_code)
+    try:
+        return _shape(config.get("text_config") or config, weights)
+    except KeyError as error:
+        raise DataError(
+            f"{model_path}: its config.json has no {error}, so it is no decoder that can be sized"
+        ) from error
+
+
+def _head(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape: a safetensors file begins with the size of its head in 8 bytes, then the head as JSON."""
+    with file.open("rb") as stream:
+        head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
+
+
+def _build(model_path: str, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    # Late: only where there are no files to read.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.model_path {model_path} cannot be sized: {error}") from error
+    return config.to_dict(), {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _shape(config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_size = config.get("head_dim") or hidden // heads
+    experts = config.get("num_experts_per_tok")
+    inner = experts * (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else None
+    return ModelShape(
+        weights=weights,
+        hidden_size=hidden,
+        num_layers=config["num_hidden_layers"],
+        query_size=heads * head_size,
+        key_size=(config.get("num_key_value_heads") or heads) * head_size,
+        intermediate_size=inner or config["intermediate_size"],
+        normalizes_heads=any(name.endswith("q_norm.weight") for name in weights),
+        vocab_size=config["vocab_size"],
+        bytes_at_rest=_BYTES.get(config.get("dtype") or config.get("torch_dtype") or "float32", 4),
+    )
