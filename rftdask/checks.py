@@ -5,12 +5,14 @@ Raises UserErrors that say what, where and what to do; changes nothing but a pro
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rftdask.buffer.datasets import Dataset, open_dataset
+from rftdask.buffer.log_open import open_log
 from rftdask.buffer.tasksets import Taskset
 from rftdask.config import Config
 from rftdask.config.schema_buffer import ExperienceBufferConfig, TasksetConfig
@@ -20,6 +22,8 @@ from rftdask.explorer.tasks import taskset_spec
 from rftdask.explorer.workflows.registry import get_workflow
 from rftdask.rules import demonstrations, make_sync_rules, num_experts
 from rftdask.storage import Storage, open_storage
+
+log = logging.getLogger(__name__)
 
 _PROBE = "control/probe"
 _CHECKPOINT_FACTOR = 4
@@ -42,7 +46,12 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
         with _noted(problems):
             _check_staleness(stage)
         sizes.append(_check_data(stage, problems))
-    _check_storage(stages[0])
+    storage = _check_storage(stages[0])
+    for stage in stages:
+        with _noted(problems):
+            check_owners(storage, stage)
+        with _noted(problems):
+            _check_log(stage)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sizes
@@ -202,7 +211,32 @@ def _check_model_folder(path: str, key: str) -> None:
         raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
 
 
-def _check_storage(stage: Config) -> None:
+def check_owners(storage: Storage, stage: Config) -> None:
+    """Raises: UserError: several processes would have to agree on a storage where they cannot."""
+    if storage.has_create_only:
+        return
+    apart = stage.algorithm.schema_type == "experience" and stage.mode in ("explore", "train")
+    if not apart and stage.cluster.type == "local":
+        log.warning("%s cannot keep a second command from this run: start none before this one has ended", storage.url)
+        return
+    setup = f"mode {stage.mode}, which shares a run with another command" if apart else f"cluster {stage.cluster.type}"
+    raise UserError(
+        f"checkpoint_root_dir: {storage.url} cannot create a file only where there is none (no conditional writes), so "
+        f"two processes could both own a role or write the batch of one step: {setup}, is refused there; use mode both "
+        "on one machine, or a folder on a local or shared file system, s3://, gs:// or abfs://"
+    )
+
+
+def _check_log(stage: Config) -> None:
+    if stage.algorithm.schema_type != "experience":
+        return
+    try:
+        open_log(open_storage(stage.checkpoint_job_dir), stage).check()
+    except StorageError as error:
+        raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
+
+
+def _check_storage(stage: Config) -> Storage:
     url = stage.checkpoint_job_dir
     try:
         storage = open_storage(url)
@@ -211,6 +245,7 @@ def _check_storage(stage: Config) -> None:
     except StorageError as error:
         raise UserError(f"checkpoint_root_dir: cannot write to {url}: {error}") from error
     _check_space(storage, stage)
+    return storage
 
 
 def _check_space(storage: Storage, stage: Config) -> None:

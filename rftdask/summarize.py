@@ -29,10 +29,10 @@ FILES = {
     "report.html": "curves, answers and settings on one page",
     "run.json": "configuration as resolved, versions, seed",
     "schedule/": "the tasks of each explore step, where they are learned",
-    "experiences/": "every rollout, as Parquet shards (DuckDB, pandas and Dask read them)",
+    "experiences/": "every rollout, as shards (storage_type queue: Parquet, file: JSON lines, sql: rows of a database)",
     "ledger/": "which experiences each optimizer step trained",
     "global_step_N/actor/huggingface/": "the trained model, for AutoModelForCausalLM.from_pretrained",
-    "eval/": "answers of the evaluations, as Parquet shards",
+    "eval/": "answers of the evaluations, as shards",
     "metrics/": "all numbers, as JSON lines",
     "log/": "what each role logged",
 }

@@ -48,6 +48,10 @@ class ExperienceLog(ABC):
     """Whether `commit` takes some groups of a rollout batch before the others are done."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Look whether the log can be reached; makes nothing. Raises: StorageError."""
+
+    @abstractmethod
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
     ) -> ShardName:

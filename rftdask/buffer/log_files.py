@@ -56,6 +56,9 @@ class FileLog(ExperienceLog):
     def path(self, name: ShardName) -> str:
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
 
+    def check(self) -> None:
+        self._storage.list(self.folder)
+
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
     ) -> ShardName:

@@ -3,5 +3,6 @@
 from rftdask.config.load import load_config, replace
 from rftdask.config.plan import Plan, RolePlan, StagePlan, make_plan
 from rftdask.config.schema_run import Config
+from rftdask.config.source import fill_from_environment
 
-__all__ = ["Config", "Plan", "RolePlan", "StagePlan", "load_config", "make_plan", "replace"]
+__all__ = ["Config", "Plan", "RolePlan", "StagePlan", "fill_from_environment", "load_config", "make_plan", "replace"]

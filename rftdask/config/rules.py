@@ -9,6 +9,7 @@ from typing import Any
 
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.base import default_of
+from rftdask.config.messages import show
 from rftdask.config.mixture import (
     EXPERT_RATIO,
     demonstrations,
@@ -21,7 +22,7 @@ from rftdask.config.mixture import (
 from rftdask.config.schema_buffer import TasksetConfig
 from rftdask.config.schema_explorer import ExplorerConfig
 from rftdask.config.schema_run import Config
-from rftdask.config.source import Problem
+from rftdask.config.source import Problem, has_password, names_environment
 
 Fills = dict[tuple[str | int, ...], Any]
 """Location -> value for a key that was absent."""
@@ -132,6 +133,9 @@ def _fill_taskset(
 _BOUNDED = ("staleness_control", "mix")
 """Sample strategies that take a max_staleness."""
 
+_DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
+"""What the URL of a database begins with."""
+
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 """Moving the default is not worth a warning."""
 
@@ -204,12 +208,38 @@ def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
     buffer = config.buffer.trainer_input.experience_buffer
     at = "buffer.trainer_input.experience_buffer"
     algorithm = config.algorithm.algorithm_type
-    if config.algorithm.schema_type == "experience" and buffer.storage_type == "file":
-        yield f"{at}.storage_type", f"{algorithm} learns from rollouts, which are in the experience log; use queue"
     if config.algorithm.schema_type != "experience" and buffer.storage_type != "file":
         yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file"
     if config.algorithm.schema_type != "experience" and not buffer.path:
         yield f"{at}.path", f"required for {algorithm}: the dataset to learn from"
+
+
+@rule("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
+def _log_has_a_place(config: Config) -> Iterator[Problem]:
+    """Of the experience log: a path is for databases, and a database has one kind of URL and no password in it."""
+    buffer = config.buffer.trainer_input.experience_buffer
+    at = "buffer.trainer_input.experience_buffer.path"
+    if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
+        return
+    if not buffer.path:
+        if "://" in config.checkpoint_job_dir.removeprefix("file://"):
+            yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
+    elif has_password(buffer.path):
+        yield (
+            at,
+            "a password does not belong in a configuration, which is written beside the run: put the URL, or the "
+            "password alone, into an environment variable and write ${oc.env:NAME} here",
+        )
+    elif not names_environment(buffer.path) and not buffer.path.startswith(_DATABASES):
+        yield at, f"{show(buffer.path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
+
+
+@rule("buffer.trainer_input.auxiliary_buffers")
+def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
+    for name, buffer in config.buffer.trainer_input.auxiliary_buffers.items():
+        if buffer.storage_type != "file":
+            at = f"buffer.trainer_input.auxiliary_buffers.{name}.storage_type"
+            yield at, f"{buffer.storage_type}: auxiliary buffers are datasets; use file"
 
 
 @rule(
@@ -372,8 +402,6 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     at = f"buffer.trainer_input.auxiliary_buffers.{demonstrations(config)}"
     if config.mode in ("both", "train") and (buffer is None or not buffer.path):
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
-    elif buffer is not None and buffer.storage_type != "file":
-        yield f"{at}.storage_type", "demonstrations are a dataset; use file"
 
 
 @rule("mode", "algorithm", "explorer.auxiliary_models")
@@ -479,8 +507,12 @@ def warn(config: Config) -> Iterator[Problem]:
         )
     if buffer.total_steps is not None and buffer.total_epochs != 1:
         yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
-    if info.schema == "experience" and buffer.trainer_input.experience_buffer.path:
+    source = buffer.trainer_input
+    if info.schema == "experience" and source.experience_buffer.path and source.experience_buffer.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
+    read = demonstrations(config) if config.algorithm.sample_strategy == "mix" else None
+    for name in sorted(set(source.auxiliary_buffers) - {read}):
+        yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {_mixes_none(config, read)}"
     interval, wanted = eval_interval(config), config.explorer.eval_interval
     if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
         yield (
@@ -500,6 +532,12 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":
         yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _mixes_none(config: Config, read: str | None) -> str:
+    if read is None:
+        return f"{config.algorithm.algorithm_type} mixes no data into its own"
+    return f"sample_strategy mix reads {read}"
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:

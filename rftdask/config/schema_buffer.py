@@ -187,13 +187,17 @@ class ExperienceBufferConfig(Section):
     name: str = "experience_buffer"
     """Name in messages."""
     storage_type: Annotated[
-        Literal["queue", "file"],
-        Filled("file for sft, else queue"),
-        Later("experiences in a database", ("sql",)),
+        Literal["queue", "sql", "file"],
+        Filled("file for sft, dpo and cpt, else queue"),
     ] = absent()
-    """queue: the experience log of the run. file: the dataset at `path`, for sft, dpo and cpt."""
+    """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
+    run folder. file: the same as JSON lines, for people to read. sql: a database. sft, dpo and cpt, and auxiliary
+    buffers: file, the dataset at `path`."""
     path: str | None = None
-    """Dataset of storage_type file: local file or folder, or a name on the Hub."""
+    """Of a dataset: local file or folder, or a name on the Hub. Of a log with storage_type sql: the database,
+    postgresql://user@host/name or sqlite:////folder/file.db; None: experiences.sqlite in the run folder. A URL with a
+    password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder: no path.
+    """
     capacity: Count | None = None
     """mode both: explorers begin no rollout batch while so many experiences lie unread or are under way. None: no limit
     but the lead that `synchronizer` allows. A train batch is always let through."""

@@ -1,6 +1,7 @@
 """A configuration's source as one plain tree: YAML read, overrides applied, interpolations resolved.
 
 Knows OmegaConf and nothing of the schema. Every problem is collected; the rest is a tree of dicts, lists, scalars.
+Invariant: a URL whose password comes from the environment is not resolved, so no copy of the tree has the password.
 """
 
 import re
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from rftdask.errors import ConfigError
 
 Problem = tuple[str, str]
 """(path of the key, what is wrong and what is allowed)."""
@@ -46,6 +49,25 @@ def escape(value: Any) -> Any:
 def to_yaml(tree: dict[str, Any]) -> str:
     """A tree as YAML; texts that OmegaConf's loader would take for something else are quoted."""
     return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def has_password(text: str) -> bool:
+    """Whether `text` is a URL with a password in it."""
+    return bool(re.search(r"://[^/@\s]*:[^/@\s]+@|[?&]password=[^&\s]", text))
+
+
+def names_environment(text: str) -> bool:
+    """Whether `text` has still to be completed from the environment."""
+    return _ENVIRONMENT in text
+
+
+def fill_from_environment(text: str) -> str:
+    """`text` with the environment variables it names. Raises: ConfigError: one is not set."""
+    try:
+        return str(OmegaConf.create({"text": text})["text"])
+    except OmegaConfBaseException as error:
+        problem = f"{text} cannot be completed: {_first_line(error)}; set it for every process"
+        raise ConfigError([problem]) from error
 
 
 def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
@@ -97,6 +119,7 @@ def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
 
 
 _UNRESOLVED = object()
+_ENVIRONMENT = "${oc.env:"
 
 
 def _resolve_item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
@@ -108,6 +131,10 @@ def _resolve_item(node: Any, key: Any, path: str, problems: list[Problem]) -> An
     except OmegaConfBaseException as error:
         problems.append((path, f"cannot be resolved: {_first_line(error)}"))
         return _UNRESOLVED
+    if isinstance(value, str) and has_password(value) and OmegaConf.is_interpolation(node, key):
+        written = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
+        # A password from the environment stays there: who opens the URL completes it.
+        return written if names_environment(written) else value
     return _resolve(value, path, problems)
 
 

@@ -1,4 +1,6 @@
-"""Promises of the experience log: a name in the listing is the commit; what is damaged goes aside and runs again."""
+"""Promises of the experience log as files, beside those of every log (test_log_contract.py): a name in the listing is
+the commit; what is damaged goes aside with its bytes and the reason, whatever crashes meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     yield new_storage() if request.param == "memory" else open_storage(tmp_path)
 
 
-def test_what_is_committed_is_listed_found_and_read(storage: Storage) -> None:
-    log = ParquetLog(storage)
-    name = log.commit([experience(3, 1), experience(3, 2)], explore_step=5, batch=1)
-    assert ParquetLog(storage).shards() == [name]
-    assert log.find(5, 1) == name
-    assert (log.find(5, 0), log.find(6, 1)) == (None, None)
-    assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
-
-
 def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: Storage) -> None:
     log = ParquetLog(storage)
     steps = [STEPS_PER_BUCKET + 1, 1, STEPS_PER_BUCKET - 1, STEPS_PER_BUCKET, 2]
@@ -38,12 +31,6 @@ def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: S
     listed = [(name.explore_step, name.batch) for name in log.shards()]
     assert listed == [(step, batch) for step in sorted(steps) for batch in (0, 1)]
     assert [n.explore_step for n in log.shards(STEPS_PER_BUCKET)] == [64, 64, 65, 65]
-
-
-def test_two_writers_of_one_batch_leave_two_shards(storage: Storage) -> None:
-    names = {commit_batch(ParquetLog(storage), 1, 0) for _ in range(2)}
-    assert len(names) == 2
-    assert set(ParquetLog(storage).shards()) == names
 
 
 def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
@@ -133,16 +120,6 @@ def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
     assert (log.find(1, 0), log.num_quarantined()) == (None, 1)
 
 
-def test_a_log_is_sealed_and_opened_again(storage: Storage) -> None:
-    log = ParquetLog(storage)
-    assert log.sealed_at() is None
-    log.seal(7)
-    assert ParquetLog(storage).sealed_at() == 7
-    log.unseal()
-    log.unseal()
-    assert log.sealed_at() is None
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"[1]", b'{"num_explore_steps": null}', b'{"num_explore_steps": 3', b"\xff"]
 )
@@ -151,10 +128,3 @@ def test_a_damaged_seal_is_told_with_the_remedy(data: bytes) -> None:
     storage.put("experiences/SEALED.json", data)
     with pytest.raises(DamagedError, match=r"experiences/SEALED.json is damaged .* remove it"):
         ParquetLog(storage).sealed_at()
-
-
-def test_logs_in_different_folders_do_not_see_each_other(storage: Storage) -> None:
-    evals = ParquetLog(storage, "eval/gsm8k")
-    name = evals.commit([experience()], explore_step=0, batch=0)
-    assert ParquetLog(storage).shards(0) == []
-    assert evals.shards(0) == [name]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from config_cases import config, grpo, problems, sft
 
-from rftdask.config import make_plan
+from rftdask.config import fill_from_environment, load_config, make_plan, replace
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.mixture import demonstrations, num_experts, num_own_rollouts
+from rftdask.errors import ConfigError
 
 SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
 
@@ -116,6 +117,55 @@ def test_a_critic_that_nothing_trains_is_warned_about() -> None:
     loaded = config(grpo(), "model.critic_model_path=value")
     assert loaded.warnings == ("model.critic_model_path: ignored: grpo has no critic",)
     assert config(grpo(algorithm={"algorithm_type": "ppo"}), "model.critic_model_path=value").warnings == ()
+
+
+EXPERIENCES = "buffer.trainer_input.experience_buffer"
+
+
+def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
+    for kind in ("queue", "file", "sql"):
+        assert config(grpo(), f"{EXPERIENCES}.storage_type={kind}").warnings == ()
+    (line,) = config(grpo(), f"{EXPERIENCES}.storage_type=file", f"{EXPERIENCES}.path=x").warnings
+    assert line == f"{EXPERIENCES}.path: ignored: rollouts are read from the log of the run"
+    (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path=mysql://host/db")
+    assert line.startswith(f"{EXPERIENCES}.path: 'mysql://host/db' is no database; use postgresql://user@host/name")
+    (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", "checkpoint_root_dir=s3://bucket/runs")
+    assert line.startswith(f"{EXPERIENCES}.path: required: a database file cannot lie on remote storage")
+    (line,) = problems(sft(), f"{EXPERIENCES}.storage_type=sql")
+    assert line == f"{EXPERIENCES}.storage_type: sft learns from a dataset; use file"
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:hunter2@host/db", "postgresql://host/db?user=me&password=hunter2"])
+def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path={url}")
+    assert "a password does not belong in a configuration" in line and "hunter2" not in line
+    monkeypatch.setenv("EXPERIENCES_URL", url)
+    loaded = config(grpo(), f"{EXPERIENCES}.storage_type=sql", EXPERIENCES + ".path=${oc.env:EXPERIENCES_URL}")
+    assert "hunter2" not in loaded.to_yaml() + str(loaded.to_dict()) + repr(loaded)
+    for again in (load_config(loaded.to_dict()), replace(loaded, {"seed": 1})):
+        path = again.buffer.trainer_input.experience_buffer.path
+        assert path == "${oc.env:EXPERIENCES_URL}"
+        assert fill_from_environment(path) == url
+
+
+def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="EXPERIENCES_URL"):
+        fill_from_environment("postgresql://me:${oc.env:EXPERIENCES_URL}@host/db")
+
+
+def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_about() -> None:
+    (line,) = problems(mix(), "buffer.trainer_input.auxiliary_buffers.more={path: x, storage_type: sql}")
+    assert (
+        line
+        == "buffer.trainer_input.auxiliary_buffers.more.storage_type: sql: auxiliary buffers are datasets; use file"
+    )
+    more = "buffer.trainer_input.auxiliary_buffers.more.path=x"
+    assert config(mix(), more).warnings == (
+        "buffer.trainer_input.auxiliary_buffers.more: ignored: sample_strategy mix reads sft_dataset",
+    )
+    assert config(grpo(), more).warnings == (
+        "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo mixes no data into its own",
+    )
 
 
 @pytest.mark.parametrize("name", ["dpo", "cpt"])

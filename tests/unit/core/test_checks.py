@@ -1,4 +1,6 @@
-"""Promises of the checks: each mistake in data, model or storage is told before anything starts, the data's at once."""
+"""Promises of the checks: each mistake in data, model or storage is told before anything starts, the data's at
+once; two commands on one run are refused where the storage cannot tell which of two writers was first.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from rftdask.checks import check_inputs
+from rftdask.checks import check_inputs, check_owners
 from rftdask.config import Config, load_config
 from rftdask.errors import ConfigError, UserError
 from rftdask.storage import open_storage
+from rftdask.storage.fsspec_store import FsspecStorage
 
 
 class World:
@@ -235,3 +238,29 @@ def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World
     assert check_inputs([world.config(selector)]) == [{"taskset_0": 6}]
     assert "tau must be >= 0" in problems(world.config(selector, f"{TASKS}.data_selector.kwargs={{tau: -1}}"))
     assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
+
+
+@pytest.mark.parametrize("mode", ["explore", "train"])
+def test_two_commands_on_one_run_need_a_storage_that_knows_who_was_first(
+    world: World, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = FsspecStorage("memory://no-conditional-writes")
+    with pytest.raises(UserError, match=f"mode {mode}, which shares a run with another command, is refused there"):
+        check_owners(plain, world.config(f"mode={mode}"))
+    with pytest.raises(UserError, match="cluster slurm, is refused there"):
+        one = world.config()
+        check_owners(plain, one.model_copy(update={"cluster": one.cluster.model_copy(update={"type": "slurm"})}))
+    for config in (world.config(), world.sft()):
+        caplog.clear()
+        check_owners(plain, config)
+        assert "start none before this one has ended" in caplog.text
+    check_owners(open_storage(world.folder), world.config(f"mode={mode}"))
+
+
+def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: World) -> None:
+    at = "buffer.trainer_input.experience_buffer"
+    url = "postgresql://me@127.0.0.1:9/none?connect_timeout=1"
+    with pytest.raises(ConfigError, match=f"{at}.path: check in postgresql.*none failed"):
+        check_inputs([world.config(f"{at}.storage_type=sql", f"{at}.path={url}")])
+    check_inputs([world.config(f"{at}.storage_type=sql")])
+    assert not list(world.folder.rglob("*.sqlite"))

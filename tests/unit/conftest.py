@@ -1,4 +1,4 @@
-"""An S3 server for the storage tests: moto, on this machine, with dummy credentials.
+"""An S3 server for the tests of storage and of what lies on it: moto, on this machine, with dummy credentials.
 
 moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
 """
