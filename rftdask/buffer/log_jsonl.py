@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from rftdask.buffer.experience import SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.buffer.experience import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
 from rftdask.buffer.log_files import FileLog
 from rftdask.buffer.shard import ShardName
 from rftdask.errors import DamagedError, DataError
@@ -25,7 +25,7 @@ class JsonlLog(FileLog):
     suffix = "jsonl"
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
-        data = to_lines(experiences_to_table(experiences), self.run)
+        data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
         return shard_name(experiences, explore_step, batch, self.writer, data, self.suffix), data
 
     def _decode(self, name: ShardName, data: bytes) -> pa.Table:
@@ -41,14 +41,19 @@ def shard_name(
     return ShardName(explore_step, batch, writer, len(experiences), low, high, zlib.crc32(data), suffix)
 
 
-def to_lines(table: pa.Table, run: str = "") -> bytes:
-    """A table of `SCHEMA` as JSON lines; the same rows give the same bytes."""
+def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
+    """A table of `SCHEMA` as JSON lines, each beginning with `head`; the same rows give the same bytes.
+
+    What a column of a later minor version lacks is left out, so a row without it has the bytes it had before.
+    """
     columns = {field.name: _shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
     columns["metrics"] = [dict(pairs) for pairs in columns["metrics"]]
-    head = {"schema": SCHEMA_VERSION, "run": run}
-    rows = zip(*columns.values(), strict=True)
-    lines = (json.dumps({**head, **dict(zip(columns, row, strict=True))}, ensure_ascii=False) for row in rows)
-    return "".join(f"{line}\n" for line in lines).encode()
+    lines = []
+    for row in zip(*columns.values(), strict=True):
+        fields = dict(zip(columns, row, strict=True))
+        present = {key: value for key, value in fields.items() if value is not None or key not in ADDED_COLUMNS}
+        lines.append(json.dumps({**(head or {}), **present}, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()
 
 
 def from_lines(name: ShardName, data: bytes) -> pa.Table:
@@ -67,7 +72,7 @@ def from_lines(name: ShardName, data: bytes) -> pa.Table:
             f"shard {name.text}: schema version {', '.join(sorted(other))}, this rftdask reads {SCHEMA_VERSION}; "
             "use the version that wrote the run (run.json names it)"
         )
-    missing = {field for row in rows for field in SCHEMA.names if field not in row}
+    missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
     if missing or len(rows) != name.num_rows:
         raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")
     try:

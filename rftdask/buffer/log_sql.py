@@ -1,9 +1,10 @@
 """The experience log as tables of a database, SQLite or PostgreSQL, for people to query while the run goes on.
 
 `experiences` has a row for each experience, its scalars as columns, its arrays as little-endian blobs; `shards` has a
-row for each commit, unique in (log, explore step, batch, writer). What was set aside is in `quarantined_*`. A commit is
-one transaction. Which log of a database belongs to a run folder is told by a file of the folder, so a run that is
-removed and begun again does not find the rows of the one before.
+row for each commit, unique in (log, explore step, batch, writer, part). What was set aside is in `quarantined_*`, the
+names of what retention removed in `removed_shards`. A commit is one transaction. Which log of a database belongs to a
+run folder is told by a file of the folder, so a run that is removed and begun again does not find the rows of the one
+before.
 
 SQLite is for one machine: its write-ahead log needs memory that all processes share.
 """
@@ -15,6 +16,7 @@ import math
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -28,7 +30,7 @@ from sqlalchemy.pool import NullPool
 from rftdask.buffer.experience import SCHEMA, Experience, experiences_to_table
 from rftdask.buffer.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log_jsonl import shard_name, to_lines
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import Part, ShardName
 from rftdask.config import fill_from_environment
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage
@@ -67,6 +69,7 @@ def _shard_columns() -> list[sa.Column[Any]]:
         sa.Column("run", sa.Text, nullable=False),
         sa.Column("folder", sa.Text, nullable=False),
         sa.Column("writer", sa.String(32), nullable=False),
+        sa.Column("part", sa.Text, nullable=False),  # as in the name of a file; empty for a whole rollout batch
         *(sa.Column(name, sa.BigInteger, nullable=False) for name in numbers),
     ]
 
@@ -88,7 +91,7 @@ _shards = sa.Table(
     _metadata,
     sa.Column("id", _INTEGER, primary_key=True),
     *_shard_columns(),
-    sa.UniqueConstraint("log", "explore_step", "batch", "writer"),
+    sa.UniqueConstraint("log", "explore_step", "batch", "writer", "part"),
 )
 _experiences = sa.Table("experiences", _metadata, *_row_columns(), sa.Index("experiences_uid", "uid"))
 _bad_shards = sa.Table(
@@ -97,6 +100,12 @@ _bad_shards = sa.Table(
     sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
     *_shard_columns(),
     sa.Column("reason", sa.Text, nullable=False),
+)
+_removed_shards = sa.Table(
+    "removed_shards",
+    _metadata,
+    sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
+    *_shard_columns(),
 )
 _bad_experiences = sa.Table("quarantined_experiences", _metadata, *_row_columns())
 _seals = sa.Table(
@@ -112,6 +121,8 @@ class SqlLog(ExperienceLog):
 
     Example: SqlLog(storage, "postgresql://me@host/experiments"); the URL may name variables of the environment.
     """
+
+    takes_parts = True
 
     def __init__(self, storage: Storage, url: str | None = None, folder: str = EXPERIENCES, run: str = "") -> None:
         """url: None for a SQLite file in the run folder, which must then be local.
@@ -144,10 +155,12 @@ class SqlLog(ExperienceLog):
         if self._engine.dialect.name != "sqlite":
             self._run("check", lambda connection: connection.execute(sa.select(1)))
 
-    def commit(self, experiences: Sequence[Experience], *, explore_step: int, batch: int) -> ShardName:
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
         table = experiences_to_table(experiences)
         data = to_lines(table)
-        name = shard_name(experiences, explore_step, batch, self.writer, data, _SUFFIX)
+        name = replace(shard_name(experiences, explore_step, batch, self.writer, data, _SUFFIX), part=part)
         place = {"run": self.run, "folder": self.folder}
         shard = {**_columns_of(name), **place, "log": self._make_log()}
         rows = [{**row, **place} for row in _rows_of(table, data)]
@@ -161,9 +174,10 @@ class SqlLog(ExperienceLog):
             self._run("commit", insert, write=True)
         except IntegrityError as error:
             # Ours, if an earlier try was done and only its confirmation was lost: a writer commits a batch once.
-            found = self._names(_shards.c.explore_step == explore_step, _shards.c.batch == batch)
+            found = self.find_all(explore_step, batch)
             if name not in found:
-                before = " (it committed others as this batch before)" * any(n.writer == self.writer for n in found)
+                same = any((n.writer, n.part) == (self.writer, part) for n in found)
+                before = " (it committed others as this batch before)" * same
                 raise StorageError(
                     f"{self._where()}: writer {self.writer} could not commit batch {batch} of explore step "
                     f"{explore_step}{before}: {error.orig}"
@@ -171,11 +185,13 @@ class SqlLog(ExperienceLog):
         return name
 
     def find(self, explore_step: int, batch: int) -> ShardName | None:
-        names = self._names(_shards.c.explore_step == explore_step, _shards.c.batch == batch)
-        return names[0] if names else None
+        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+        return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == batch)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
-        return self._names(_shards.c.explore_step >= first_step)
+        return self._names(_shards, _shards.c.explore_step >= first_step)
 
     def read(self, name: ShardName) -> pa.Table:
         def select(connection: sa.Connection) -> Sequence[Mapping[str, Any]] | None:
@@ -213,8 +229,25 @@ class SqlLog(ExperienceLog):
             self._run("quarantine", move, write=True)
 
     def num_quarantined(self) -> int:
-        query = sa.select(sa.func.count()).where(_bad_shards.c.log == self._find_log())
-        return self._run("count", lambda c: int(c.execute(query).scalar_one())) if self._find_log() else 0
+        return len(self.quarantined())
+
+    def quarantined(self) -> list[ShardName]:
+        return self._names(_bad_shards)
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        def move(connection: sa.Connection) -> None:
+            for name in names:
+                number = self._number(connection, name)
+                shard = sa.select(_shards).where(_shards.c.id == number)
+                connection.execute(_removed_shards.insert().from_select(_shards.c.keys(), shard))
+                connection.execute(_experiences.delete().where(_experiences.c.shard == number))
+                connection.execute(_shards.delete().where(_shards.c.id == number))
+
+        if self._find_log():
+            self._run("remove", move, write=True)
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        return self._names(_removed_shards, _removed_shards.c.explore_step >= first_step)
 
     def seal(self, num_explore_steps: int) -> None:
         log = self._make_log()
@@ -233,10 +266,10 @@ class SqlLog(ExperienceLog):
         query = sa.select(_seals.c.num_explore_steps).where(_seals.c.log == self._find_log())
         return self._run("read", lambda c: c.execute(query).scalar()) if self._find_log() else None
 
-    def _names(self, *where: sa.ColumnElement[bool]) -> list[ShardName]:
+    def _names(self, table: sa.Table, *where: sa.ColumnElement[bool]) -> list[ShardName]:
         if not self._find_log():
             return []
-        query = sa.select(_shards).where(_shards.c.log == self._log, *where)
+        query = sa.select(table).where(table.c.log == self._log, *where)
         return sorted(_name_of(row) for row in self._run("list", lambda c: c.execute(query).all()))
 
     def _number(self, connection: sa.Connection, name: ShardName) -> int | None:
@@ -340,6 +373,7 @@ def _columns_of(name: ShardName) -> dict[str, Any]:
         "explore_step": name.explore_step,
         "batch": name.batch,
         "writer": name.writer,
+        "part": "" if name.part is None else name.part.text,
         "num_rows": name.num_rows,
         "min_policy_version": name.min_policy_version,
         "max_policy_version": name.max_policy_version,
@@ -357,6 +391,7 @@ def _name_of(row: Any) -> ShardName:
         row.max_policy_version,
         row.crc32,
         _SUFFIX,
+        Part.parse(*row.part.removeprefix("p").split("-")) if row.part else None,
     )
 
 
@@ -395,7 +430,7 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     columns = {}
     for field in SCHEMA:
         values = [
-            _from_sql(row[field.name], field.type) if line is None else _from_line(line[field.name], field.type)
+            _from_sql(row[field.name], field.type) if line is None else _from_line(line.get(field.name), field.type)
             for row, line in zip(rows, exact, strict=True)
         ]
         columns[field.name] = pa.array(values, field.type)

@@ -34,7 +34,7 @@ from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.log_files import FileLog, ParquetLog
 from rftdask.buffer.log_jsonl import JsonlLog
 from rftdask.buffer.log_sql import SqlLog
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import Part, ShardName, done_batches
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 
@@ -142,6 +142,24 @@ class TestLog:
         assert backend.open().find(1, 0) == name
         assert backend.open().read(name).num_rows == 0
 
+    def test_a_batch_in_parts_is_done_with_the_last_of_them(self, backend: Backend) -> None:
+        log = backend.open()
+        first = log.commit([experience(1)], explore_step=1, batch=0, part=Part((1,), 2))
+        assert (log.find(1, 0), log.find_all(1, 0), done_batches(log.shards())) == (None, [first], set())
+        last = log.commit([experience(0)], explore_step=1, batch=0, part=Part((0,), 2))
+        assert ShardName.try_parse(last.text) == last and log.read(last).num_rows == 1
+        assert set(backend.open().find_all(1, 0)) == {first, last}
+        assert done_batches(backend.open().shards()) == {(1, 0)}
+
+    def test_what_is_removed_is_known_by_name(self, backend: Backend) -> None:
+        log = backend.open()
+        names = [commit_batch(log, step, 0) for step in (1, 2, 3)]
+        log.remove(names[:2])
+        log.remove(names[:2])
+        assert (backend.open().shards(), backend.open().removed(), log.removed(2)) == (names[2:], names[:2], names[1:2])
+        with pytest.raises(NotFoundError):
+            log.read(names[0])
+
     def test_two_writers_of_one_batch_leave_two_shards(self, backend: Backend) -> None:
         names = {commit_batch(backend.open(), 1, 0) for _ in range(2)}
         assert len(names) == 2 and set(backend.open().shards()) == names
@@ -172,6 +190,7 @@ class TestLog:
         log.quarantine(name, "crc32 does not match")
         log.quarantine(name, "again")
         assert (log.find(1, 0), log.shards(), log.num_quarantined()) == (None, [other], 1)
+        assert log.quarantined() == [name]
         with pytest.raises(NotFoundError):
             log.read(name)
         again = commit_batch(log, 1, 0)  # the very same writer, to the byte
@@ -277,7 +296,7 @@ def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
     )
     line = (tmp_path / log.path(name)).read_text()
     assert line.startswith(
-        '{"schema": "1.0", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
+        '{"schema": "1.1", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
     )
     assert '"tokens": [1, 2, 3, 1, 9], "prompt_length": 2, "rollout_logprobs": [-0.5, -0.25, -1.0]' in line
     assert '"loss_mask_runs": [1, 1, 1], "reward": 1.0' in line and "4 \u00b1 1" in line
