@@ -24,7 +24,7 @@ from rftdask.checks import check_inputs
 from rftdask.cluster.base import Layout, count_gpus, plan_layout
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RftError, RoleError
-from rftdask.monitor.logs import setup_logging
+from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.report import write_report
@@ -96,7 +96,8 @@ class Experiment:
             check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
         storage = open_storage(self.url)
         record_run(storage, self.config)
-        setup_logging("driver", self.config.log.level, _local_folder(storage, "log"))
+        logs = LogFolder(storage)
+        setup_logging("driver", self.config.log.level, logs.path)
         layout = plan_layout(stages, self.config.cluster.num_cpus or num_cores(), count_gpus(self.config))
         folders: list[StageFolder] = []
         status, error = "failed", ""
@@ -108,6 +109,7 @@ class Experiment:
             raise
         finally:
             self._stop_requested = False
+            logs.close()
             if folders:
                 self.summary, frames = summarize(
                     self.config, self.url, folders, status=status, began_s=began_s, error=error
@@ -259,7 +261,7 @@ class Experiment:
         storage = open_storage(stage.checkpoint_job_dir)
         stage = open_run(storage, stage)
         shown = _Shown(stage, number + 1, num_stages, cluster)
-        feed = _Feed(storage, stage)
+        feed, logs = _Feed(storage, stage), LogFolder(storage)
 
         def on_event(event: Event) -> None:
             if event.get("event") == "note":
@@ -267,8 +269,9 @@ class Experiment:
             self._progress = shown.after(event)
             view.update(self._progress)
             feed.poll()
+            logs.poll()
 
-        run = StageRun(stage, storage, cluster, layout, sizes, on_event, _local_folder(storage, "log"))
+        run = StageRun(stage, storage, cluster, layout, sizes, on_event, str(logs.path))
         shown.total_steps = run.work.train_steps if stage.mode in ("both", "train") else run.work.explore_steps
         self._stage = run
         if self._stop_requested:
@@ -279,6 +282,7 @@ class Experiment:
         finally:
             self._stage = None
             feed.close()
+            logs.close()
             folders.append(StageFolder(stage, storage, time.monotonic() - began))
 
     def _exploring_stage(self) -> Config:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import tempfile
+import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
 
+from rftdask.errors import StorageError
+from rftdask.storage.base import Storage
+
 MAX_FILE_BYTES = 20_000_000
 NUM_BACKUPS = 3
+COPY_EVERY_S = 20.0
+_START = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
+MAX_COPY_BYTES = 4_000_000
+"""Of the end of a file, to remote storage each time it has grown."""
 
 
 def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | None = None) -> Path | None:
@@ -19,7 +29,7 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
     `MAX_FILE_BYTES` is set aside, `NUM_BACKUPS` times. Two processes must not share a role name, because the files
     are rotated by one process alone.
 
-    Args: folder: local path of `<run>/log`; None, for a run that is not on a local file system, gives stderr only.
+    Args: folder: local path, see `LogFolder`; None gives stderr only.
     Returns: path of the file, None without one.
     Raises: ValueError: unknown level.
     """
@@ -39,6 +49,48 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"))
     logger.addHandler(file)
     return path
+
+
+class LogFolder:
+    """Where the processes of this machine log: `<run>/log` itself, or a temporary folder whose files are copied there.
+
+    Example:
+        folder = LogFolder(storage)
+        setup_logging("driver", folder=folder.path); ...; folder.poll(); ...; folder.close()
+
+    There each start has a folder of its own, log/<UTC time>-<pid>, because nobody can append to a file there.
+
+    A copy that fails is tried again by the next: what a run logs must not end it. The temporary folder stays, since
+    messages name files in it.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._is_remote = "://" in storage.url
+        self._sizes: dict[str, int] = {}
+        self._copied = time.monotonic()
+        self.path = Path(tempfile.mkdtemp(prefix="rftdask-log-") if self._is_remote else f"{storage.url}/log")
+
+    def poll(self) -> None:
+        """Copy what is new, now and then."""
+        if self._is_remote and time.monotonic() - self._copied > COPY_EVERY_S:
+            self.close()
+
+    def close(self) -> None:
+        """Copy what is new. Can be called again."""
+        if not self._is_remote:
+            return
+        self._copied = time.monotonic()
+        for file in sorted(self.path.glob("*.log*")):
+            data = file.read_bytes()
+            if len(data) == self._sizes.get(file.name):
+                continue
+            try:
+                self._storage.put(f"log/{_START}/{file.name}", data[-MAX_COPY_BYTES:])
+            except StorageError as error:
+                logging.getLogger(__name__).warning("%s is not copied to the run yet: %s", file, error)
+                return
+            self._sizes[file.name] = len(data)
 
 
 class _File(RotatingFileHandler):

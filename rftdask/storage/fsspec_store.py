@@ -8,7 +8,9 @@ repeated by `_call` here: the client's own hidden repeats would make a lost repl
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,11 @@ S3 If-None-Match (s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (a
 _S3 = ("s3", "s3a")
 _TOKEN = "rftdask-token"
 """Key of the S3 object metadata that tells which call of `put_new` made the object."""
+
+_SETTINGS = ("AWS_", "FSSPEC_", "AZURE_", "GOOGLE_", "GCSFS_")
+"""Environment variables that decide to which service a client connects, and as whom."""
+_FILESYSTEMS: dict[tuple[Any, ...], Any] = {}
+_LOCK = threading.Lock()
 
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
 """Packages whose own errors (not OSError) may mean a fault of the network or the service."""
@@ -181,7 +188,7 @@ def _open_filesystem(url: str, protocol: str) -> Any:
     if not url.partition("://")[2].strip("/"):
         raise UserError(f"{url} names no bucket; write {protocol}://bucket/folder")
     try:
-        filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        return _filesystem_of(url, protocol)
     except ImportError as error:
         package = PACKAGES.get(protocol)
         advice = f"run `pip install {package}`" if package else str(error)
@@ -189,10 +196,26 @@ def _open_filesystem(url: str, protocol: str) -> Any:
     except ValueError as error:
         known = "a path, file://, memory://, s3://, gs://, abfs://"
         raise UserError(f"{url}: {error}; use {known} or another protocol of fsspec") from error
-    if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
-        filesystem.retries = 1
-        filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
-    return filesystem
+
+
+def _filesystem_of(url: str, protocol: str) -> Any:
+    """The client for `url`, one for all storages of this process that differ by their folders alone.
+
+    Making one costs a tenth of a second and connections of its own; and one of s3fs that is collected while another
+    event loop runs, such as Dask's, closes itself in that loop, and fails. It is not fsspec's own shared instance,
+    which other code may have, with its cache of listings and its hidden repeats.
+    """
+    options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
+    settings = [(name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)]
+    key = (protocol, repr(sorted(options.items())), tuple(sorted(settings)))
+    with _LOCK:
+        if key not in _FILESYSTEMS:
+            filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
+                filesystem.retries = 1
+                filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
+            _FILESYSTEMS[key] = filesystem
+        return _FILESYSTEMS[key]
 
 
 def _says_exists(error: Exception) -> bool:

@@ -1,10 +1,15 @@
-"""Promises of the logs: a file per role, warnings on stderr, and calling it again duplicates nothing."""
+"""Promises of the logs: a file per role, warnings on stderr, and calling it again duplicates nothing; a run on remote
+storage has them too, and ends as it would if they cannot be written there.
+"""
 
 import logging
 
 import pytest
 
-from rftdask.monitor.logs import setup_logging
+from rftdask.errors import StorageError
+from rftdask.monitor.logs import LogFolder, setup_logging
+from rftdask.storage import open_storage
+from rftdask.storage.faults import FaultyStorage
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +47,40 @@ def test_without_a_local_folder_there_is_stderr_only(capsys):
     assert setup_logging("trainer") is None
     logging.getLogger("rftdask").warning("here")
     assert capsys.readouterr().err == "WARNING trainer: here\n"
+
+
+def test_a_local_run_logs_into_its_folder(tmp_path):
+    folder = LogFolder(open_storage(tmp_path))
+    folder.close()
+    assert folder.path == tmp_path / "log" and not folder.path.exists()
+
+
+def test_logs_of_a_remote_run_are_copied_to_it_each_start_to_a_folder_of_its_own():
+    storage = open_storage("memory://logs")
+    folder = LogFolder(storage)
+    (folder.path / "engine.log").write_text("loaded\n")
+    folder.poll()
+    assert storage.list("log") == []  # not yet
+    folder.close()
+    (start,) = storage.list("log")
+    assert storage.get(f"log/{start}engine.log") == b"loaded\n"
+    (folder.path / "engine.log").write_text("loaded\nserved\n")
+    folder.close()
+    assert storage.get(f"log/{start}engine.log") == b"loaded\nserved\n"
+
+
+def test_a_log_that_cannot_be_copied_is_told_and_ends_nothing(caplog):
+    def fail(verb, path, stage):
+        if fails and verb == "put":
+            raise StorageError("no network")
+
+    fails = [True]
+    storage = FaultyStorage(open_storage("memory://logs-fail"), fail)
+    folder = LogFolder(storage)
+    (folder.path / "driver.log").write_text("a line\n")
+    folder.close()
+    assert "driver.log is not copied to the run yet: no network" in caplog.text
+    fails.clear()
+    folder.close()
+    (start,) = storage.list("log")
+    assert storage.list(f"log/{start.rstrip('/')}") == ["driver.log"]

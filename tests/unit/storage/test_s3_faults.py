@@ -6,79 +6,14 @@ A proxy on this machine plays the faults in front of the moto server; nothing in
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from s3_proxy import FaultyS3
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
-
-ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
-PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
-PLAYED |= {"forbidden": (403, "AccessDenied"), "lost": (500, "InternalError"), "rival": (500, "InternalError")}
-
-
-class FaultyS3(ThreadingHTTPServer):
-    """Forwards to `endpoint`; every PUT of an object takes the next word of `script`, if one is left.
-
-    "lost": done, but answered with 500. "dropped": done, then the connection is closed without an answer. "rival": a
-    rival creates the object with the same bytes, ours is answered with 500. Others: not done, answered as in PLAYED.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.upstream = endpoint.removeprefix("http://")
-        self.script: list[str] = []
-        self.num_puts = 0
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FaultyS3
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def play(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        is_put = self.command == "PUT"
-        self.server.num_puts += is_put
-        word = self.server.script.pop(0) if is_put and self.server.script else "pass"
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "expect")}
-        if word == "rival":
-            headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-meta-")}
-        if word not in ("refused", "conflict", "forbidden"):
-            status, reply_headers, reply = self.forward(headers, body)
-        if word == "dropped":
-            self.close_connection = True
-            return
-        if word in PLAYED:
-            status, reply_headers, reply = PLAYED[word][0], {}, ERROR.format(PLAYED[word][1]).encode()
-        self.send_response(status)
-        for name, value in reply_headers.items():
-            self.send_header(name, value)
-        if "Content-Length" not in reply_headers:
-            self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = play
-
-    def forward(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        upstream = http.client.HTTPConnection(self.server.upstream, timeout=30)
-        try:
-            upstream.request(self.command, self.path, body, headers)
-            reply = upstream.getresponse()
-            content = reply.read()
-            kept = {k: v for k, v in reply.getheaders() if k.lower() not in ("connection", "transfer-encoding")}
-            return reply.status, kept, content
-        finally:
-            upstream.close()
 
 
 @pytest.fixture

@@ -1,0 +1,131 @@
+"""Whole runs whose folder is on s3://, on a service that fails for about one request in 25: errors 503 and 500, replies
+lost after the work was done, replies too late for the client, slow listings. Promises:
+
+- a run killed with signal 9 and started again ends with the weights, bit for bit, of a local run that nobody disturbed;
+- exploring and training as two commands beside each other trains everything once;
+- real engines publish, load and checkpoint there;
+- whoever looks at such a run, or at such a storage, sees the same as on a disk.
+
+The service is a process of its own that speaks the real protocol; nothing inside the storage is replaced.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.audit import audit_log
+from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.log_open import open_log
+from rftdask.config import load_config
+from rftdask.experiment import Experiment
+from rftdask.rules import tasks_per_batch
+from rftdask.run_folder import read_run
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.weights import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
+from tests.e2e.toy_runs import write_grpo_config
+from tests.integration.run_cases import RunProcess, call_cli, final_weights, finish, run_folder, write_config
+from tests.unit.storage.s3_proxy import S3Process
+
+STEPS = 6
+SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=3", "explorer.eval_interval=3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def s3() -> Iterator[S3Process]:
+    """The service; the environment names it to every process of these tests."""
+    service = S3Process(every=25, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in service.env.items():
+            patch.setenv(name, value)
+        yield service
+    service.close()
+    print("played:", service.played)
+    kinds = {kind for word, count in service.played.items() for kind in word.split()[1:] if count}
+    assert kinds == {"refused", "lost", "dropped", "stalled", "slow"}, service.played
+
+
+def on_s3(name: str) -> tuple[str, str]:
+    """The override that puts a run there, and its URL."""
+    return f"checkpoint_root_dir=s3://bucket/{name}", f"s3://bucket/{name}/rftdask/fake"
+
+
+def assert_all_is_accounted_for(storage: Storage) -> int:
+    """The audit finds nothing wrong; how many experiences are waiting."""
+    config = load_config(read_run(storage)["config"])
+    audit = audit_log(open_log(storage, config), Ledger(storage), tasks_per_batch(config))
+    assert audit.problems == () and audit.committed == audit.trained + audit.waiting + sum(audit.dropped.values())
+    return audit.waiting
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a run that was killed in its middle, and finished by a second start."""
+    place, url = on_s3("killed")
+    config = write_config(tmp_path_factory.mktemp("killed"))
+    storage = open_storage(url)
+    with RunProcess("run", str(config), *SETTINGS, place, "--progress", "plain") as run:
+        run.wait_until(lambda: Ledger(storage).last_step() >= STEPS // 2)
+        run.kill()
+    assert Ledger(storage).last_step() < STEPS
+    finish(config, *SETTINGS, place)
+    return url
+
+
+def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, tmp_path: Path) -> None:
+    local = write_config(tmp_path)
+    finish(local, *SETTINGS)
+    storage = open_storage(killed)
+    assert read_pointer(storage, CHECKPOINT_POINTER) == read_pointer(storage, WEIGHTS_POINTER) == STEPS
+    assert storage.get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(run_folder(local))
+    assert_all_is_accounted_for(storage)
+    logs = [set(storage.list(f"log/{start.rstrip('/')}")) for start in storage.list("log")]
+    assert {"driver.log", "engine.log", "trainer-rank-0.log"} in logs
+    assert "report.html" in storage.list()
+
+
+def test_who_looks_at_a_run_on_s3_sees_what_a_disk_would_show(killed: str) -> None:
+    ended = call_cli("status", killed, "--json")
+    (status,) = json.loads(ended.out)
+    assert (status["step"], status["state"], status["problems"]) == (STEPS, "not running", [])
+    query = "select count(*) as n from ledger where reason is null"
+    ended = call_cli("experiences", killed, "--sql", query, "--json")
+    assert json.loads(ended.out) == [{"n": STEPS * 8}], ended
+    experiment = Experiment.open(killed)
+    uid = experiment.experiences()["uid"][0]
+    ended = call_cli("trace", killed, uid)
+    assert ended.code == 0 and "trained" in ended.out, ended
+    assert set(experiment.metrics()["role"]) == {"trainer", "explorer", "eval"}
+    assert call_cli("report", killed).code == 0
+
+
+def test_exploring_and_training_on_s3_as_two_commands_train_everything_once(tmp_path: Path) -> None:
+    place, url = on_s3("apart")
+    config = write_config(tmp_path)
+    settings = ("buffer.total_steps=4", "trainer.total_steps=null", "synchronizer.sync_style=fully_async", place)
+    settings = (*settings, "buffer.explorer_input.eval_tasksets=[]", "--progress", "plain")
+    with (
+        RunProcess("run", str(config), *settings, "mode=explore") as explorer,
+        RunProcess("run", str(config), *settings, "mode=train") as trainer,
+    ):
+        explored, trained = explorer.end(), trainer.end()
+    assert (explored.code, trained.code) == (0, 0), (explored, trained)
+    assert assert_all_is_accounted_for(open_storage(url)) == 0
+    assert Ledger(open_storage(url)).last_step() == 4
+
+
+def test_real_engines_publish_load_and_checkpoint_on_s3(tmp_path: Path) -> None:
+    config = write_grpo_config(tmp_path)
+    place = "checkpoint_root_dir=s3://bucket/real"
+    finish(config, place, "trainer.total_steps=2", "trainer.save_interval=1")
+    storage = open_storage("s3://bucket/real/rftdask/tiny")
+    assert read_pointer(storage, CHECKPOINT_POINTER) == read_pointer(storage, WEIGHTS_POINTER) == 2
+    assert {"config.json", "model.safetensors"} <= set(storage.list("global_step_2/actor/huggingface"))
+    assert_all_is_accounted_for(storage)
+
+
+def test_the_doctor_finds_nothing_broken_on_s3() -> None:
+    ended = call_cli("doctor", "s3://bucket/doctor")
+    assert ended.code == 0 and "nothing broken" in ended.out, ended
+    assert open_storage("s3://bucket/doctor").list() == []

@@ -1,0 +1,167 @@
+"""An S3 service that fails as real ones do: a proxy that plays faults in front of a moto server.
+
+As a process of its own (`S3Process`) it has moto beside it and picks faults at random, with a seed, for every verb; so
+runs of many processes reach it, and nothing inside the storage is replaced. When it ends it says what it played.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
+PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
+WAITS = {"slow": 0.3, "stalled": 3.0}
+"""Seconds. What a server does that clients wait READ_TIMEOUT_S for."""
+READ_TIMEOUT_S = 1.5
+PLAYED |= {"forbidden": (403, "AccessDenied"), "lost": (500, "InternalError"), "rival": (500, "InternalError")}
+
+
+class FaultyS3(ThreadingHTTPServer):
+    """Forwards to `endpoint`; every PUT of an object takes the next word of `script`, if one is left.
+
+    "lost": done, but answered with 500. "dropped": done, then the connection is closed without an answer. "rival": a
+    rival creates the object with the same bytes, ours is answered with 500. "slow", "stalled": done and answered, late;
+    the second later than clients wait. Others: not done, answered as in PLAYED.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str, choose: Callable[[str, str], str] | None = None) -> None:
+        """choose: the word for a request, by its method and path, in place of the script."""
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.upstream = endpoint.removeprefix("http://")
+        self.script: list[str] = []
+        self.num_puts = 0
+        self.choose = choose or self._next_of_script
+
+    def _next_of_script(self, method: str, path: str) -> str:
+        return self.script.pop(0) if method == "PUT" and self.script else "pass"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyS3
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def play(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_put = self.command == "PUT"
+        self.server.num_puts += is_put
+        word = self.server.choose(self.command, self.path)
+        if word in WAITS:
+            time.sleep(WAITS[word])
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "expect")}
+        if word == "rival":
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-meta-")}
+        if word not in ("refused", "conflict", "forbidden"):
+            status, reply_headers, reply = self.forward(headers, body)
+        if word == "dropped":
+            self.close_connection = True
+            return
+        if word in PLAYED:
+            status, reply_headers, reply = PLAYED[word][0], {}, ERROR.format(PLAYED[word][1]).encode()
+        self.send_response(status)
+        for name, value in reply_headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in reply_headers:
+            self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = play
+
+    def forward(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=30)
+        try:
+            upstream.request(self.command, self.path, body, headers)
+            reply = upstream.getresponse()
+            content = reply.read()
+            kept = {k: v for k, v in reply.getheaders() if k.lower() not in ("connection", "transfer-encoding")}
+            return reply.status, kept, content
+        finally:
+            upstream.close()
+
+
+class Dice:
+    """A fault for about one request in `every`, of the kinds that can happen to it."""
+
+    def __init__(self, every: float, seed: int) -> None:
+        self.every = every
+        self.played: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def choose(self, method: str, path: str) -> str:
+        is_list = method == "GET" and "list-type=" in path
+        words = ["slow"] if is_list else []
+        words += ["lost", "dropped"] if method in ("PUT", "POST", "DELETE") else ["refused", "dropped"]
+        with self._lock:
+            word = self._random.choice([*words, "refused", "stalled"]) if self._random.random() < 1 / self.every else ""
+            self.played[f"{'LIST' if is_list else method} {word}".strip()] += 1
+        return word or "pass"
+
+
+def serve(every: float, seed: int) -> None:
+    """moto and the proxy, until stdin closes."""
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    endpoint = "http://{}:{}".format(*moto.get_host_and_port())
+    dice = Dice(every, seed)
+    proxy = FaultyS3(endpoint, dice.choose)
+    bucket = http.client.HTTPConnection(proxy.upstream, timeout=30)
+    bucket.request("PUT", "/bucket", headers={"Content-Length": "0"})
+    assert bucket.getresponse().status == 200
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    print(f"http://127.0.0.1:{proxy.server_port}", flush=True)
+    sys.stdin.read()
+    print(json.dumps(dice.played), flush=True)
+    os._exit(0)  # not waiting for the threads of connections that clients keep open
+
+
+class S3Process:
+    """The service as a process. `env` is what clients need, `played` what it did, once it is closed."""
+
+    def __init__(self, every: float, seed: int) -> None:
+        """every: one request in so many meets a fault."""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(every), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # moto tells every request
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.endpoint = self._process.stdout.readline().strip()
+        assert self.endpoint, "the S3 service did not start"
+        self.played: dict[str, int] = {}
+        self.env = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "dummy",
+            "AWS_SECRET_ACCESS_KEY": "dummy",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # bodies as they are, no trailers
+            "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": READ_TIMEOUT_S}}),
+        }
+
+    def close(self) -> None:
+        out, _ = self._process.communicate(timeout=30)
+        self.played = json.loads(out)
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))
