@@ -297,3 +297,13 @@ def test_only_one_adapter_can_be_trained() -> None:
     assert problems(grpo(), "model.lora_configs=[{}, {}]") == [
         "model.lora_configs: the list has 2 items; it must have 1"
     ]
+
+
+@pytest.mark.parametrize("keep", ["thin", "none"])
+def test_results_that_somebody_needs_again_are_not_removed(keep: str) -> None:
+    at = "buffer.trainer_input.experience_buffer.retention.keep"
+    selector = "{selector_type: difficulty_based, feature_keys: [weak, strong]}"
+    load_config(grpo(), [f"{at}={keep}"])
+    assert problems(grpo(), f"{at}={keep}", f"buffer.explorer_input.taskset.data_selector={selector}") == [
+        f"{at}: {keep} removes results that the selector difficulty_based learns from; use all"
+    ]
