@@ -77,7 +77,9 @@ class FileLog(ExperienceLog):
     def shards(self, first_step: int = 1) -> list[ShardName]:
         first = self._bucket(first_step)
         buckets = [b for b in self._buckets() if b >= first]
-        return sorted(n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
+        names = (n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
+        # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
+        return sorted(names, key=lambda n: (n.explore_step, n.batch, n.writer, n.text))
 
     def read(self, name: ShardName) -> pa.Table:
         return self._decode(name, self._storage.get(self.path(name)))
