@@ -20,6 +20,7 @@ from safetensors.torch import load
 
 from rftdask.algorithm import make_algorithm
 from rftdask.buffer.batch import Batch, join_batches, supervised_batch
+from rftdask.lora import Lora
 from rftdask.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.strategies.base import Single, Strategy
@@ -34,7 +35,10 @@ ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
 SPLITS = (None, 1, 3)
 TOLERANCE = 1e-5
-MODEL_FILE, CRITIC_FILE = "actor/model.safetensors", "critic/model.safetensors"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "activations again": {"gradient_checkpointing": True},
+    "adapters": {"lora": Lora(rank=4)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +125,23 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     return differences
 
 
+def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
+    """As `compare`, of what else may be chosen."""
+    differences: dict[str, float] = {}
+    for variant, options in VARIANTS.items():
+        alone, files = trained(model, "grpo", Single(gangs[1]), **options)
+        expected = weights_of(files)
+        for name in STRATEGIES:
+            found, files = trained(model, "grpo", strategy_of(name, gangs[2]), micro_batch_size=3, **options)
+            if gangs[2].leads:
+                differences[f"metrics: {variant}, {name}"] = metric_difference(found, alone)
+                differences[f"weights: {variant}, {name}"] = weight_difference(weights_of(files), expected)
+    return differences
+
+
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    return {f"{f}/{n}": t for f in (MODEL_FILE, CRITIC_FILE) if f in files for n, t in load(files[f]).items()}
+    names = [name for name in files if name.endswith("model.safetensors")]
+    return {f"{name}/{n}": tensor for name in names for n, tensor in load(files[name]).items()}
 
 
 def metric_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
@@ -171,6 +190,12 @@ def test_ranks_compute_what_one_rank_computes_alone(model: str, tmp_path: Path) 
     assert len(merged) == 2 * len(ALGORITHMS) * len(STRATEGIES) * 2 * len(SPLITS)
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
+
+
+def test_adapters_and_activations_computed_again_change_nothing_of_that(model: str, tmp_path: Path) -> None:
+    differences = [part for part in run_ranks(2, tmp_path, compare_variants, model) if part]
+    assert len(differences[0]) == 2 * len(VARIANTS) * len(STRATEGIES)
+    assert max(differences[0].values()) <= TOLERANCE, differences
 
 
 def test_what_four_ranks_saved_any_number_loads(model: str, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def plan_passes(
     cut: list[list[np.ndarray]] = []
     for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size):
         members = rows_of_units(units, unit)
+        if not len(members):
+            cut.append([])
+            continue
         parts = micro_batches(
             lengths[members],
             max_tokens=max_tokens,

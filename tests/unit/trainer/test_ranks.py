@@ -24,6 +24,7 @@ from rftdask.storage.faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
 from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
 from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.engines.passes import plan_passes
 from rftdask.trainer.exchange import from_bytes, join_parts, places_of, to_bytes
 from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks
@@ -233,3 +234,31 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
     assert events[0] == 2
     saver.flush()
     assert events == [2, 4]
+
+
+# ---- passes
+
+
+class OneOf(Ranks):
+    """One of several ranks, for what needs no answer of the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4) | st.none(), st.sampled_from([1, 2]), st.booleans())
+def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_they_must(
+    num_units: int, size: int, max_rows: int | None, unit: int, together: bool
+) -> None:
+    lengths = np.arange(3, 3 + num_units * unit) ** 2 % 17 + 1
+    limits: dict[str, Any] = {"hidden_size": 8, "max_tokens": 40, "max_rows": max_rows, "unit": unit}
+    plans = [plan_passes(lengths, OneOf(rank, size), **limits, together=together) for rank in range(size)]
+    rows = [int(row) for plan in plans for part in plan.own for row in part]
+    assert sorted(rows) == list(range(len(lengths)))
+    counts = [len(plan.own) + plan.num_idle for plan in plans]
+    assert min(counts) >= 1
+    assert not together or len(set(counts)) == 1
+    for plan in plans:
+        assert all(sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.own)
+        assert len(plan.filler) == unit
