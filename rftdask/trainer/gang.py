@@ -238,7 +238,8 @@ class Gang:
                 return able[: self._world_size]
             if time.monotonic() > deadline:
                 raise WaitTimeout(
-                    f"{len(able)} of {self._world_size} trainer workers joined in {self._worker_deadline_s:.0f} s"
+                    f"{len(able)} of {self._world_size} trainer workers joined in {self._worker_deadline_s:.0f} s; "
+                    "start more workers, or lower trainer.num_ranks: checkpoints are read at any number of ranks"
                 )
             time.sleep(_LOOK_S)
 

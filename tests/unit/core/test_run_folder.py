@@ -65,6 +65,8 @@ def test_another_config_is_refused_naming_every_key(storage: Storage) -> None:
 FREE = {
     "trainer.total_steps": "99",
     "trainer.save_interval": "5",
+    "trainer.num_ranks": "2",
+    "trainer.trainer_strategy": "ddp",
     "trainer.max_checkpoints_to_keep": "1",
     "buffer.total_epochs": "3",
     "buffer.explorer_input.eval_tasksets": "[{path: more.jsonl, name: held_out}]",
