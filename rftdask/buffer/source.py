@@ -133,10 +133,7 @@ class LogSource(BatchSource):
         if self._replay_until is None:
             self._replay_until = self._ledger.last_of_run(step)
         entry = self._ledger.read(step)
-        if entry is not None and step > self._replay_until:
-            raise FencedError(
-                f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
-            )
+        _check_place(self._ledger, step, entry, self._replay_until)
         self._fold_until(step)
         if entry is None:
             selection = self._wait_for_groups(step)
@@ -331,6 +328,26 @@ def _any_filtered(groups: Sequence[Group]) -> bool:
     return any(reason == Status.FILTERED for group in groups for reason, _ in group.other_rows)
 
 
+def _check_place(ledger: Ledger, step: int, entry: LedgerEntry | None, replay_until: int) -> None:
+    """`replay_until`: the last step that was in the ledger when this trainer began.
+
+    Raises: FencedError: the entry came later; DamagedError: it is missing, and was there, for later ones are.
+    """
+    if entry is not None:
+        if step > replay_until:
+            raise FencedError(
+                f"{ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
+            )
+        return
+    # Before the first new entry of this life; read again, as another trainer may have written both just now.
+    follows = step == replay_until + 1 and ledger.read(step + 1) is not None and ledger.read(step) is None
+    if step <= replay_until or follows:
+        raise DamagedError(
+            f"{ledger.path(step)} is missing, and the ledger goes on to step {max(replay_until, step + 1)}; restore it "
+            "from a backup: its rows may be trained, and a new batch could take them again"
+        )
+
+
 class DatasetSource(BatchSource):
     """Batches of supervised rows: batch k is a pure function of the dataset, the seed and k."""
 
@@ -368,16 +385,13 @@ class DatasetSource(BatchSource):
         if self._replay_until is None:
             self._replay_until = self._ledger.last_of_run(step)
         entry = self._ledger.read(step)
+        _check_place(self._ledger, step, entry, self._replay_until)
         if entry is None:
             numbers = self._numbers(step)
             if numbers is None:
                 return None
             entry = LedgerEntry(step, self._ledger.lineage, (Rows(self._source, numbers),))
             self._ledger.write(entry)
-        elif step > self._replay_until:
-            raise FencedError(
-                f"{self._ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
-            )
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:

@@ -114,11 +114,13 @@ def remove_folder(storage: Storage, folder: str) -> None:
     storage.remove(folder)
 
 
-def is_valid(storage: Storage, folder: str) -> bool:
-    """Whether the folder exists and every file of it is what its manifest says. Reads all of it."""
+def is_valid(storage: Storage, folder: str, version: int | None = None) -> bool:
+    """Whether the folder exists, is of `version` if one is given, and every file of it is what its manifest says. Reads
+    all of it.
+    """
     try:
         manifest = read_manifest(storage, folder)
-        if manifest is None:
+        if manifest is None or version not in (None, manifest.version):
             return False
         for name in manifest.files:
             read_file(storage, folder, manifest, name)

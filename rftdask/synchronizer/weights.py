@@ -52,12 +52,30 @@ def read_pointer(storage: Storage, pointer: str) -> int | None:
 def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
     """Point to `number`, unless the pointer is there or beyond already; whether it moved. Only the lineage's trainer
     may.
+
+    A pointer beyond to what is not there is damaged, and is not believed: one flipped bit makes 90 of 10.
     """
     now = read_pointer(storage, pointer)
-    if now is not None and now >= number:
+    if now == number or (now is not None and now > number and _is_named(storage, pointer, now)):
         return False
     storage.put(pointer, f"{number}\n".encode())
     return True
+
+
+def restore_pointer(storage: Storage, version: int) -> bool:
+    """Point to `version`, which was published, if the pointer is lost or behind. False: its weights are not there any
+    more, or damaged. Reads all of them.
+    """
+    if not is_valid(storage, weights_folder(version), version):
+        return False
+    move_pointer(storage, WEIGHTS_POINTER, version)
+    return True
+
+
+def _is_named(storage: Storage, pointer: str, number: int) -> bool:
+    """Whether there is a folder for the number that a pointer holds."""
+    folder = weights_folder(number) if pointer == WEIGHTS_POINTER else f"global_step_{number}"
+    return _try_manifest(storage, folder) is not None
 
 
 def publish_weights(storage: Storage, version: int, data: bytes | Mapping[str, bytes], lineage: str) -> Published:
@@ -70,7 +88,7 @@ def publish_weights(storage: Storage, version: int, data: bytes | Mapping[str, b
     """
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
-    if manifest is None or not is_valid(storage, folder):
+    if manifest is None or not is_valid(storage, folder, version):
         files = {MODEL_FILE: data} if isinstance(data, bytes) else data
         manifest = write_folder(storage, folder, files, lineage=lineage, version=version)
     move_pointer(storage, WEIGHTS_POINTER, version)
@@ -81,7 +99,7 @@ def read_published(storage: Storage, version: int) -> Published | None:
     """What is published as `version`; None if it is not there or not readable (yet)."""
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
-    return None if manifest is None else _published(manifest, folder)
+    return None if manifest is None or manifest.version != version else _published(manifest, folder)
 
 
 def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:

@@ -43,7 +43,7 @@ def checkpoint_steps(storage: Storage) -> list[int]:
 def newest_valid_checkpoint(storage: Storage) -> int | None:
     """Step of the newest checkpoint whose every byte is verified; None if there is none."""
     return next(
-        (step for step in reversed(checkpoint_steps(storage)) if is_valid(storage, checkpoint_folder(step))), None
+        (s for s in reversed(checkpoint_steps(storage)) if is_valid(storage, checkpoint_folder(s), version=s)), None
     )
 
 
@@ -78,7 +78,7 @@ class Checkpoints:
 
     def is_there(self, step: int) -> bool:
         """Whether `step` has a valid checkpoint, which then is what the pointer names."""
-        valid = is_valid(self._storage, checkpoint_folder(step))
+        valid = is_valid(self._storage, checkpoint_folder(step), version=step)
         if valid:
             self._settle(step)
         return valid

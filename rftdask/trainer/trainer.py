@@ -20,7 +20,12 @@ from rftdask.buffer.batch import Batch
 from rftdask.buffer.ledger import LedgerEntry
 from rftdask.buffer.source import BatchSource
 from rftdask.storage import Storage
-from rftdask.synchronizer.weights import publish_weights, published_versions, remove_weights_below
+from rftdask.synchronizer.weights import (
+    publish_weights,
+    published_versions,
+    remove_weights_below,
+    restore_pointer,
+)
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.base import TrainEngine
 
@@ -153,6 +158,8 @@ class Trainer:
         log.info("resumes from checkpoint %d", step)
         self._saved = step
         self._published = min(step, state["published"])
+        if self._options.publish and self._published and not restore_pointer(self._storage, self._published):
+            self._published = 0  # what was published is damaged: publish as if it never was
         return step
 
     def _publish(self, step: int) -> None:

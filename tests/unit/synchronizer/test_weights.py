@@ -26,6 +26,7 @@ from rftdask.synchronizer.weights import (
     read_requested_version,
     remove_weights_below,
     request_version,
+    restore_pointer,
 )
 
 _numbers = itertools.count()
@@ -88,6 +89,7 @@ def test_the_pointer_never_goes_back(versions: list[int]) -> None:
     storage = new_storage()
     highest = 0
     for version in versions:
+        write_folder(storage, f"weights/{version}", {}, lineage="main", version=version)
         assert move_pointer(storage, WEIGHTS_POINTER, version) is (version > highest)
         highest = max(highest, version)
         assert read_pointer(storage, WEIGHTS_POINTER) == highest
@@ -108,6 +110,37 @@ def test_a_pointer_to_what_is_not_there_or_damaged_is_no_news(storage: Storage) 
     assert latest_published(storage) is None
     storage.put(f"weights/9/{NAME}", b"{")
     assert latest_published(storage) is None
+
+
+def test_a_pointer_beyond_to_what_is_not_there_is_not_believed(storage: Storage) -> None:
+    publish_weights(storage, 3, b"w3", "main")
+    storage.put(WEIGHTS_POINTER, b"90\n")
+    publish_weights(storage, 10, b"w10", "main")
+    assert read_pointer(storage, WEIGHTS_POINTER) == 10
+
+
+@pytest.mark.parametrize("damage", [b"", b"1\n", b"7\n", None])
+def test_a_pointer_that_is_lost_or_behind_is_restored(storage: Storage, damage: bytes | None) -> None:
+    for version in (1, 3):
+        publish_weights(storage, version, b"w", "main")
+    storage.remove(WEIGHTS_POINTER) if damage is None else storage.put(WEIGHTS_POINTER, damage)
+    assert restore_pointer(storage, 3)
+    assert read_pointer(storage, WEIGHTS_POINTER) == 3
+
+
+def test_a_pointer_is_not_restored_to_damaged_weights(storage: Storage) -> None:
+    publish_weights(storage, 3, b"w3", "main")
+    storage.put("weights/3/model.safetensors", b"w4")
+    storage.remove(WEIGHTS_POINTER)
+    assert not restore_pointer(storage, 3)
+    assert read_pointer(storage, WEIGHTS_POINTER) is None
+
+
+def test_weights_in_the_folder_of_another_version_are_not_there(storage: Storage) -> None:
+    write_folder(storage, "weights/3", {"model.safetensors": b"w2"}, lineage="main", version=2)
+    assert read_published(storage, 3) is None
+    publish_weights(storage, 3, b"w3", "main")
+    assert storage.get("weights/3/model.safetensors") == b"w3"
 
 
 def test_old_weights_are_removed_and_the_newest_never(storage: Storage) -> None:

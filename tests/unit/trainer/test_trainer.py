@@ -11,7 +11,7 @@ from trainer_cases import Sink, fill_log, make_trainer, new_storage
 from rftdask.buffer.audit import audit_log
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_files import ParquetLog
-from rftdask.errors import StorageError, WaitTimeout
+from rftdask.errors import DamagedError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.faults import FaultyStorage
 from rftdask.synchronizer.manifest import is_valid
@@ -292,3 +292,28 @@ def test_a_checkpoint_keeps_what_a_new_process_needs(storage: Storage) -> None:
     make_trainer(storage, total_steps=2).run()
     state = json.loads(storage.get("global_step_2/trainer_state.json"))
     assert state == {"step": 2, "lineage": "main", "published": 2, "source": {"low": 3, "beyond": []}}
+
+
+@pytest.mark.parametrize("damaged", [WEIGHTS_POINTER, CHECKPOINT_POINTER, f"weights/{NUM_STEPS}/model.safetensors"])
+def test_a_finished_run_started_again_mends_its_pointers_and_weights(storage: Storage, damaged: str) -> None:
+    make_trainer(storage).run()
+    expected = final_state(storage)
+    storage.put(damaged, b"1\n")
+    make_trainer(storage).run()
+    assert final_state(storage) == expected
+
+
+def test_a_checkpoint_in_the_folder_of_another_step_is_none(storage: Storage) -> None:
+    make_trainer(storage, total_steps=2).run()
+    for name in ("MANIFEST.json", "actor/model.safetensors", "trainer_state.json"):
+        storage.put(f"global_step_4/{name}", storage.get(f"global_step_2/{name}"))
+    assert newest_valid_checkpoint(storage) == 2
+
+
+def test_a_ledger_with_a_hole_is_an_error_and_not_filled(storage: Storage) -> None:
+    make_trainer(storage, total_steps=3, save_interval=0).run()
+    for path in ("ledger/main/00000002.json", "global_step_3/MANIFEST.json"):
+        storage.remove(path)
+    with pytest.raises(DamagedError, match=r"ledger/main/00000002.json is missing, and the ledger goes on to step 3"):
+        make_trainer(storage).run()
+    assert Ledger(storage).read(2) is None
