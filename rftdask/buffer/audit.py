@@ -1,5 +1,8 @@
 """Audit: where every committed experience is: trained at a step, dropped for a reason, or waiting. Derived from log and
 ledger.
+
+A shard that was damaged after some of its rows were trained is in quarantine, and its batch has run again: what was
+trained of it stays trained, its other rows are dropped as "damaged", and the new copies of the first as "repeat".
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from rftdask.buffer.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
 from rftdask.buffer.shard import ShardName, repeated_shards
+from rftdask.errors import DamagedError, NotFoundError
 
 REPEAT = "repeat"
 """Rows of a rollout batch that ran twice: the other copy was taken."""
+DAMAGED = "damaged"
+"""Rows of a shard in quarantine that were not used before; its batch ran again. Only where others of it were used."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses
     max_uses: most entries that may train one row, by the config; None: any number.
     """
     present = log.shards()
-    shards = sorted({*present, *log.removed()})
+    kept = {*present, *log.removed()}
     used: dict[str, Counter[int]] = {}
     set_aside: dict[str, Counter[int]] = {}
     dropped: Counter[str] = Counter()
@@ -49,7 +55,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses
     for step in range(1, last_step + 1):
         entry = ledger.read(step)
         if entry is None:
-            problems.append(f"the ledger has step {last_step} and no step {step}")
+            problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
             continue
         settled.update(entry.positions)
         for rows in (*entry.use, *entry.drop):
@@ -65,15 +71,17 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses
                 trained += len(rows.rows) - (again if max_uses != 1 else 0)
                 reused += again if max_uses != 1 else 0
         problems.extend(_repeated_within(entry) if max_uses != 1 else ())
+    damaged = [name for name in log.quarantined() or () if name.text in used and name not in kept]
+    dropped[DAMAGED] += sum(name.num_rows - len(used[name.text]) for name in damaged)
+    shards = sorted({*kept, *damaged})
     readable = set(present)
     repeated = [name for name in repeated_shards(shards) if name in readable]  # of the others one copy was taken
-    repeats = _count_repeats(log, repeated, used, settled, tasks_per_batch)
-    if repeats:
-        dropped[REPEAT] += repeats
+    dropped[REPEAT] += _count_repeats(log, repeated, used, settled, tasks_per_batch)
     committed = sum(name.num_rows for name in shards)
-    waiting = committed - trained - sum(dropped.values())
+    waiting = committed - trained - dropped.total()
     problems += _problems(shards, used, set_aside, waiting, max_uses)
-    return Audit(committed, trained, waiting, dict(dropped), reused, tuple(problems))
+    counts = {reason: count for reason, count in dropped.items() if count}
+    return Audit(committed, trained, waiting, counts, reused, tuple(problems))
 
 
 def _repeated_within(entry: LedgerEntry) -> list[str]:
@@ -93,7 +101,12 @@ def _count_repeats(
     count = 0
     open_positions: set[Position] = set()
     for name in repeated:
-        for group in groups_of_shard(log.read(name), name, tasks_per_batch):
+        try:
+            table = log.read(name)
+        except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
+            count += name.num_rows - len(used.get(name.text, ()))
+            continue
+        for group in groups_of_shard(table, name, tasks_per_batch):
             rows = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
             if rows & set(used.get(name.text, ())):
                 continue
