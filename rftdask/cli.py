@@ -234,6 +234,27 @@ def doctor(url: Annotated[str, typer.Argument(metavar="URL", help="Where runs ar
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command()
+def crashtest(
+    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="On the file system to test")] = None,
+    kills: Annotated[int, typer.Option(min=1, help="Processes to kill at random moments")] = 100,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn at random")] = 1,
+    only: Annotated[str, typer.Option(metavar="PART,...", help="stops kills power rivals damage protections")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Try every n-th place only")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+) -> None:
+    """Kill, unplug and damage short runs in every way we know, and check what they end with. Exit code 1 if any broke a
+    promise; see docs/reliability.md.
+    """
+    from rftdask.crashtest.suite import CrashTestOptions, parse_parts, run_crash_test
+
+    options = CrashTestOptions(kills, seed, parse_parts(only), every)
+    found = run_crash_test(folder, options, say=lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.render())
+    if found.failures:
+        raise typer.Exit(EXIT_FAILED)
+
+
 def _status_lines(stage: object) -> list[tuple[str, str]]:
     from rftdask.status import StageStatus
 

@@ -33,7 +33,7 @@ LAYERS = (
     {"rules", "pipeline"},
     {"run_folder"},
     {"explorer", "trainer"},
-    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage"},
+    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage", "crashtest"},
     {"stage"},
     {"experiment"},
     {"replay"},

@@ -1,0 +1,236 @@
+"""Disk: a simulated disk below local storage that keeps, over a power loss, only what was synced.
+
+What was not is kept, lost or torn, as a seed decides: a file's bytes if `sync` was not called after the last write, a
+name if its folder was not synced after it changed. Each change of a folder is kept or lost as a whole and on its own,
+so they may survive in another order than they were made; that is less than real file systems promise.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rftdask.storage.posix import Posix
+
+
+@dataclass(eq=False)
+class _File:
+    data: bytes = b""
+    synced: bytes = b""
+
+
+@dataclass(eq=False)
+class _Folder:
+    number: int
+    names: dict[str, _Node] = field(default_factory=dict)
+    synced: dict[str, _Node] = field(default_factory=dict)
+    unsynced: list[dict[str, _Node | None]] = field(default_factory=list)
+    """Changes since, in order; None removes the name."""
+
+    def change(self, names: dict[str, _Node | None]) -> None:
+        _apply(self.names, names)
+        self.unsynced.append(names)
+
+
+_Node = _File | _Folder
+
+
+def _apply(names: dict[str, _Node], change: dict[str, _Node | None]) -> None:
+    for name, node in change.items():
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node
+
+
+class SimulatedDisk(Posix):
+    """`LocalStorage("/run", SimulatedDisk())`; `sync_files`, `sync_folders`: False makes the calls do nothing."""
+
+    def __init__(self, *, sync_files: bool = True, sync_folders: bool = True) -> None:
+        self.sync_files = sync_files
+        self.sync_folders = sync_folders
+        self.before_change: Callable[[str, str], None] = lambda call, path: None
+        """Called with the name of a call and its path before it changes anything; may raise."""
+        self._next = 1
+        self._root = _Folder(0)
+        self._open: dict[int, _File] = {}
+
+    def copy(self) -> SimulatedDisk:
+        """The disk as it is, without the files that are open."""
+        return self._map(lambda file: _File(file.data, file.synced), _copy_folder)
+
+    def after_power_loss(self, seed: int) -> SimulatedDisk:
+        """The disk that is found when the power is back; this one stays as it is."""
+        rng = random.Random(seed)
+        share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # also the extremes, which a coin would hardly ever show
+
+        def keep_names(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
+            names = dict(folder.synced)
+            for change in folder.unsynced:
+                if rng.random() < share_kept:
+                    _apply(names, change)
+            kept = {name: copy(node) for name, node in names.items()}
+            return _Folder(folder.number, kept, dict(kept))
+
+        def keep_bytes(file: _File) -> _File:
+            data = file.data if file.data == file.synced else _tear(file, share_kept, rng)
+            return _File(data, data)
+
+        return self._map(keep_bytes, keep_names)
+
+    def _map(
+        self,
+        copy_file: Callable[[_File], _File],
+        copy_folder: Callable[[_Folder, Callable[[_Node], _Node]], _Folder],
+    ) -> SimulatedDisk:
+        copies: dict[int, _Node] = {}
+
+        def copy(node: _Node) -> _Node:
+            if id(node) not in copies:  # a file may have two names
+                copies[id(node)] = copy_file(node) if isinstance(node, _File) else copy_folder(node, copy)
+            return copies[id(node)]
+
+        disk = SimulatedDisk(sync_files=self.sync_files, sync_folders=self.sync_folders)
+        root = copy(self._root)
+        assert isinstance(root, _Folder)
+        disk._root, disk._next = root, self._next
+        return disk
+
+    # ---- the calls that change it
+
+    def create(self, path: str) -> int:
+        self.before_change("create", path)
+        folder, name = self._place(path)
+        if name in folder.names:
+            raise _error(errno.EEXIST, path)
+        file = _File()
+        folder.change({name: file})
+        self._open[number := self._number()] = file
+        return number
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        self.before_change("write", "")
+        self._open[descriptor].data += data
+
+    def sync(self, descriptor: int) -> None:
+        self.before_change("sync", "")
+        if self.sync_files:
+            self._open[descriptor].synced = self._open[descriptor].data
+
+    def close(self, descriptor: int) -> None:
+        del self._open[descriptor]
+
+    def rename(self, source: str, target: str) -> None:
+        self.before_change("rename", target)
+        folder, name = self._place(source)
+        if name not in folder.names:
+            raise _error(errno.ENOENT, source)
+        if isinstance(folder.names.get(os.path.basename(target)), _Folder):
+            raise _error(errno.EISDIR, target)
+        assert os.path.dirname(source) == os.path.dirname(target), "storage renames within a folder only"
+        folder.change({name: None, os.path.basename(target): folder.names[name]})
+
+    def link(self, source: str, target: str) -> None:
+        self.before_change("link", target)
+        folder, name = self._place(target)
+        if name in folder.names:
+            raise _error(errno.EEXIST, target)
+        folder.change({name: self._node(source)})
+
+    def unlink(self, path: str) -> None:
+        self.before_change("unlink", path)
+        folder, name = self._place(path)
+        if not isinstance(folder.names.get(name), _File):
+            raise _error(errno.ENOENT, path)
+        folder.change({name: None})
+
+    def make_folder(self, path: str) -> None:
+        self.before_change("make folder", path)
+        folder, name = self._place(path)
+        if name in folder.names:
+            raise _error(errno.EEXIST, path)
+        folder.change({name: _Folder(self._number())})
+
+    def remove_tree(self, path: str) -> None:
+        """The deepest first, each a change of its own: a power loss may leave any part."""
+        node = self._node(path)
+        for name in [*node.names] if isinstance(node, _Folder) else ():
+            self.remove_tree(f"{path}/{name}")
+        self.before_change("remove tree", path)
+        folder, name = self._place(path)
+        folder.change({name: None})
+
+    def sync_folder(self, path: str) -> int:
+        self.before_change("sync folder", path)
+        folder = self._folder(path)
+        if self.sync_folders:
+            folder.synced, folder.unsynced = dict(folder.names), []
+        return folder.number
+
+    # ---- the calls that look
+
+    def read(self, path: str) -> bytes:
+        node = self._node(path)
+        if isinstance(node, _Folder):
+            raise _error(errno.EISDIR, path)
+        return node.data
+
+    def scan(self, path: str) -> list[tuple[str, bool]]:
+        return [(name, isinstance(node, _Folder)) for name, node in self._folder(path).names.items()]
+
+    def is_folder(self, path: str) -> bool:
+        try:
+            return isinstance(self._node(path), _Folder)
+        except OSError:
+            return False
+
+    def is_same_file(self, path: str, other: str) -> bool:
+        try:
+            return self._node(path) is self._node(other)
+        except OSError:
+            return False
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _node(self, path: str) -> _Node:
+        node: _Node = self._root
+        for name in path.strip("/").split("/") if path.strip("/") else ():
+            if isinstance(node, _File):
+                raise _error(errno.ENOTDIR, path)
+            if name not in node.names:
+                raise _error(errno.ENOENT, path)
+            node = node.names[name]
+        return node
+
+    def _folder(self, path: str) -> _Folder:
+        node = self._node(path)
+        if isinstance(node, _File):
+            raise _error(errno.ENOTDIR, path)
+        return node
+
+    def _place(self, path: str) -> tuple[_Folder, str]:
+        return self._folder(os.path.dirname(path)), os.path.basename(path)
+
+
+def _copy_folder(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
+    unsynced = [{n: node and copy(node) for n, node in change.items()} for change in folder.unsynced]
+    names = {name: copy(node) for name, node in folder.names.items()}
+    return _Folder(folder.number, names, {name: copy(node) for name, node in folder.synced.items()}, unsynced)
+
+
+def _tear(file: _File, share_kept: float, rng: random.Random) -> bytes:
+    """What is left of bytes that were not synced."""
+    if rng.random() < share_kept:
+        return file.data
+    cut = rng.randrange(len(file.data) + 1)
+    whole_length_but_zeros = file.data[:cut] + bytes(len(file.data) - cut)
+    return rng.choice((file.synced, file.data[:cut], whole_length_but_zeros))
+
+
+def _error(number: int, path: str) -> OSError:
+    return OSError(number, os.strerror(number), path)  # Python makes it FileNotFoundError and its kin
