@@ -1,6 +1,7 @@
 """What every test run needs before the first import: few threads, no network, a quiet Dask, and tiers by folder.
 
     tests/unit           pure rules, milliseconds
+    tests/crash          a run killed, unplugged and damaged; the quick sample in seconds, the short forms marked slow
     tests/integration    a real Dask cluster in this process or on this machine, seconds
     tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
 

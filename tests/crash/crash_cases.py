@@ -1,0 +1,28 @@
+"""The crash test as users run it: a process of its own, since it forks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 280.0
+
+
+def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """(exit code, what it printed) of `rftdask crashtest FOLDER --json ARGUMENTS`."""
+    command = [sys.executable, "-m", "rftdask.cli", "crashtest", str(folder), "--json", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE_S)
+    assert done.stdout, done.stderr
+    assert os.listdir(folder) == [], "it left something behind"
+    return done.returncode, json.loads(done.stdout)
+
+
+def part(report: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (figures for figures in report["parts"] if figures["part"] == name)
+    return dict(found)

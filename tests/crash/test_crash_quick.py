@@ -1,0 +1,130 @@
+"""A thin sample of the crash test, for every change. Promises, for each way a run can be disturbed:
+
+- every committed experience is trained exactly once, or dropped for a recorded reason; none is lost, none twice;
+- the batches and the final weights are, bit for bit, those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from crash_cases import part, run_crash_test
+
+from rftdask.crashtest.damage import damage_files
+from rftdask.crashtest.ending import check_ending, new_memory, run_undisturbed
+from rftdask.crashtest.figures import CrashReport, Figures, ProtectionFigures
+from rftdask.crashtest.power import lose_power
+from rftdask.crashtest.rivals import meet_rivals
+from rftdask.crashtest.suite import CrashTestOptions
+from rftdask.crashtest.workload import Parts, Plan, Witness, run_all
+from rftdask.errors import UserError
+from rftdask.storage.memory import MemoryStorage
+
+
+def test_a_process_killed_at_a_storage_operation_loses_nothing(tmp_path: Path) -> None:
+    code, report = run_crash_test(tmp_path, "--only", "stops", "--every", "120")
+    figures = part(report, "stops")
+    assert (code, report["failures"]) == (0, [])
+    assert figures["num_kills"] == figures["num_tried"] >= 4
+    assert (figures["num_lost"], figures["num_twice"]) == (0, 0)
+    assert figures["num_trained_again"] > 0
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_power_loss_loses_nothing(ordered: bool) -> None:
+    figures = lose_power(Plan(ordered=ordered), range(1), every=60)
+    assert figures.problems == []
+    assert figures.num_tried >= 4 and figures.num_trained_again > 0
+
+
+@pytest.mark.parametrize("where", ["before put_new ledger/.*", "before put latest_.*", "before put weights/.*"])
+def test_a_trainer_that_is_overtaken_trains_nothing_twice_and_leaves_no_pointer_behind(where: str) -> None:
+    figures = meet_rivals(Plan(ordered=False), range(1), where=where, every=2)
+    assert figures.problems == []
+    assert figures.num_tried >= 2
+
+
+def test_damaged_files_are_healed_or_named() -> None:
+    figures = damage_files(Plan(6), 0, every=31)
+    assert figures.problems == []
+    assert figures.num_tried >= 15
+
+
+# ---- the crash test can fail
+
+
+def finished(plan: Plan) -> tuple[MemoryStorage, Witness]:
+    storage, witness = new_memory(), Witness()
+    run_all(lambda: storage, plan, Parts(), witness, seed=0)
+    return storage, witness
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return Plan()
+
+
+def test_a_sound_run_has_no_problem(plan: Plan) -> None:
+    storage, witness = finished(plan)
+    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    assert (ending.problems, ending.num_lost, ending.num_twice) == ([], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "problem"),
+    [
+        ("latest_state_dict_iteration.txt", b"3\n", "latest_state_dict_iteration.txt says 3, not 4"),
+        ("weights/4/model.safetensors", b"x", "weights/4 is not valid"),
+        ("ledger/main/00000002.json", b"{}", "DamagedError: ledger/main/00000002.json is damaged"),
+    ],
+)
+def test_an_unsound_end_is_told(plan: Plan, path: str, data: bytes, problem: str) -> None:
+    storage, witness = finished(plan)
+    storage.put(path, data)
+    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    assert problem in "\n".join(ending.problems)
+
+
+def test_a_lost_entry_of_the_ledger_is_counted_in_experiences(plan: Plan) -> None:
+    storage, witness = finished(plan)
+    storage.remove("ledger/main/00000004.json")
+    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    assert ending.num_lost == plan.groups_per_batch * plan.repeat_times
+
+
+def test_an_acknowledged_shard_that_is_gone_is_counted(plan: Plan) -> None:
+    storage, witness = finished(plan)
+    storage.remove(witness.shards_acknowledged()[0])
+    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    assert ending.num_lost == plan.tasks_per_batch * plan.repeat_times
+
+
+def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
+    storage, witness = finished(plan)
+    witness.trained(2, "another")
+    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    assert "step 2 was trained with two different batches" in ending.problems
+
+
+def test_a_test_that_finds_nothing_without_a_protection_is_a_failure() -> None:
+    report = CrashReport(0, [Figures("power", "", num_tried=1)], [ProtectionFigures("fsync of files", 3, 0, "")])
+    assert report.failures == [
+        "without fsync of files nothing broke in 3 tries: this test proves nothing of it",
+    ]
+    assert "BROKEN: 1" in report.render()
+
+
+# ---- bad input
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(UserError, match=r"\['unplug'\] do not exist; they are stops, kills, power"):
+        CrashTestOptions(parts=("unplug",))
+
+
+def test_a_storage_that_processes_cannot_share_is_refused() -> None:
+    from rftdask.crashtest.suite import run_crash_test as run
+
+    with pytest.raises(UserError, match="memory://x: the crash test kills processes that share a file system"):
+        run("memory://x", CrashTestOptions())
