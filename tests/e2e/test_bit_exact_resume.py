@@ -19,6 +19,7 @@ def write_config(folder: Path, num_ranks: int) -> Path:
     return write_grpo_config(folder, trainer=trainer, cluster={"num_cpus": 1 + num_ranks})
 
 
+@pytest.mark.timeout(900)  # three runs, and half a dozen starts of ranks, on a machine that may do much else
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, num_ranks: int) -> None:
     undisturbed = write_config(tmp_path / "undisturbed", num_ranks)

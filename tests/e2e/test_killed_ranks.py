@@ -43,6 +43,7 @@ def running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.timeout(900)  # a dozen starts of ranks, on a machine that may do much else
 @pytest.mark.parametrize(("num_ranks", "kills"), [(2, ("worker", "rank")), (4, ("rank",))])
 def test_a_gang_outlives_its_ranks_and_their_workers(
     tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load
 
 from rftdask.algorithm import make_algorithm
@@ -113,8 +114,10 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     for algorithm in ALGORITHMS:
         alone, files = trained(model, algorithm, Single(gangs[1]))
         expected = weights_of(files)
-        for name in STRATEGIES:
+        for number, name in enumerate(STRATEGIES):
             for size in (2, 4):
+                if size == 2 and dist.get_rank() // 2 != number:
+                    continue  # the other two take it
                 for split in SPLITS:
                     found, files = trained(model, algorithm, strategy_of(name, gangs[size]), micro_batch_size=split)
                     assert [m.keys() for m in found] == [m.keys() for m in alone]
@@ -185,8 +188,7 @@ def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
 
 
 def test_ranks_compute_what_one_rank_computes_alone(model: str, tmp_path: Path) -> None:
-    differences = [part for part in run_ranks(4, tmp_path, compare, model) if part]
-    merged = {case: max(part.get(case, 0.0) for part in differences) for case in differences[0]}
+    merged = {case: value for part in run_ranks(4, tmp_path, compare, model) for case, value in part.items()}
     assert len(merged) == 2 * len(ALGORITHMS) * len(STRATEGIES) * 2 * len(SPLITS)
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
