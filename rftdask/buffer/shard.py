@@ -8,7 +8,6 @@ one. This module knows no storage.
 
 from __future__ import annotations
 
-import io
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -123,7 +122,7 @@ def encode_shard(
 ) -> tuple[ShardName, bytes]:
     """The shard's name and bytes. `codec`: lz4 for file systems, zstd for object stores."""
     table = experiences_to_table(experiences, run)
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()
     pq.write_table(
         table,
         sink,
@@ -131,11 +130,12 @@ def encode_shard(
         compression_level=1 if codec == "zstd" else None,
         use_dictionary=False,
         write_statistics=False,
-        use_byte_stream_split=["rollout_logprobs.list.element"],
+        # 5 % smaller and a fifth slower to write: worth it where bytes travel.
+        use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,
         row_group_size=1 << 20,
         write_page_checksum=True,
     )
-    data = sink.getvalue()
+    data: bytes = sink.getvalue().to_pybytes()
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
     return ShardName(explore_step, batch, writer, len(experiences), low, high, zlib.crc32(data)), data
