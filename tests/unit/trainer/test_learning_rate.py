@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from rftdask.trainer.schedule import LearningRate
 
@@ -50,3 +53,25 @@ def test_a_decay_without_an_end_and_an_unknown_shape_are_refused() -> None:
         LearningRate(1.0, schedule="cosine")
     with pytest.raises(ValueError, match="lr_scheduler_type 'step': must be constant, linear or cosine"):
         LearningRate(1.0, schedule="step")
+
+
+@given(
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_the_shapes_are_those_of_transformers(warmup: int, decay: int, schedule: str, floor: float) -> None:
+    """Its number s sets the rate of step s + 1, so that its first step has rate 0; ours starts with its second."""
+    total = warmup + decay
+    more: dict[str, Any] = {"cosine": {"min_lr_rate": floor}}.get(schedule, {})
+    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"}
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    theirs = get_scheduler(
+        names[schedule], optimizer, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=more
+    )
+    ours = LearningRate(0.1, warmup, schedule, total, floor if more else 0.0)
+    for step in range(1, total + 1):
+        optimizer.step()
+        theirs.step()
+        assert ours.at(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step

@@ -171,6 +171,25 @@ class TestTokenLogprobs:
         for grad, expected in zip(self.gradients(policy, **chunked), self.gradients(policy), strict=True):
             torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize("with_entropy", [False, True])
+    def test_no_tensor_of_all_tokens_by_the_vocabulary_is_kept(self, policy: Any, with_entropy: bool) -> None:
+        """In chunks of one position nothing by the vocabulary is kept; at once, a single [tokens, vocabulary]."""
+        sizes: list[int] = []
+        weights = {parameter.data_ptr() for parameter in policy.parameters()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.shape[-1] == VOCAB_SIZE and tensor.data_ptr() not in weights:
+                sizes.append(tensor.numel())
+            return tensor
+
+        num_tokens = sum(LENGTHS) - sum(PROMPT_LENGTHS)
+        for positions, expected in ((1, []), (num_tokens, [num_tokens * VOCAB_SIZE])):
+            sizes.clear()
+            options: dict[str, Any] = {"with_entropy": with_entropy, "max_logits": positions * VOCAB_SIZE}
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                token_logprobs(policy, make_rows(), **options)
+            assert sizes == expected
+
     def test_deterministic_mode_gives_the_same_gradients_to_the_bit(self, policy: Any) -> None:
         torch.use_deterministic_algorithms(True)
         try:

@@ -1,0 +1,146 @@
+"""Tokens per second, MFU and peak memory of a train step on one GPU, for a Qwen3-0.6B-shaped model.
+
+    python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 5]        on one GPU
+    python benchmarks/gpu_train.py --tiny                                    anywhere: does it run?
+
+The weights are random; the configuration is written out below, so nothing is downloaded. A step is
+`TorchEngine.train_step` on one rollout of the given length (a prompt of 1,024 tokens): forward, PPO's clipped loss
+without a KL term, backward with activations computed again, AdamW; weights in float32, products in bfloat16. LoRA has
+rank 16 on all linear layers.
+
+MFU counts what the model needs, not what is computed again: for each token 6 operations per weight that multiplies it
+(4 for LoRA, whose frozen weights have no gradient), and 12 * layers * heads * size of a head * length / 2 of attention.
+Sources: arXiv:2204.02311 appendix B, halved since attention is causal. The peak is the maker's dense bfloat16 figure.
+
+To be held against prime-rl's rows of 2026-02-01 for one H100 (benchmarks/results/BENCHMARKS.md there, recomputing
+activations too): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k; LoRA 13.34k, 10.9 % and 9.97k, 25.2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rftdask.algorithm import make_algorithm
+from rftdask.buffer.batch import Batch, supervised_batch
+from rftdask.estimate import GB, TrainSizes, train_parts
+from rftdask.lora import Lora
+from rftdask.model_shape import ModelShape, read_shape
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.adam import AdamOptions
+from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.schedule import LearningRate
+
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
+"""Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
+LORA_RANK = 16
+
+
+def write_model(folder: str, tiny: bool) -> None:
+    build_toy_model(folder, hidden_size=32, num_layers=1, num_heads=2)  # for its tokenizer
+    sizes = {
+        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    if tiny:
+        sizes |= {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+        }
+    config = Qwen3Config(
+        **sizes, tie_word_embeddings=True, max_position_embeddings=131_072, rope_theta=1e6, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def make_batch(length: int, prompt: int, vocab_size: int) -> Batch:
+    random = np.random.default_rng(0)
+    rows = [(random.integers(2, vocab_size, length).tolist(), prompt, None)]
+    batch = supervised_batch(rows, ["row 0"], 1)
+    logprobs = np.full(len(batch.rollout_logprobs), -np.log(vocab_size), np.float32)
+    return replace(batch, rewards=np.ones(1, np.float32), rollout_logprobs=logprobs, experts=np.zeros(1, bool))
+
+
+def make_engine(folder: str, device: str, lora: bool) -> TorchEngine:
+    options = TorchOptions(
+        model_path=folder, dtype="float32", device=device,
+        adam=AdamOptions(LearningRate(1e-6), (0.9, 0.999), 0.0, 1.0), max_tokens_per_micro_batch=10**9,
+        max_response_tokens=None, micro_batch_size=None, seed=0, deterministic=False, gradient_checkpointing=True,
+        lora=Lora(rank=LORA_RANK) if lora else None,
+    )  # fmt: skip
+    return TorchEngine(options, make_algorithm("reinforceplusplus", kl_loss_fn="none"))
+
+
+def flops_of_step(shape: ModelShape, length: int, lora: bool) -> float:
+    """Of forward and backward pass, as the head of this file says. Tied embeddings multiply once, as output layer."""
+    each = 4 if lora else 6
+    return length * (each * shape.num_parameters + 12 * shape.num_layers * shape.query_size * length / 2)
+
+
+def peak_flops(device: str) -> float | None:
+    if device == "cpu":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for gpu, peak in PEAK_FLOPS.items() if all(word in name for word in gpu.split())), None)
+
+
+def measure(folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> str:
+    shape = read_shape(folder)
+    engine = make_engine(folder, device, lora)
+    batch = make_batch(length, prompt, shape.vocab_size)
+    times = []
+    for step in range(1, runs + 3):  # the first two make the optimizer's state and fill the allocator
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        engine.train_step(batch, step)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    seconds = median(times[2:])
+    trained = shape.lora_parameters(LORA_RANK, "all-linear") if lora else None
+    sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
+    expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
+    peak, flops = peak_flops(device), flops_of_step(shape, length, lora)
+    mfu = f"{flops / seconds / peak:6.1%} MFU" if peak else "   no MFU"
+    held = f"{torch.cuda.max_memory_allocated() / GB:6.2f} GB" if device == "cuda" else "not measured"
+    return (
+        f"{'LoRA' if lora else 'full'}  {length:7,} tokens  {seconds:8.3f} s  {length / seconds:9.0f} tokens/s  {mfu}  "
+        f"peak memory {held}, estimated {expected:.2f} GB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, on whatever is there")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.tiny:
+        raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
+    lengths, prompt, runs = ([256], 32, 1) if args.tiny else (args.lengths, 1024, args.runs)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU: no GPU number exists, the script runs, no more"
+    print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.tiny else ''}")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, args.tiny)
+        for lora in (False, True):
+            for length in lengths:
+                print(measure(folder, device, length, prompt, lora, runs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

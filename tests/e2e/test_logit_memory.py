@@ -1,0 +1,36 @@
+"""The vocabulary of a large model at a long context fits: 16,384 response tokens by 151,936 words would be 10 GB of
+logits in float32 and three times that on the way back; the process stays below 4 GB, its 0.5 GB of libraries included.
+"""
+
+import subprocess
+import sys
+
+CODE = """
+import resource
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rftdask.trainer.attention import pack_if_equal
+from rftdask.trainer.model import token_logprobs
+from rftdask.trainer.packing import pack_rows
+
+config = Qwen2Config(
+    vocab_size=151_936, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=32_768,
+)
+model = Qwen2ForCausalLM(config)
+assert pack_if_equal(model.eval())
+rows = [np.arange(1024 + 1) % 151_936] * 16
+logprobs, entropy = token_logprobs(model, pack_rows(rows, np.ones(16, int), np.ones(16)), with_entropy=True)
+(logprobs.sum() + entropy.sum()).backward()
+assert logprobs.shape == (16, 1024) and model.lm_head.weight.grad.abs().sum() > 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_150k_words_at_16k_tokens_fit() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 4e9
