@@ -4,12 +4,13 @@ and the checkpoint becomes a model.
 
 from pathlib import Path
 
-import pandas as pd
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rftdask.convert import convert
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
 from tests.e2e.toy_runs import finish, run_folder, write_grpo_config
 
 
@@ -23,13 +24,14 @@ def test_explorers_sample_with_adapters_that_two_ranks_train(tmp_path: Path) -> 
     for name, tensor in load_file(run / "weights" / "3" / "adapter_model.safetensors").items():
         assert tensor.abs().max() > 0, name  # what multiplies the input begins at random, what follows it at 0
 
-    converted = convert(str(run), tmp_path / "model")
+    converted = convert(str(run), tmp_path / "converted")
     assert converted.step == 3
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
     exported = AutoModelForCausalLM.from_pretrained(run / "global_step_3" / "actor" / "huggingface")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
     # Ratios to the rollouts' logprobs would not be 1 if engine and trainer had different adapters.
-    metrics = pd.concat([pd.read_parquet(path) for path in run.glob("metrics/trainer*.parquet")])
+    metrics = read_metrics(open_storage(str(run)), "trainer")
+    assert list(metrics["step"]) == [1, 2, 3]
     assert metrics["ppo_kl"].abs().max() < 1e-5
