@@ -1,5 +1,6 @@
-"""The vocabulary of a large model at a long context fits: 16,384 response tokens by 151,936 words would be 10 GB of
-logits in float32 and three times that on the way back; the process stays below 4 GB, its 0.5 GB of libraries included.
+"""The vocabulary of a large model fits at any length: 4,096 response tokens by 151,936 words would be 2.5 GB of logits
+in float32, and three times that on the way back; the process stays below 2.2 GB, its libraries included. More tokens add
+nothing by the vocabulary, only time, which is why the test has no more.
 """
 
 import subprocess
@@ -22,15 +23,15 @@ config = Qwen2Config(
 )
 model = Qwen2ForCausalLM(config)
 assert pack_if_equal(model.eval())
-rows = [np.arange(1024 + 1) % 151_936] * 16
-logprobs, _ = token_logprobs(model, pack_rows(rows, np.ones(16, int), np.ones(16)))
+rows = [np.arange(1024 + 1) % 151_936] * 4
+logprobs, _ = token_logprobs(model, pack_rows(rows, np.ones(4, int), np.ones(4)))
 logprobs.sum().backward()
-assert logprobs.shape == (16, 1024) and model.lm_head.weight.grad.abs().sum() > 0
+assert logprobs.shape == (4, 1024) and model.lm_head.weight.grad.abs().sum() > 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def test_150k_words_at_16k_tokens_fit() -> None:
+def test_150k_words_fit_however_many_tokens() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 4e9
+    assert int(done.stdout) < 2.2e9
