@@ -1,6 +1,6 @@
 """The vocabulary of a large model fits at any length: 4,096 response tokens by 151,936 words would be 2.5 GB of logits
-in float32, and three times that on the way back; the process stays below 2.2 GB, its libraries included. More tokens add
-nothing by the vocabulary, only time, which is why the test has no more.
+in float32, and three times that on the way back; the process stays below 2.2 GB, its libraries included. More tokens
+add nothing by the vocabulary, only time, which is why the test has no more.
 """
 
 import subprocess
