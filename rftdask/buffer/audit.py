@@ -8,11 +8,11 @@ trained of it stays trained, its other rows are dropped as "damaged", and the ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rftdask.buffer.groups import groups_of_shard
-from rftdask.buffer.ledger import Ledger, LedgerEntry
+from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
 from rftdask.buffer.shard import ShardName, repeated_shards
@@ -44,44 +44,86 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses
     max_uses: most entries that may train one row, by the config; None: any number.
     """
     present = log.shards()
+    books = _Books(max_uses)
+    books.add_ledger(ledger)
     kept = {*present, *log.removed()}
-    used: dict[str, Counter[int]] = {}
-    set_aside: dict[str, Counter[int]] = {}
-    dropped: Counter[str] = Counter()
-    settled: set[Position] = set()
-    trained = reused = 0
-    problems: list[str] = []
-    last_step = ledger.last_step()
-    for step in range(1, last_step + 1):
-        entry = ledger.read(step)
-        if entry is None:
-            problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
-            continue
-        settled.update(entry.positions)
-        for rows in (*entry.use, *entry.drop):
-            if rows.of_dataset:
-                continue
-            seen = used.setdefault(rows.source, Counter())
-            again = sum(1 for row in rows.rows if seen[row])
-            seen.update(rows.rows)
-            if rows.reason:
-                dropped[rows.reason] += len(rows.rows)
-                set_aside.setdefault(rows.source, Counter()).update(rows.rows)
-            else:
-                trained += len(rows.rows) - (again if max_uses != 1 else 0)
-                reused += again if max_uses != 1 else 0
-        problems.extend(_repeated_within(entry) if max_uses != 1 else ())
-    damaged = [name for name in log.quarantined() or () if name.text in used and name not in kept]
-    dropped[DAMAGED] += sum(name.num_rows - len(used[name.text]) for name in damaged)
+    damaged = [name for name in log.quarantined() or () if name.text in books.used and name not in kept]
+    books.dropped[DAMAGED] += sum(books.num_unused(name) for name in damaged)
     shards = sorted({*kept, *damaged})
     readable = set(present)
     repeated = [name for name in repeated_shards(shards) if name in readable]  # of the others one copy was taken
-    dropped[REPEAT] += _count_repeats(log, repeated, used, settled, tasks_per_batch)
-    committed = sum(name.num_rows for name in shards)
-    waiting = committed - trained - dropped.total()
-    problems += _problems(shards, used, set_aside, waiting, max_uses)
-    counts = {reason: count for reason, count in dropped.items() if count}
-    return Audit(committed, trained, waiting, counts, reused, tuple(problems))
+    books.dropped[REPEAT] += _count_repeats(log, repeated, books, tasks_per_batch)
+    return books.close(shards)
+
+
+class _Books:
+    """What the entries of a ledger say of the rows of the log, added up.
+
+    `used` and `set_aside`: shard -> row -> entries that name it, for whatever reason, or as dropped.
+    """
+
+    def __init__(self, max_uses: int | None) -> None:
+        self.used: dict[str, Counter[int]] = {}
+        self.set_aside: dict[str, Counter[int]] = {}
+        self.settled: set[Position] = set()
+        self.dropped: Counter[str] = Counter()
+        self.trained = self.reused = 0
+        self._max_uses = max_uses
+        self._problems: list[str] = []
+
+    def num_unused(self, name: ShardName) -> int:
+        return name.num_rows - len(self.used.get(name.text, ()))
+
+    def add_ledger(self, ledger: Ledger) -> None:
+        last_step = ledger.last_step()
+        for step in range(1, last_step + 1):
+            entry = ledger.read(step)
+            if entry is None:
+                self._problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
+            else:
+                self._add_entry(entry)
+
+    def _add_entry(self, entry: LedgerEntry) -> None:
+        self.settled.update(entry.positions)
+        for rows in (*entry.use, *entry.drop):
+            if not rows.of_dataset:
+                self._add_rows(rows)
+        if self._max_uses != 1:
+            self._problems += _repeated_within(entry)
+
+    def _add_rows(self, rows: Rows) -> None:
+        seen = self.used.setdefault(rows.source, Counter())
+        again = sum(1 for row in rows.rows if seen[row]) if self._max_uses != 1 else 0
+        seen.update(rows.rows)
+        if rows.reason:
+            self.dropped[rows.reason] += len(rows.rows)
+            self.set_aside.setdefault(rows.source, Counter()).update(rows.rows)
+        else:
+            self.trained += len(rows.rows) - again
+            self.reused += again
+
+    def close(self, shards: Sequence[ShardName]) -> Audit:
+        """The counts, of a log that has these shards."""
+        committed = sum(name.num_rows for name in shards)
+        waiting = committed - self.trained - self.dropped.total()
+        known = {name.text: name.num_rows for name in shards}
+        problems = [*self._problems, *(f"{s} is in the ledger and not in the log" for s in self.used if s not in known)]
+        for source, rows in self.used.items():
+            problems += self._problems_of(source, rows, known)
+        if waiting < 0:
+            problems.append(f"{-waiting} more experiences are accounted for than were committed")
+        counts = {reason: count for reason, count in self.dropped.items() if count}
+        return Audit(committed, self.trained, waiting, counts, self.reused, tuple(problems))
+
+    def _problems_of(self, source: str, rows: Counter[int], known: Mapping[str, int]) -> Iterator[str]:
+        twice = {row for row, count in rows.items() if count > 1 and row in self.set_aside.get(source, ())}
+        if self._max_uses is not None:
+            twice |= {row for row, count in rows.items() if count > self._max_uses}
+        if twice:
+            often = "more than once" if self._max_uses == 1 else "more often than the replay buffer allows"
+            yield f"rows {sorted(twice)} of {source} are in the ledger {often}"
+        if source in known and max(rows, default=-1) >= known[source]:
+            yield f"the ledger names row {max(rows)} of {source}, which has {known[source]}"
 
 
 def _repeated_within(entry: LedgerEntry) -> list[str]:
@@ -90,50 +132,20 @@ def _repeated_within(entry: LedgerEntry) -> list[str]:
     return [f"step {entry.step} trains row {twice[0][1]} of {twice[0][0]} more than once"] if twice else []
 
 
-def _count_repeats(
-    log: ExperienceLog,
-    repeated: list[ShardName],
-    used: Mapping[str, Counter[int]],
-    settled: set[Position],
-    tasks_per_batch: int,
-) -> int:
+def _count_repeats(log: ExperienceLog, repeated: Sequence[ShardName], books: _Books, tasks_per_batch: int) -> int:
     """Rows of groups that stand in several shards, less the copy that was taken or will be."""
     count = 0
-    open_positions: set[Position] = set()
+    taken = set(books.settled)
     for name in repeated:
         try:
             table = log.read(name)
         except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
-            count += name.num_rows - len(used.get(name.text, ()))
+            count += books.num_unused(name)
             continue
+        used = books.used.get(name.text, Counter())
         for group in groups_of_shard(table, name, tasks_per_batch):
             rows = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
-            if rows & set(used.get(name.text, ())):
-                continue
-            if group.position in settled or group.position in open_positions:
-                count += len(rows)
-            open_positions.add(group.position)
+            if used.keys().isdisjoint(rows):
+                count += len(rows) if group.position in taken else 0
+                taken.add(group.position)
     return count
-
-
-def _problems(
-    shards: list[ShardName],
-    used: Mapping[str, Counter[int]],
-    set_aside: Mapping[str, Counter[int]],
-    waiting: int,
-    max_uses: int | None,
-) -> list[str]:
-    known = {name.text: name.num_rows for name in shards}
-    problems = [f"{source} is in the ledger and not in the log" for source in used if source not in known]
-    for source, rows in used.items():
-        twice = sorted(row for row, count in rows.items() if count > 1 and row in set_aside.get(source, ()))
-        if max_uses is not None:
-            twice = sorted({*twice, *(row for row, count in rows.items() if count > max_uses)})
-        if twice:
-            often = "more than once" if max_uses == 1 else "more often than the replay buffer allows"
-            problems.append(f"rows {twice} of {source} are in the ledger {often}")
-        if source in known and max(rows, default=-1) >= known[source]:
-            problems.append(f"the ledger names row {max(rows)} of {source}, which has {known[source]}")
-    if waiting < 0:
-        problems.append(f"{-waiting} more experiences are accounted for than were committed")
-    return problems
