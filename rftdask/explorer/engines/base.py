@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rftdask.errors import RoleError
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -73,6 +75,12 @@ class Engine(ABC):
 
         Raises: RoleError: a name or shape does not fit; the engine must not be used again.
         """
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """Natural-log probability, at temperature 1, of each token of the second of a pair after the first and those
+        before it; both hold at least one token. Raises: RoleError: this engine cannot tell, or fails.
+        """
+        raise RoleError(f"engine {type(self).__name__} gives no logprobs of given tokens")
 
     def close(self) -> None:  # noqa: B027 -- an engine may have nothing to free
         """Free the model. Idempotent."""

@@ -52,6 +52,9 @@ class FakeEngine(Engine):
             max_policy_version=self.policy_version,
         )
 
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return [(-math.log(self.vocab_size),) * len(response) for _, response in pairs]
+
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Reads nothing; the files must be there."""
         missing = [str(file) for file in files if not Path(file).is_file()]

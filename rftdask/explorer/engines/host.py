@@ -61,6 +61,9 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         if message["method"] == "generate":
             requests = [_request(*fields) for fields in message["requests"]]
             channel.send([list(asdict(generation).values()) for generation in engine.generate(requests)])
+        elif message["method"] == "logprobs":
+            pairs = [(tuple(prompt), tuple(response)) for prompt, response in message["pairs"]]
+            channel.send([list(logprobs) for logprobs in engine.logprobs(pairs)])
         else:
             engine.load_weights(message["version"], [Path(file) for file in message["files"]])
             log.info("serves policy version %d", engine.policy_version)
@@ -131,6 +134,14 @@ class EngineClient:
         with self._lock:
             answers = self._child.request(message, timeout_s)
         return [Generation(tuple(a[0]), tuple(a[1]), a[2], a[3], a[4]) for a in answers]
+
+    def logprobs(
+        self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
+    ) -> list[tuple[float, ...]]:
+        """As Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
+        message = {"method": "logprobs", "pairs": [(list(prompt), list(response)) for prompt, response in pairs]}
+        with self._lock:
+            return [tuple(logprobs) for logprobs in self._child.request(message, timeout_s)]
 
     def load(self, storage: Storage, published: Published) -> None:
         """Serve `published` from now on. Files that fail their checksum are read again, a few times, never loaded.

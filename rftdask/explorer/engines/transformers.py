@@ -89,6 +89,20 @@ class TransformersEngine(Engine):
                 raise RoleError(f"{self} failed on a batch of {len(batch)} requests: {error}") from error
         return generations
 
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        if self._model is None:
+            raise RoleError(f"{self} was closed; make a new one")
+        scored = []
+        for prompt, response in pairs:
+            if not prompt or not response or max(*prompt, *response) >= self._vocab_size:
+                raise RoleError(f"{self} cannot score: an empty prompt or response, or tokens it does not know")
+            tokens_1L = torch.tensor([[*prompt, *response]], device=self.device)
+            with torch.inference_mode():
+                logits_RV = self._model(input_ids=tokens_1L, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                logprobs_RV = logits_RV.float().log_softmax(dim=-1)
+                scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
+        return [tuple(logprobs) for logprobs in scored]
+
     def _check(self, requests: Sequence[GenerateRequest]) -> None:
         if self._model is None:
             raise RoleError(f"{self} was closed; make a new one")

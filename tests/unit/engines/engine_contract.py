@@ -37,6 +37,13 @@ class EngineContract:
             assert len(generation.logprobs) == len(generation.tokens) > 0
             assert max(generation.logprobs) <= 0
 
+    def test_the_logprobs_of_given_tokens_are_those_of_sampling_them(self, engine: Engine) -> None:
+        requests = make_requests()
+        generations = engine.generate(requests)
+        pairs = [(request.prompt_tokens, said.tokens) for request, said in zip(requests, generations, strict=True)]
+        for scored, said in zip(engine.logprobs(pairs), generations, strict=True):
+            assert scored == pytest.approx(said.logprobs, abs=1e-4)
+
     def test_no_response_exceeds_its_own_max_tokens(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=1)
         lengths = [len(generation.tokens) for generation in engine.generate(requests)]
