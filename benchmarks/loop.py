@@ -42,7 +42,7 @@ def make_config(root: Path, steps: int) -> dict[str, Any]:
         "buffer": {
             "batch_size": 4,
             "total_steps": steps,
-            "explorer_input": {"taskset": taskset, "default_reward_fn_type": "accuracy_reward"},
+            "explorer_input": {"taskset": taskset, "default_reward_fn_type": "exact_reward"},
         },
         "explorer": {"rollout_model": {"engine_type": "fake"}},
         "trainer": {"trainer_type": "fake"},

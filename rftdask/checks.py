@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rftdask.buffer.tasksets import Taskset
 from rftdask.config import Config
 from rftdask.config.schema_buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
+from rftdask.explorer.plugins import load_plugin_folders
 from rftdask.explorer.rewards.registry import get_reward
 from rftdask.explorer.tasks import taskset_spec
 from rftdask.explorer.workflows.registry import get_workflow
@@ -74,7 +75,7 @@ def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
     for config in tasksets:
         sizes[config.name] = 0
         with _noted(problems):
-            sizes[config.name] = _check_taskset(config)
+            sizes[config.name] = _check_taskset(config, stage.explorer.plugin_dirs)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
         with _noted(problems):
             sizes["dataset"] = _check_dataset(stage)
@@ -102,7 +103,7 @@ def _too_few_to_choose_from(stage: Config, sizes: dict[str, int]) -> str:
     return ""
 
 
-def _check_taskset(config: TasksetConfig) -> int:
+def _check_taskset(config: TasksetConfig, plugin_dirs: Sequence[str] = ()) -> int:
     """Tasks of a taskset that can be read, with workflows and rewards that exist."""
     taskset = Taskset(taskset_spec(config))
     taskset.check()
@@ -113,6 +114,7 @@ def _check_taskset(config: TasksetConfig) -> int:
         from rftdask.explorer.difficulty import difficulty_rule
 
         difficulty_rule(config.data_selector)
+    load_plugin_folders(plugin_dirs)
     workflows, rewards = taskset.plugins()
     for name in sorted(workflows):
         get_workflow(name)

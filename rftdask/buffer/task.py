@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+_MARKED_ANSWER = re.compile(r"####[ \t]*([^\n#]+?)[ \t]*\Z")
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,9 @@ class Task:
     @property
     def group_id(self) -> str:
         return f"{self.taskset}/{self.epoch}/{self.index}"
+
+
+def final_answer(solution: str) -> str:
+    """What follows "####" in the last line, as in GSM8K; the whole text if its last line has no such mark."""
+    match = _MARKED_ANSWER.search(solution.rstrip())
+    return match.group(1) if match else solution.strip()

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rftdask.buffer.datasets import Dataset, nearest, open_dataset
-from rftdask.buffer.task import Task
+from rftdask.buffer.task import Task, final_answer
 from rftdask.errors import DataError
 
-_MARKED_ANSWER = re.compile(r"####[ \t]*([^\n#]+?)[ \t]*\Z")
 _NUM_CHECKED_ROWS = 16
 
 
@@ -210,12 +208,6 @@ def truth_text(answer: Any) -> str:
     if not isinstance(answer, str):
         return json.dumps(answer, default=str) if isinstance(answer, (list, dict)) else str(answer)
     return final_answer(answer)
-
-
-def final_answer(solution: str) -> str:
-    """What follows "####" in the last line, as in GSM8K; the whole text if its last line has no such mark."""
-    match = _MARKED_ANSWER.search(solution.rstrip())
-    return match.group(1) if match else solution.strip()
 
 
 def _is_chat(value: Any) -> bool:

@@ -413,11 +413,28 @@ def _teacher_is_there(config: Config) -> Iterator[Problem]:
             yield at, f"{algorithm} learns from one teacher, and there are {len(models)} models; leave one"
         elif not models or not models[0].model_path:
             yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
-    elif models and not config.algorithm.needs_teacher:
+    names = [model.name or model.model_path for model in models]
+    for number, model in enumerate(models):
+        if not model.model_path and not config.algorithm.needs_teacher:
+            yield f"{at}[{number}].model_path", "required: what workflows ask by model.auxiliary(name)"
+        elif names.count(names[number]) > 1:
+            yield f"{at}[{number}].name", f"{names[number]!r} is the name of another model, too; give each its own"
+
+
+@rule("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
+def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
+    """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""
+    explorer = config.explorer
+    if config.synchronizer.sync_style != "fixed" or config.mode != "both":
+        return
+    remedy = "in sync_style fixed, whose runs are equal bit by bit; choose another style, or leave it out"
+    if explorer.over_rollout.ratio > 0:
         yield (
-            at,
-            f"models beside the policy are not available in this release, but for a teacher, which {algorithm} has not",
+            "explorer.over_rollout.ratio",
+            f"{explorer.over_rollout.ratio}: which tasks are late depends on time, {remedy}",
         )
+    if explorer.dynamic_timeout.enable:
+        yield "explorer.dynamic_timeout.enable", f"true: the limit depends on measured times, {remedy}"
 
 
 @rule("buffer.explorer_input", "algorithm.algorithm_type", "algorithm.repeat_times")

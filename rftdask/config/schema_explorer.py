@@ -12,7 +12,6 @@ _TUNING = Ignored("it tunes vLLM, which this engine is not")
 _TOOLS = Later("tool parsers")
 _RUNNERS = Ignored("there are no runner processes: rollouts are concurrent coroutines")
 _SERVE = Ignored("only mode serve, which is not available, reads it")
-_OVER = Later("over-rollout")
 
 
 class InferenceModelConfig(Section):
@@ -117,11 +116,11 @@ class OverRolloutConfig(Section):
     """`explorer.over_rollout`: do not wait for the slowest tasks."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Share of tasks that may be missing."""
-    wait_after_min: float = 30.0
-    """Seconds to wait for the rest."""
+    """Share of the tasks of a rollout batch that may be missing; 0 waits for all."""
+    wait_after_min: float = Field(default=30.0, ge=0)
+    """Seconds that the rest have once enough are done; then they are called off, and end as timeouts."""
     return_partial_tasks: bool = False
-    """Keep the finished rollouts of unfinished tasks."""
+    """Keep the finished rollouts of tasks of which others were called off; else they are set aside."""
 
 
 class DynamicTimeoutConfig(Section):
@@ -130,18 +129,30 @@ class DynamicTimeoutConfig(Section):
     enable: bool = False
     """Use it."""
     warmup_min_steps: Natural = 1
-    """Steps before it begins."""
+    """Explore steps that a worker takes before it begins."""
     ratio: float = Field(default=3.0, gt=0)
-    """Limit as a multiple of the mean time of a task."""
+    """Limit of an attempt as a multiple of the mean time of the worker's tasks; never above max_timeout."""
+
+
+class SandboxConfig(Section):
+    """`explorer.sandbox`: processes in which workflows and rewards from elsewhere run, so that one that hangs, dies or
+    eats memory costs its own rollout only."""
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    """auto: what is not this package's own and not declared in_process. never: all on one event loop, for debugging."""
+    max_processes: Count = 128
+    """Of one explorer worker at the same time; further rollouts wait their turn."""
+    max_memory_gb: float | None = Field(default=4.0, gt=0)
+    """Memory of one process beyond what its imports take. None: no limit."""
 
 
 class AuxiliaryModelConfig(InferenceModelConfig):
     """An item of `explorer.auxiliary_models`: a frozen model beside the policy."""
 
     model_path: str | None = None
-    """Folder in the Hugging Face layout, or a name on the Hub; of the same vocabulary as the policy."""
+    """Folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the policy."""
     name: str | None = None
-    """Name in messages."""
+    """What workflows call it: model.auxiliary(name). None: its model_path."""
 
 
 class ExplorerConfig(Section):
@@ -161,10 +172,15 @@ class ExplorerConfig(Section):
     """Further attempts after a failed one."""
     env_vars: dict[str, str] = no_items()
     """Environment of the explorer's processes. No secrets: they would be written beside the run."""
+    plugin_dirs: tuple[str, ...] = ()
+    """Folders whose modules are imported where rollouts run, for the workflows and rewards they register."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Processes for workflows and rewards from elsewhere."""
     rollout_model: InferenceModelConfig = InferenceModelConfig()
     """Engines of the policy."""
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()
-    """The teacher of on_policy_distill and jsd; other models beside the policy are not available."""
+    """Models that workflows may ask, such as judges; each explorer worker loads them beside the policy. The one of
+    on_policy_distill and jsd is the teacher, which the trainer loads."""
     eval_interval: Count = 100
     """Explore steps between evaluations; lowered to a multiple of the explorer's synchronization interval."""
     eval_on_startup: bool = True
@@ -187,11 +203,9 @@ class ExplorerConfig(Section):
     """Seconds between reports of the runners."""
     max_inflight_batches: Annotated[Count, Ignored("synchronizer.max_staleness bounds the lead")] = 2
     """fully_async: most explore steps under way."""
-    over_rollout: Annotated[OverRolloutConfig, _OVER] = OverRolloutConfig()
+    over_rollout: OverRolloutConfig = OverRolloutConfig()
     """Do not wait for the slowest tasks."""
-    dynamic_timeout: Annotated[DynamicTimeoutConfig, Later("a time limit that follows the mean")] = (
-        DynamicTimeoutConfig()
-    )
+    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
     """A time limit that follows the mean."""
     proxy_port: Annotated[int, _SERVE] = 8010
     """Port of the proxy."""

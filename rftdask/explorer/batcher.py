@@ -1,8 +1,9 @@
 """Batcher: gathers what many rollouts ask of the engine into few calls. Knows requests, not text, tasks or rewards.
 
 A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
-elsewhere; one call is in flight at a time. Requests are ordered by (task, rollout, turn). So as long as workflows wait
-for nothing but the policy, which requests share a call is the same in every run, whatever the timing. One event loop.
+elsewhere; those are then waited for no more until they ask again. One call is in flight at a time. Requests are ordered
+by (task, rollout, turn). So as long as workflows wait for nothing but the policy, or not for longer than `max_wait_s`,
+which requests share a call is the same in every run, whatever the timing. One event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Batcher:
         self._max_wait_s = max_wait_s
         self._live: set[RolloutKey] = set()
         self._busy: set[RolloutKey] = set()
-        """Live rollouts that do not wait for the engine."""
+        """Live rollouts that do not wait for the engine, and that calls wait for."""
         self._waiting: list[_Waiting] = []
         self._in_flight: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -129,6 +130,7 @@ class Batcher:
         if remaining_s > 0:
             self._timer = loop.call_later(remaining_s, self._on_timer)
         else:
+            self._busy.clear()  # one that is slow holds up one call, not all of them
             self._send()
 
     def _send(self) -> None:

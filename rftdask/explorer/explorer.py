@@ -94,6 +94,12 @@ class _StepTotals:
             for name, value in result.metric_sums.items():
                 metrics[name] = metrics.get(name, 0.0) + value / rewards
         rollouts = max(1.0, metrics["num_rollouts"])
+        for name in sorted({name for result in self.results for name in result.rollout_time_sums}):
+            # Per rollout: where its time went, such as rollout/tool_s.
+            metrics[f"rollout/{name}"] = sum(r.rollout_time_sums.get(name, 0.0) for r in self.results) / rollouts
+        for name in sorted({name for result in self.results for name in result.pass_rates}):
+            told = [(r.pass_rates[name], r.num_rollouts) for r in self.results if name in r.pass_rates]
+            metrics[name] = sum(rate * count for rate, count in told) / max(1, sum(count for _, count in told))
         metrics["truncated"] = statuses.get(Status.TRUNCATED, 0) / rewards
         metrics["failed"] = (statuses.get(Status.FAILED, 0) + statuses.get(Status.TIMEOUT, 0)) / rollouts
         return metrics

@@ -1,23 +1,32 @@
 """RecordingModel: the policy as one attempt at a rollout sees it. Text on the workflow's side, token ids beyond.
 
-It keeps every call with the exact tokens that went in and came out, so that what is trained is what was sampled: text
-is never tokenized again. Seeds depend on the run's seed and on who asks, not on the attempt or the order of events.
+It keeps every call of the policy with the exact tokens that went in and came out, so that what is trained is what was
+sampled: text is never tokenized again. Seeds depend on the run's seed and on who asks, not on the attempt or the order
+of events. Auxiliary models are asked, not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from rftdask.explorer.batcher import Batcher, RolloutKey
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.workflows.base import Response
+from rftdask.explorer.handle import POLICY, Method, ModelHandle
+from rftdask.explorer.workflows.base import PromptTooLongError, Response
 
+MAX_CALLS = 1000
+"""Of the policy in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
 
-class PromptTooLongError(ValueError):
-    """A prompt has more tokens than `model.max_prompt_tokens`, and prompts are not to be truncated."""
+_MIN_TEMPERATURE = 1e-5
+"""No engine takes less, but for 0."""
+
+LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
+"""Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
 
 
 class Tokenizer(Protocol):
@@ -40,6 +49,18 @@ class PromptLimits:
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """An engine and what it takes to speak text with it."""
+
+    batcher: Batcher
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    limits: PromptLimits = field(default_factory=PromptLimits)
+    logprobs_batch: LogprobsBatch | None = None
+    """None: the engine cannot score given tokens."""
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of the policy, complete."""
 
@@ -57,82 +78,135 @@ def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
-class RecordingModel:
+class RecordingModel(ModelHandle):
     """A `PolicyModel` for one attempt; `calls` are the calls answered so far, in the order they were made."""
 
     def __init__(
         self,
-        batcher: Batcher,
-        tokenizer: Tokenizer,
+        policy: ServedModel,
+        auxiliary: Mapping[str, ServedModel] | None = None,
         *,
         key: RolloutKey,
         group_id: str,
         run_seed: int,
-        sampling: SamplingParams,
-        limits: PromptLimits,
     ) -> None:
-        self._batcher = batcher
-        self._tokenizer = tokenizer
+        super().__init__(tuple(auxiliary or {}))
+        self._models = {POLICY: policy, **(auxiliary or {})}
         self._key = key
         self._group_id = group_id
         self._run_seed = run_seed
-        self._sampling = sampling
-        self._limits = limits
         self._calls: dict[int, Call] = {}
         self._num_turns = 0
+        self._num_asked = 0
         self._closed = False
 
     @property
     def calls(self) -> list[Call]:
         return [self._calls[turn] for turn in sorted(self._calls)]
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Response:
-        """See PolicyModel. If the last message is the assistant's, the policy continues it."""
-        continues = messages[-1]["role"] == "assistant"
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-        )
-        return await self.generate(text, **sampling)
-
-    async def generate(self, prompt: str, **sampling: Any) -> Response:
-        """See PolicyModel. Raises: PromptTooLongError; RuntimeError: the attempt has ended."""
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """See ModelHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
+        ValueError, TypeError: arguments that do not fit.
+        """
         if self._closed:
             raise RuntimeError("this attempt at the rollout has ended; its model answers no more")
-        turn = self._num_turns
-        self._num_turns += 1
-        tokens, truncated = self._encode(prompt)
+        self._num_asked += 1
+        if self._num_asked > MAX_CALLS:
+            raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
+        model = self._models[name]
+        began = time.perf_counter()
+        try:
+            if method == "logprobs":
+                return await self._logprobs(model, **arguments)
+            if method == "chat":
+                prompt, sampling = _render(model.tokenizer, **arguments)
+            else:
+                sampling = dict(arguments)
+                prompt = sampling.pop("prompt")
+            return await self._generate(name, model, prompt, sampling)
+        finally:
+            self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
+
+    async def _generate(self, name: str, model: ServedModel, prompt: str, sampling: Mapping[str, Any]) -> Response:
+        turn = self._num_turns if name == POLICY else self._num_asked
+        self._num_turns += name == POLICY
+        tokens, truncated = _encode(model, prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
         request = GenerateRequest(
             prompt_tokens=tuple(tokens),
-            sampling=replace(self._sampling, **sampling),
-            seed=rollout_seed(self._run_seed, self._group_id, self._key.rollout, turn),
+            sampling=_sampling(model.sampling, sampling),
+            seed=rollout_seed(self._run_seed, identity, self._key.rollout, turn),
         )
-        generation = await self._batcher.generate(self._key, turn, request)
+        generation = await model.batcher.generate(self._key, turn, request)
         response = Response(
-            text=self._tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
+            text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
             prompt_tokens=request.prompt_tokens,
             tokens=generation.tokens,
             logprobs=generation.logprobs,
             finish_reason=generation.finish_reason,
         )
-        self._calls[turn] = Call(prompt, truncated, request, generation, response)
+        if name == POLICY:
+            self._calls[turn] = Call(prompt, truncated, request, generation, response)
         return response
+
+    async def _logprobs(self, model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
+        if model.logprobs_batch is None:
+            raise RuntimeError("this engine gives no logprobs of given tokens")
+        prompt_tokens, _ = _encode(model, prompt)
+        tokens = model.tokenizer.encode(response, add_special_tokens=False)
+        if not prompt_tokens or not tokens:
+            raise ValueError("logprobs needs a prompt and a response, of at least one token each")
+        [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+        return logprobs
 
     def close(self) -> None:
         """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
         self._closed = True
 
-    def _encode(self, prompt: str) -> tuple[list[int], bool]:
-        # A chat template has written the special tokens already, and a plain text is meant as it stands.
-        tokens = self._tokenizer.encode(prompt, add_special_tokens=False)
-        limit = self._limits.max_prompt_tokens
-        if limit is None or len(tokens) <= limit:
-            return tokens, False
-        if not self._limits.enable_prompt_truncation:
-            raise PromptTooLongError(
-                f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
-                f"model.enable_prompt_truncation"
-            )
-        return tokens[-limit:], True
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, dict[str, Any]]:
+    """The chat as text, and what is left of the options. If the last message is the assistant's, it is continued."""
+    continues = messages[-1]["role"] == "assistant"
+    tools = options.pop("tools", None)
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **({"tools": tools} if tools else {}),
+    )
+    return text, options
+
+
+def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
+    """What a workflow asks for, as far as an engine would take it: a mistake must not end everybody's batch.
+
+    `max_tokens` beyond that of the run is cut to it. Raises: ValueError, TypeError: a value or name that does not fit.
+    """
+    if not asked:
+        return defaults
+    sampling = replace(defaults, **asked)
+    numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ValueError(f"sampling parameters must be finite numbers: {dict(asked)!r:.200}")
+    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
+        raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
+    if sampling.temperature != 0 and sampling.temperature < _MIN_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}")
+    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
+
+
+def _encode(model: ServedModel, prompt: str) -> tuple[list[int], bool]:
+    # A chat template has written the special tokens already, and a plain text is meant as it stands.
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=False)
+    limit = model.limits.max_prompt_tokens
+    if limit is None or len(tokens) <= limit:
+        return tokens, False
+    if not model.limits.enable_prompt_truncation:
+        raise PromptTooLongError(
+            f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
+            f"model.enable_prompt_truncation"
+        )
+    return tokens[-limit:], True

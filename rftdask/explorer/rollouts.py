@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distributed import get_client, get_worker
@@ -27,10 +27,13 @@ from rftdask.child import LOG_LEVEL
 from rftdask.config import Config, load_config
 from rftdask.dask_task import make_called_off
 from rftdask.errors import DataError, OperatorError, StorageError, WaitTimeout
+from rftdask.explorer.companions import Companions, sandbox_options
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.limits import OverRollout, pass_rates
 from rftdask.explorer.model import PromptLimits
-from rftdask.explorer.runner import RolloutDefaults, ServedWeights, run_rollout_batch
+from rftdask.explorer.rollout import RolloutDefaults, RolloutTimes, ServedWeights
+from rftdask.explorer.runner import BatchOutcome, Engines, run_rollout_batch
 from rftdask.explorer.tasks import taskset_spec
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -38,6 +41,10 @@ from rftdask.synchronizer.weights import Published, read_checkpoint_weights, rea
 
 EXPLORER_RESOURCE = "explorer"
 _EXTRA_TIME_S = 60.0
+_MAX_WAIT_S = 0.25
+"""For rollouts that are busy elsewhere, before a call of the engine goes out without them; see Batcher."""
+_MAX_WAIT_FIXED_S = 5.0
+"""The same where which requests share a call must not depend on timing: longer than any step of a usual workflow."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,10 @@ class RolloutResult:
     """Engine start and weights."""
     time_generate_s: float = 0.0
     time_s: float = 0.0
+    rollout_time_sums: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by name of a field of RolloutTimes, summed over the rollouts."""
+    pass_rates: Mapping[str, float] = field(default_factory=dict)
+    """pass@k by name, mean over the tasks."""
     note: str = ""
     """What people should know, such as that the engine had died."""
 
@@ -110,6 +121,7 @@ class _Resources:
         self.config: Config | None = None
         self._tokenizer: Any = None
         self._note = ""
+        self.companions = Companions()
 
     def open(self, spec: RolloutSpec) -> Config:
         """The config of the task's run; what belongs to another run is dropped."""
@@ -119,6 +131,7 @@ class _Resources:
             self._run = run
             self._tasksets = {}
             self._tokenizer = None
+            self.companions.close()
         return self.config
 
     def tokenizer(self) -> Any:
@@ -201,13 +214,13 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             committed=[slot for name in committed if name.part is not None for slot in name.part.slots],
         ) as writer:
             pipeline = _Pipeline(spec, config, writer.add)
-            _, time_generate_s = _run(spec, config, engine, tokenizer, pipeline.add)
-            experiences = pipeline.finish()
+            outcome, time_generate_s = _run(spec, config, engine, tokenizer, pipeline.add)
+            outcome = replace(outcome, experiences=pipeline.finish())
             names = writer.finish()
         return _result(
             spec,
             tuple(name.text for name in names),
-            experiences,
+            outcome,
             version=engine.weights.version,
             time_wait_s=waited - started,
             time_load_s=started - began + loaded - waited,
@@ -264,7 +277,7 @@ def _run(
     engine: EngineClient,
     tokenizer: Any,
     on_group: Callable[[int, list[Experience]], None],
-) -> tuple[list[Experience], float]:
+) -> tuple[BatchOutcome, float]:
     tasksets = _names(spec, config)
     tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in spec.tasks]
     generating = 0.0
@@ -277,20 +290,32 @@ def _run(
         generating += time.perf_counter() - began
         return answers
 
-    experiences = asyncio.run(
+    async def logprobs_batch(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return await asyncio.to_thread(engine.logprobs, pairs, timeout_s)
+
+    companions, explorer = _resources.companions, config.explorer
+    auxiliary = companions.auxiliary(config, spec.threads, timeout_s)
+    # An evaluation's tasks are no measure of the others', and all of them count.
+    limit_s = explorer.max_timeout if spec.is_eval else companions.timeout_s(config, spec.explore_step)
+    over_rollout = OverRollout() if spec.is_eval else OverRollout(**explorer.over_rollout.model_dump())
+    outcome = asyncio.run(
         run_rollout_batch(
             tasks,
             repeat_times=spec.repeat_times,
             greedy_baseline=spec.greedy_baseline,
             explore_step=spec.explore_step,
-            generate_batch=generate_batch,
-            tokenizer=tokenizer,
-            defaults=_defaults(config),
+            engines=Engines(generate_batch, tokenizer, logprobs_batch, auxiliary),
+            defaults=_defaults(config, limit_s),
             weights=ServedWeights(engine.weights.version, engine.weights.content_hash),
+            max_wait_s=_MAX_WAIT_FIXED_S if config.synchronizer.sync_style == "fixed" else _MAX_WAIT_S,
+            over_rollout=over_rollout,
             on_group=on_group,
+            nursery=companions.nursery,
         )
     )
-    return experiences, generating
+    if not spec.is_eval:
+        companions.took(spec.explore_step, outcome.task_times_s)
+    return outcome, generating
 
 
 class _Pipeline:
@@ -330,7 +355,7 @@ def _names(spec: RolloutSpec, config: Config) -> list[str]:
     return [t.name for t in (source.eval_tasksets if spec.is_eval else source.train_tasksets)]
 
 
-def _defaults(config: Config) -> RolloutDefaults:
+def _defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
     model, source = config.model, config.buffer.explorer_input
     sampling = SamplingParams(
         max_tokens=model.max_response_tokens,
@@ -348,25 +373,29 @@ def _defaults(config: Config) -> RolloutDefaults:
             t.name: {key: getattr(t.rollout_args, key) for key in keys}
             for t in (*source.train_tasksets, *source.eval_tasksets)
         },
-        max_timeout_s=config.explorer.max_timeout,
+        max_timeout_s=max_timeout_s,
         max_retry_times=config.explorer.max_retry_times,
         run_seed=config.explorer.rollout_model.seed,
+        sandbox=sandbox_options(config),
     )
 
 
 def _result(
     spec: RolloutSpec,
     shards: tuple[str, ...],
-    experiences: Sequence[Experience],
+    outcome: BatchOutcome,
     version: int,
     note: str,
     **times: float,
 ) -> RolloutResult:
     statuses: dict[str, int] = {}
     sums: dict[str, float] = {}
-    rollouts = [e for e in experiences if e.rollout < spec.repeat_times]  # a greedy baseline is no sample
+    rollouts = [e for e in outcome.experiences if e.rollout < spec.repeat_times]  # a greedy baseline is no sample
     rewards = [e.reward for e in rollouts if e.status.trainable and e.reward is not None]
+    rewards_by_group: dict[str, list[float]] = {}
     for experience in rollouts:
+        if experience.turn == 0 and experience.status.trainable and experience.reward is not None:
+            rewards_by_group.setdefault(experience.group_id, []).append(experience.reward)
         statuses[str(experience.status)] = statuses.get(str(experience.status), 0) + 1
         if experience.status.trainable:
             for name, value in experience.metrics.items():
@@ -379,10 +408,14 @@ def _result(
         num_rollouts=len(rollouts),
         num_by_status=statuses,
         num_tokens=sum(len(e.tokens) - e.prompt_length for e in rollouts),
-        num_bytes=sum(_payload_bytes(e) for e in experiences),
+        num_bytes=sum(_payload_bytes(e) for e in outcome.experiences),
         reward_sum=float(sum(rewards)),
         num_rewards=len(rewards),
         metric_sums=sums,
+        rollout_time_sums={
+            name: float(sum(getattr(times, name) for times in outcome.times)) for name in RolloutTimes.names()
+        },
+        pass_rates=pass_rates(rewards_by_group),
         note=note,
         **times,
     )

@@ -1,59 +1,71 @@
-"""Runner: a batch of tasks in, experiences out. Runs the workflows, bounds them in time, and retries them.
+"""Runner: a batch of tasks in, experiences out. Runs the rollouts side by side, where they are safe to run, and waits
+no longer for them than it is told to.
 
-Invariant: every (task, rollout) gives at least one experience, whatever its workflow does: one per call of the policy
-if it ended well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's
-rollout's: it ends the batch, which somebody else then runs again. This module knows neither engines nor storage.
+A workflow of this package, with a reward of this package, runs as a coroutine on the event loop; any other in a process
+of its own (sandbox.py), unless it is declared `in_process`. A failure of the engine is nobody's rollout's: it ends the
+batch, which somebody else then runs again. This module knows neither engines nor storage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.task import Task
+from rftdask.errors import UserError
+from rftdask.explorer.admission import Admission
 from rftdask.explorer.batcher import Batcher, GenerateBatch, RolloutKey
 from rftdask.explorer.engines.base import SamplingParams
-from rftdask.explorer.model import Call, PromptLimits, PromptTooLongError, RecordingModel, Tokenizer, rollout_seed
+from rftdask.explorer.limits import OverRollout
+from rftdask.explorer.model import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
+from rftdask.explorer.plugins import load_plugin_folders, module_of, requires, runs_in_process
 from rftdask.explorer.rewards.registry import get_reward
-from rftdask.explorer.workflows.base import Reward, Step, WorkflowFn
-from rftdask.explorer.workflows.registry import get_workflow
+from rftdask.explorer.rollout import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
+from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxPool, SandboxSpec
+from rftdask.explorer.watchdog import Watchdog
+from rftdask.explorer.workflows.base import Reward, WorkflowFn
+from rftdask.explorer.workflows.registry import FoundWorkflow, find_workflow
 
-_MAX_ERROR_LENGTH = 500
+_SANDBOX = "sandbox"
+"""A kind of place, beside those named by workflows."""
 
 
 @dataclass(frozen=True)
-class RolloutDefaults:
-    """How rollouts are run, unless the taskset says otherwise."""
+class Engines:
+    """What answers a batch of rollouts."""
 
+    generate: GenerateBatch
+    tokenizer: Tokenizer
+    logprobs: LogprobsBatch | None = None
+    auxiliary: Mapping[str, AuxiliaryEngine] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AuxiliaryEngine:
+    """A frozen model beside the policy."""
+
+    generate: GenerateBatch
+    tokenizer: Tokenizer
     sampling: SamplingParams
     limits: PromptLimits = field(default_factory=PromptLimits)
-    taskset_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields of SamplingParams by name of taskset (its `rollout_args`)."""
-    max_timeout_s: float = 1800.0
-    """For one attempt, the wait for the engine included."""
-    max_retry_times: int = 2
-    """Attempts after the first."""
-    stop_grace_s: float = 1.0
-    """For a cancelled attempt to clean up; one that ignores its cancellation is left behind, without a model."""
-    run_seed: int = 42
-
-    def sampling_of(self, task: Task) -> SamplingParams:
-        return replace(self.sampling, **self.taskset_sampling.get(task.taskset, {}))
+    logprobs: LogprobsBatch | None = None
 
 
 @dataclass(frozen=True)
-class ServedWeights:
-    """Identity of the weights an engine serves."""
+class BatchOutcome:
+    """What a batch gave."""
 
-    version: int
-    hash: str
+    experiences: list[Experience]
+    """Ordered by (task, rollout, turn)."""
+    times: list[RolloutTimes]
+    """Of the rollouts, in their order."""
+    task_times_s: list[float]
+    """From the beginning of the batch to a task's last rollout; of those tasks that were not called off."""
 
 
 async def run_rollout_batch(
@@ -61,243 +73,241 @@ async def run_rollout_batch(
     *,
     repeat_times: int,
     explore_step: int,
-    generate_batch: GenerateBatch,
-    tokenizer: Tokenizer,
+    engines: Engines,
     defaults: RolloutDefaults,
     weights: ServedWeights,
     max_wait_s: float = 0.02,
     greedy_baseline: bool = False,
+    over_rollout: OverRollout | None = None,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
-) -> list[Experience]:
+    nursery: Callable[[SandboxSpec], Nursery] | None = None,
+) -> BatchOutcome:
     """`repeat_times` rollouts of each task, side by side; with `greedy_baseline` one more, the last, at temperature 0.
 
     on_group: told the number of a task and its experiences as soon as all its rollouts have ended; must not block.
-    Returns: experiences ordered by (task, rollout, turn).
-    Raises: UserError: a task names a workflow or a reward function that does not exist. What `generate_batch` raises.
+    nursery: gives a living one of a spec, and keeps it; None: this batch has its own.
+
+    Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
     """
-    workflows = {name: get_workflow(name) for name in sorted({task.workflow for task in tasks})}
-    for name in sorted({task.reward_fn for task in tasks} - {""}):
-        get_reward(name)
-    batcher = Batcher(generate_batch, max_wait_s)
-    rollouts = [
-        _Rollout(
-            task=task,
-            key=RolloutKey(number, rollout),
-            explore_step=explore_step,
-            workflow=workflows[task.workflow],
-            batcher=batcher,
-            tokenizer=tokenizer,
-            defaults=defaults,
-            weights=weights,
-            greedy=rollout == repeat_times,
-        )
-        for number, task in enumerate(tasks)
-        for rollout in range(repeat_times + greedy_baseline)
-    ]
-    for rollout in rollouts:
-        batcher.enter(rollout.key)
+    plan = _Plan.of(tasks, defaults.sandbox)
+    batcher = Batcher(engines.generate, max_wait_s)
+    auxiliary = {
+        name: ServedModel(Batcher(each.generate, 0.0), each.tokenizer, each.sampling, each.limits, each.logprobs)
+        for name, each in engines.auxiliary.items()
+    }
+
+    def new_model(rollout: Rollout) -> RecordingModel:
+        policy = ServedModel(batcher, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
+        key, group_id = rollout.key, rollout.task.group_id
+        return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
+
     try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(rollout.run()) for rollout in rollouts]
-            size = repeat_times + greedy_baseline
-            for number in range(len(tasks)):
-                group.create_task(_report(number, running[number * size : (number + 1) * size], on_group))
-    except ExceptionGroup:
-        if batcher.failure is None:
-            raise
+        async with _sandboxes(plan, nursery) as pool, _watched(defaults):
+            rollouts = [
+                Rollout(
+                    task=task,
+                    key=RolloutKey(number, rollout),
+                    explore_step=explore_step,
+                    workflow=plan.workflow_of(task, pool),
+                    batcher=batcher,
+                    new_model=new_model,
+                    defaults=defaults,
+                    weights=weights,
+                    greedy=rollout == repeat_times,
+                )
+                for number, task in enumerate(tasks)
+                for rollout in range(repeat_times + greedy_baseline)
+            ]
+            return await _Batch(rollouts, plan, batcher, over_rollout or OverRollout(), on_group).run()
+    except ExceptionGroup as group:
+        failure = batcher.failure or group.exceptions[0]
     finally:
-        await batcher.close()
-    if batcher.failure is not None:
-        # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
-        raise batcher.failure
-    return [experience for ended in running for experience in ended.result()]
-
-
-async def _report(
-    number: int,
-    rollouts: Sequence[asyncio.Task[list[Experience]]],
-    on_group: Callable[[int, list[Experience]], None],
-) -> None:
-    on_group(number, [experience for ended in await asyncio.gather(*rollouts) for experience in ended])
+        for each in (batcher, *(model.batcher for model in auxiliary.values())):
+            await each.close()
+    # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
+    raise failure
 
 
 @dataclass(frozen=True)
-class _Rollout:
-    task: Task
-    key: RolloutKey
-    explore_step: int
-    workflow: WorkflowFn
-    batcher: Batcher
-    tokenizer: Tokenizer
-    defaults: RolloutDefaults
-    weights: ServedWeights
-    greedy: bool = False
+class _Plan:
+    """Which workflow runs where."""
+
+    workflows: Mapping[str, FoundWorkflow]
+    sandboxed: frozenset[tuple[str, str]]
+    """(workflow, reward function) of the tasks that run in sandboxes."""
+    options: SandboxOptions
+    modules: tuple[str, ...]
+    """What sandboxes import."""
+
+    @staticmethod
+    def of(tasks: Sequence[Task], options: SandboxOptions) -> _Plan:
+        load_plugin_folders(options.plugin_dirs)
+        kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
+        workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
+        rewards = {name: get_reward(name) for name in sorted({reward for _, reward in kinds} - {""})}
+        safe = {name for name, found in workflows.items() if found.in_process}
+        safe |= {name for name, function in rewards.items() if runs_in_process(function)} | {""}
+        sandboxed = {
+            kind for kind in kinds if options.mode == "always" or (options.mode == "auto" and not safe.issuperset(kind))
+        }
+        needed = {name for kind in sandboxed for name in kind if name}
+        modules = {workflows[n].module if n in workflows else module_of(rewards[n]) for n in needed}
+        modules |= {m for n in needed for m in (workflows[n].requires if n in workflows else requires(rewards[n]))}
+        if "__main__" in modules:
+            raise UserError(
+                f"one of {', '.join(sorted(needed))} is defined in a script or notebook, where no other process finds "
+                "it; move it to a module, or declare it in_process=True"
+            )
+        return _Plan(workflows, frozenset(sandboxed), options, tuple(sorted(modules)))
 
     @property
-    def sampling(self) -> SamplingParams:
-        sampling = self.defaults.sampling_of(self.task)
-        return replace(sampling, temperature=0.0) if self.greedy else sampling
-
-    async def run(self) -> list[Experience]:
-        try:
-            return await self._attempts()
-        finally:
-            self.batcher.leave(self.key)
-
-    async def _attempts(self) -> list[Experience]:
-        for attempt in range(self.defaults.max_retry_times + 1):
-            model = self._new_model()
-            try:
-                reward = await _run_attempt(self.workflow, self.task, model, self.defaults)
-                self._check(reward, model)
-            except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
-                if self.batcher.failure is not None:
-                    raise self.batcher.failure from None
-                final = isinstance(error, (PromptTooLongError, _WillNotStopError))
-                if final or attempt == self.defaults.max_retry_times:
-                    return [self._failure(error, attempt)]
-            else:
-                if self.batcher.failure is not None:  # the workflow swallowed it
-                    raise self.batcher.failure
-                return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
-        raise AssertionError("unreachable: the last attempt returns")
-
-    def _new_model(self) -> RecordingModel:
-        return RecordingModel(
-            self.batcher,
-            self.tokenizer,
-            key=self.key,
-            group_id=self.task.group_id,
-            run_seed=self.defaults.run_seed,
-            sampling=self.sampling,
-            limits=self.defaults.limits,
+    def spec(self) -> SandboxSpec:
+        return SandboxSpec(
+            workflows=tuple(sorted({workflow for workflow, _ in self.sandboxed})),
+            rewards=tuple(sorted({reward for _, reward in self.sandboxed} - {""})),
+            modules=self.modules,
+            plugin_dirs=self.options.plugin_dirs,
+            max_memory_bytes=self.options.max_memory_bytes,
+            env=self.options.env,
         )
 
-    def _check(self, reward: Reward, model: RecordingModel) -> None:
-        where = f"workflow {self.task.workflow}, task {self.task.group_id}"
-        value = reward.value
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise ValueError(f"reward is {value!r:.100}, not a finite number ({where})")
-        for name, metric in reward.metrics.items():
-            if not isinstance(metric, numbers.Real):
-                raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
-        if not model.calls:
-            raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
-        if reward.steps and len(reward.steps) != len(model.calls):
-            raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
-        for turn, step in enumerate(reward.steps):
-            _check_step(step, turn, where)
+    @property
+    def limits(self) -> dict[str, int]:
+        """Places of each kind, for `Admission`."""
+        own = {name: found.max_concurrent for name, found in self.workflows.items()}
+        return {_SANDBOX: self.options.max_sandboxes, **{name: most for name, most in own.items() if most is not None}}
 
-    def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
-        generation = call.generation
-        step = reward.steps[turn] if reward.steps else Step()
-        return replace(
-            self._blank(turn, attempt, call.request.sampling, call.request.seed),
-            status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
-            # Arrays, made here, one by one while others are sampled: the commit then only joins them.
-            tokens=np.array((*call.request.prompt_tokens, *generation.tokens), np.int32),
-            prompt_length=len(call.request.prompt_tokens),
-            rollout_logprobs=np.array(generation.logprobs, np.float32),
-            reward=float(reward.value),
-            min_policy_version=generation.min_policy_version,
-            max_policy_version=generation.max_policy_version,
-            # Of other weights than those named when the batch began, the hash is not known here.
-            weights_hash=self.weights.hash if generation.max_policy_version == self.weights.version else "",
-            prompt_text=call.prompt_text,
-            response_text=call.response.text,
-            env_state=step.state,
-            turn_reward=None if step.reward is None else float(step.reward),
-            metrics={
-                **{name: float(value) for name, value in reward.metrics.items()},
-                "num_prompt_tokens": float(len(call.request.prompt_tokens)),
-                "num_response_tokens": float(len(generation.tokens)),
-                "prompt_truncated": float(call.prompt_truncated),
-            },
-        )
+    def kinds_of(self, task: Task) -> tuple[str, ...]:
+        return (task.workflow, _SANDBOX) if (task.workflow, task.reward_fn) in self.sandboxed else (task.workflow,)
 
-    def _failure(self, error: Exception, attempt: int) -> Experience:
-        sampling = self.sampling
-        seed = rollout_seed(self.defaults.run_seed, self.task.group_id, self.key.rollout, 0)
-        return replace(
-            self._blank(0, attempt, sampling, seed),
-            status=Status.TIMEOUT if isinstance(error, _AttemptTimeout) else Status.FAILED,
-            error=_one_line(error),
-            prompt_text=self.task.prompt,
-        )
+    def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
+        if (task.workflow, task.reward_fn) not in self.sandboxed:
+            return self.workflows[task.workflow].run
+        assert pool is not None
+        attempt = pool.attempt
 
-    def _blank(self, turn: int, attempt: int, sampling: SamplingParams, seed: int) -> Experience:
-        return Experience(
-            taskset=self.task.taskset,
-            epoch=self.task.epoch,
-            task_index=self.task.index,
-            rollout=self.key.rollout,
-            explore_step=self.explore_step,
-            turn=turn,
-            attempt=attempt,
-            status=Status.FAILED,
-            min_policy_version=self.weights.version,
-            max_policy_version=self.weights.version,
-            weights_hash=self.weights.hash,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=seed,
-            truth=self.task.truth,
-        )
+        async def run_in_sandbox(task: Task, model: Any) -> Reward:
+            return await attempt(task.workflow, task, model)
+
+        return run_in_sandbox
 
 
-def _check_step(step: Step, turn: int, where: str) -> None:
-    if step.state is not None and not isinstance(step.state, str):
-        raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
-    value = step.reward
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-        raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
-
-
-class _AttemptTimeout(Exception):
-    """The attempt's deadline passed, and the attempt has stopped."""
-
-
-class _WillNotStopError(_AttemptTimeout):
-    """The attempt's deadline passed, and it ignored its cancellation: a retry would run beside it."""
-
-
-async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Reward:
-    """The workflow's reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s` seconds."""
-    attempt = asyncio.create_task(_guarded(workflow, task, model))
+@asynccontextmanager
+async def _sandboxes(plan: _Plan, keep: Callable[[SandboxSpec], Nursery] | None) -> AsyncIterator[SandboxPool | None]:
+    """A pool, if any task needs one."""
+    if not plan.sandboxed:
+        yield None
+        return
+    # In a thread: importing plug-ins takes as long as they like.
+    nursery = await asyncio.to_thread(keep or Nursery, plan.spec)
+    pool = SandboxPool(nursery)
     try:
-        await asyncio.wait({attempt}, timeout=limits.max_timeout_s)
-        if attempt.cancelled():
-            raise RuntimeError("the workflow cancelled itself")
-        if attempt.done():
-            reward = attempt.result()
-            return reward if isinstance(reward, Reward) else Reward(reward)
+        yield pool
     finally:
-        model.close()
-        stopped = await _stop(attempt, limits.stop_grace_s)
-    message = (
-        f"not finished after max_timeout {limits.max_timeout_s:g} s (workflow {task.workflow}, task {task.group_id})"
-    )
-    raise _AttemptTimeout(message) if stopped else _WillNotStopError(f"{message}, and it ignored its cancellation")
+        await pool.close()
+        if keep is None:
+            nursery.close()
 
 
-async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel) -> float | Reward:
-    try:
-        return await workflow(task, model)
-    except SystemExit as error:  # would end the event loop, and with it every other rollout
-        raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
+@asynccontextmanager
+async def _watched(defaults: RolloutDefaults) -> AsyncIterator[None]:
+    with Watchdog(defaults.max_block_s, only_within="_guarded"):
+        yield
 
 
-async def _stop(attempt: asyncio.Task[Any], grace_s: float) -> bool:
-    """Cancel the attempt and wait for its end; False if it has not ended after `grace_s` seconds."""
-    if not attempt.done():
-        attempt.cancel()
-        await asyncio.wait({attempt}, timeout=grace_s)
-    if attempt.done() and not attempt.cancelled():
-        attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
-    return attempt.done()
+class _Batch:
+    """The rollouts under way."""
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        plan: _Plan,
+        batcher: Batcher,
+        over_rollout: OverRollout,
+        on_group: Callable[[int, list[Experience]], None],
+    ) -> None:
+        self._rollouts = rollouts
+        self._plan = plan
+        self._batcher = batcher
+        self._over_rollout = over_rollout
+        self._on_group = on_group
+        self._admission: Admission[RolloutKey] = Admission(plan.limits)
+        self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
+        self._of_task: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
+        self._remaining = {number: len(own) for number, own in self._of_task.items()}
+        """Rollouts that have not ended, by task."""
+        self._gathered: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._remaining}
+        self._task_times_s: list[float] = []
+        self._num_needed = over_rollout.num_needed(len(self._remaining))
+        self._enough = asyncio.Event()
+        self._began = time.perf_counter()
+
+    async def run(self) -> BatchOutcome:
+        # All of them first, so that the first call of the engine waits for all of them.
+        for rollout in self._rollouts:
+            if self._admission.enter(rollout.key, self._plan.kinds_of(rollout.task)):
+                self._admit(rollout.key)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
+            if self._over_rollout.ratio > 0:
+                group.create_task(self._call_off_the_rest(running))
+        experiences = [each for number in sorted(self._gathered) for each in self._group(number)]
+        return BatchOutcome(experiences, [rollout.times for rollout in self._rollouts], self._task_times_s)
+
+    def _admit(self, key: RolloutKey) -> None:
+        self._batcher.enter(key)
+        self._admitted[key].set()
+
+    async def _run(self, rollout: Rollout) -> None:
+        try:
+            experiences = await rollout.run(self._admitted[rollout.key])
+        finally:
+            # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
+            for key in self._admission.leave(rollout.key):
+                self._admit(key)
+            self._batcher.leave(rollout.key)
+        number = rollout.key.task_number
+        self._gathered[number][rollout.key] = experiences
+        self._remaining[number] -= 1
+        if self._remaining[number] == 0:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        if not self._is_called_off(number):
+            self._task_times_s.append(time.perf_counter() - self._began)
+            if len(self._task_times_s) >= self._num_needed:
+                self._enough.set()
+        elif not self._over_rollout.return_partial_tasks:
+            gathered = self._gathered[number]
+            self._gathered[number] = {key: [_set_aside(each) for each in gathered[key]] for key in gathered}
+        self._on_group(number, self._group(number))
+
+    def _group(self, number: int) -> list[Experience]:
+        gathered = self._gathered[number]
+        return [experience for key in sorted(gathered) for experience in gathered[key]]
+
+    def _is_called_off(self, number: int) -> bool:
+        return any(rollout.called_off for rollout in self._of_task[number])
+
+    async def _call_off_the_rest(self, running: Sequence[asyncio.Task[None]]) -> None:
+        await self._enough.wait()
+        wait_s = self._over_rollout.wait_after_min
+        await asyncio.wait(running, timeout=wait_s)
+        reason = (
+            f"called off {wait_s:g} s after {self._num_needed} of {len(self._remaining)} tasks were done "
+            "(explorer.over_rollout)"
+        )
+        for rollout, task in zip(self._rollouts, running, strict=True):
+            if not task.done():
+                rollout.called_off = reason
+                task.cancel()
 
 
-def _one_line(error: Exception) -> str:
-    name = "TimeoutError" if isinstance(error, _AttemptTimeout) else type(error).__name__
-    return " ".join(f"{name}: {error}".split())[:_MAX_ERROR_LENGTH]
+def _set_aside(experience: Experience) -> Experience:
+    """What a task gave before others of its rollouts were called off."""
+    if not experience.status.trainable:
+        return experience
+    reason = "other rollouts of its task were called off, and over_rollout.return_partial_tasks is off"
+    return replace(experience, status=Status.FILTERED, error=reason)

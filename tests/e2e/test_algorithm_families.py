@@ -50,7 +50,7 @@ class Toy:
         explorer_input = {
             "taskset": {"path": str(self.folder / "train.jsonl"), "format": QUESTIONS, "data_selector": SHUFFLED},
             "eval_tasksets": [self.held_out()],
-            "default_reward_fn_type": "accuracy_reward",
+            "default_reward_fn_type": "exact_reward",
         }
         buffer = {"batch_size": 64, "total_epochs": 100, **(buffer or {}), "explorer_input": explorer_input}
         config = self.config(
@@ -68,7 +68,7 @@ class Toy:
             "train_batch_size": 32,
             "total_epochs": 100,
             "trainer_input": {"experience_buffer": source},
-            "explorer_input": {"eval_tasksets": [self.held_out()], "default_reward_fn_type": "accuracy_reward"},
+            "explorer_input": {"eval_tasksets": [self.held_out()], "default_reward_fn_type": "exact_reward"},
         }
         sections = {"trainer": {"total_steps": 20}, **sections}
         run = Experiment(**self.config(name, buffer=buffer, **sections), mode="train")

@@ -59,7 +59,7 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
             "explorer_input": {
                 "taskset": {"path": str(folder / "tasks.jsonl"), "format": columns},
                 "eval_tasksets": [{"name": "held_out", "path": str(folder / "held_out.jsonl"), "format": columns}],
-                "default_reward_fn_type": "accuracy_reward",
+                "default_reward_fn_type": "exact_reward",
             },
         },
         # Two rollout batches a step, so that steps end out of order.

@@ -20,7 +20,8 @@ from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.config import Config, load_config
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.model import rollout_seed
-from rftdask.explorer.runner import RolloutDefaults, ServedWeights, run_rollout_batch
+from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
+from rftdask.explorer.runner import Engines, run_rollout_batch
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
 from rftdask.toy import build_toy_model
@@ -76,12 +77,11 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
             [task],
             repeat_times=len(walks),
             explore_step=1,
-            generate_batch=generate_batch,
-            tokenizer=tokenizer,
+            engines=Engines(generate_batch, tokenizer),
             defaults=RolloutDefaults(SamplingParams(max_tokens=8)),
             weights=ServedWeights(0, "hash"),
         )
-    )
+    ).experiences
 
 
 def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: Config) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rftdask.buffer.task import Task
-from rftdask.buffer.tasksets import final_answer
+from rftdask.buffer.task import Task, final_answer
 from rftdask.explorer.rewards.text import FORMAT_REWARD, starts_with_thought
 from rftdask.explorer.workflows.base import Reward
 

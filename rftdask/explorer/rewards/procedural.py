@@ -31,3 +31,7 @@ def _scorer(name: str) -> Any:
     # Late: optional, and its import costs 2 s. By name: whether it is installed must not change the type check.
     reasoning_gym = importlib.import_module("reasoning_gym")
     return reasoning_gym.create_dataset(name, size=1, seed=0)
+
+
+reasoning_gym_reward.in_process = False  # type: ignore[attr-defined] # its generators are many, and some search long
+reasoning_gym_reward.requires = {"reasoning_gym": "reasoning-gym"}  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
 """The reward functions by name, and how to add one.
 
-A reward function is pure and fast; it gets the text of the response, the true answer, the task, and `reward_fn_args`:
+A reward function is pure; it gets the text of the response, the true answer, the task, and `reward_fn_args`:
 
     @reward("length_reward")
     def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
         return -abs(len(response) - target) / target
 
+It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast.
 What a response says is hostile input: reward functions never evaluate it as code and bound their work on it.
 """
 
@@ -18,10 +19,12 @@ from rftdask.buffer.task import Task
 from rftdask.errors import UserError
 from rftdask.explorer.plugins import find_plugin
 from rftdask.explorer.rewards.countdown import countdown_reward
+from rftdask.explorer.rewards.dapo import math_dapo_reward
 from rftdask.explorer.rewards.math_answer import math_boxed_reward, math_reward
 from rftdask.explorer.rewards.procedural import reasoning_gym_reward
-from rftdask.explorer.rewards.text import accuracy_reward, format_reward
-from rftdask.explorer.workflows.base import Reward
+from rftdask.explorer.rewards.text import exact_reward, format_reward
+from rftdask.explorer.rewards.verified import accuracy_reward
+from rftdask.explorer.workflows.base import Response, Reward
 
 RewardFn = Callable[..., float | Reward]
 """(response, truth, task, **reward_fn_args) -> float | Reward."""
@@ -29,19 +32,26 @@ RewardFn = Callable[..., float | Reward]
 _REWARDS: dict[str, RewardFn] = {
     "accuracy_reward": accuracy_reward,
     "countdown_reward": countdown_reward,
+    "exact_reward": exact_reward,
     "format_reward": format_reward,
     "math_boxed_reward": math_boxed_reward,
+    "math_dapo_reward": math_dapo_reward,
     "math_reward": math_reward,
     "reasoning_gym_reward": reasoning_gym_reward,
 }
 
 
-def reward(name: str) -> Callable[[RewardFn], RewardFn]:
-    """Decorator that gives a reward function a name. Raises: ValueError: the name is taken by another function."""
+def reward(name: str, *, in_process: bool | None = None) -> Callable[[RewardFn], RewardFn]:
+    """Decorator that gives a reward function a name; in_process: as for workflows.
+
+    Raises: ValueError: the name is taken by another function.
+    """
 
     def register(function: RewardFn) -> RewardFn:
         if _REWARDS.setdefault(name, function) is not function:
             raise ValueError(f"reward function {name!r} exists already; choose another name")
+        if in_process is not None:
+            function.in_process = in_process  # type: ignore[attr-defined]
         return function
 
     return register
@@ -55,11 +65,21 @@ def get_reward(name: str) -> RewardFn:
     return function
 
 
-def compute_reward(task: Task, response: str, default: str, defaults: Mapping[str, Any] | None = None) -> Reward:
+def compute_reward(
+    task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
+) -> Reward:
     """The reward of `response` by the task's reward function, or by the one called `default` if the task names none.
     `defaults` are arguments for that one, where `reward_fn_args` does not give them.
+
+    Raises: ValueError: the function wants the number of tokens, and `response` is text alone; what it raises itself.
     """
     name = task.reward_fn or default
-    arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else task.reward_fn_args
-    value = get_reward(name)(response, task.truth, task, **arguments)
+    arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
+    function = get_reward(name)
+    if getattr(function, "needs_num_tokens", False):
+        if isinstance(response, str):
+            raise ValueError(f"reward function {name} needs the response's tokens; give it the Response, not its text")
+        arguments["num_tokens"] = len(response.tokens)
+    text = response if isinstance(response, str) else response.text
+    value = function(text, task.truth, task, **arguments)
     return value if isinstance(value, Reward) else Reward(value)

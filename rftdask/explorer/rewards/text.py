@@ -8,7 +8,7 @@ from rftdask.explorer.workflows.base import Reward
 FORMAT_REWARD = 0.1
 
 
-def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
+def exact_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the response is the truth, character for character but for space around it, else 0. Metric: accuracy."""
     correct = float(response.strip() == truth.strip())
     return Reward(correct, {"accuracy": correct})

@@ -9,13 +9,15 @@ A workflow is an async function, or an object with an async `run`:
 
 Every call of `model.chat` or `model.generate` is recorded with its exact tokens and becomes one experience that gets
 the workflow's reward. A workflow with an environment tells what each call saw and earned, too: see `Reward.steps` and,
-for a whole one, `grid.py`. A workflow knows nothing of engines, storage, groups or retries; rollouts of a group run
-side by side as coroutines, so it must not block.
+for a whole one, `grid.py`. A workflow knows nothing of engines, storage, groups or retries. Workflows from elsewhere
+run in processes of their own (see sandbox.py), where they may block, and may be plain functions; a workflow that is
+declared `in_process` shares the event loop with all others, so it must not block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,16 +62,69 @@ class Reward:
     """One for each call of the policy, in the order of the calls, or none: algorithms that compare steps need them."""
 
 
-class PolicyModel(Protocol):
-    """The policy as a workflow sees it; one handle per rollout."""
+class AuxiliaryModel(Protocol):
+    """A frozen model beside the policy: a judge, a reward model, an opponent. What it says is never trained."""
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Response:
-        """Render `messages` by the chat template and let the policy answer. `sampling` overrides SamplingParams."""
+        """Render `messages` by this model's chat template and let it answer."""
 
     async def generate(self, prompt: str, **sampling: Any) -> Response:
-        """Let the policy continue the plain text `prompt`."""
+        """Let this model continue the plain text `prompt`."""
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        """Natural-log probability of each token of `response` after `prompt`, at temperature 1."""
 
 
-WorkflowFn = Callable[[Task, PolicyModel], Awaitable[float | Reward]]
+class PolicyModel(AuxiliaryModel, Protocol):
+    """The policy as a workflow sees it; one handle per attempt at a rollout. `chat` and `generate` are recorded."""
 
-__all__ = ["PolicyModel", "Response", "Reward", "SamplingParams", "Step", "Task", "WorkflowFn"]
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What `set_state` was told in this attempt."""
+
+    def set_state(self, **values: Any) -> None:
+        """Say where the rollout stands (plain values); a failure or timeout reports it: set_state(turn=3)."""
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        """Count the time inside as that of `name`, "tool" or "reward": with model.timer("tool"): ..."""
+
+    def auxiliary(self, name: str = "") -> AuxiliaryModel:
+        """The auxiliary model of that name; without a name the only one. Raises: ValueError: there is none."""
+
+    def openai_client(self) -> Any:
+        """An object like `openai.AsyncOpenAI()`: `await client.chat.completions.create(...)`; calls are recorded."""
+
+    def blocking(self) -> Any:
+        """This handle for code that blocks, in a thread other than the event loop's: chat, generate, logprobs and
+        openai_client without await."""
+
+
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than `model.max_prompt_tokens`, and prompts are not to be truncated."""
+
+
+WorkflowFn = Callable[[Task, PolicyModel], Awaitable["float | Reward | Sequence[Step]"]]
+"""A list of steps is what each call of the policy earned; their sum is the rollout's reward."""
+
+
+def as_reward(result: Any) -> Reward:
+    """What a workflow returned as a Reward; whether it holds numbers is not looked at here."""
+    if isinstance(result, Reward):
+        return result
+    if isinstance(result, list | tuple) and result and all(isinstance(step, Step) for step in result):
+        return Reward(sum(step.reward or 0.0 for step in result), steps=tuple(result))
+    return Reward(result)
+
+
+__all__ = [
+    "AuxiliaryModel",
+    "PolicyModel",
+    "PromptTooLongError",
+    "Response",
+    "Reward",
+    "SamplingParams",
+    "Step",
+    "Task",
+    "WorkflowFn",
+    "as_reward",
+]

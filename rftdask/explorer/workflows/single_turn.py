@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rftdask.buffer.task import Task
+from rftdask.explorer.rewards.math_answer import extract_answer, same_answer
 from rftdask.explorer.rewards.registry import compute_reward
 from rftdask.explorer.workflows.base import PolicyModel, Response, Reward
 
@@ -20,15 +21,15 @@ THINKING_SYSTEM_PROMPT = (
 
 
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once; the reward is that of the task's reward function, or accuracy_reward."""
+    """Ask once; the reward is that of the task's reward function, or exact_reward."""
     response = await ask(task, model)
-    return compute_reward(task, response.text, default="accuracy_reward")
+    return _rewarded(task, model, response, "exact_reward")
 
 
 async def math_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, with a system prompt for math unless the task has its own; the default reward is math_reward."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
-    return compute_reward(task, response.text, default="math_reward")
+    return _rewarded(task, model, response, "math_reward")
 
 
 async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
@@ -38,7 +39,28 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
     """
     options: dict[str, Any] = {"with_think": False, "format_score_coef": 0.1, **task.workflow_args}
     response = await ask(task, model, THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT)
-    return compute_reward(task, response.text, default="math_boxed_reward", defaults=options)
+    return _rewarded(task, model, response, "math_boxed_reward", options)
+
+
+async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
+    """As math_boxed_workflow without options, for evaluations: the reward is whether the answer is right, whatever
+    reward function trains. Metric: accuracy.
+    """
+    response = await ask(task, model, BOXED_SYSTEM_PROMPT)
+    correct = float(same_answer(extract_answer(response.text), task.truth))
+    return Reward(correct, {"accuracy": correct})
+
+
+async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask once; there is no reward, because the teacher's logprobs, which the trainer computes, are what is learned."""
+    await ask(task, model)
+    return Reward(0.0)
+
+
+async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
+    """The same for math: the metric accuracy says how the student does, the reward stays 0."""
+    response = await ask(task, model, MATH_SYSTEM_PROMPT)
+    return Reward(0.0, {"accuracy": float(same_answer(extract_answer(response.text), task.truth))})
 
 
 async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:
@@ -48,3 +70,10 @@ async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Respon
     if system_prompt and task.messages[0]["role"] != "system":
         return await model.chat([{"role": "system", "content": system_prompt}, *task.messages])
     return await model.chat(task.messages)
+
+
+def _rewarded(
+    task: Task, model: PolicyModel, response: Response, default: str, defaults: dict[str, Any] | None = None
+) -> Reward:
+    with model.timer("reward"):
+        return compute_reward(task, response, default, defaults)

@@ -108,9 +108,26 @@ def test_a_student_needs_one_teacher(name: str) -> None:
     assert line.startswith(f"explorer.auxiliary_models: {name} learns from one teacher, and there are 2 models")
 
 
-def test_models_beside_the_policy_are_refused_where_nothing_reads_them() -> None:
-    (line,) = problems(grpo(explorer={"auxiliary_models": [{"model_path": "judge"}]}))
-    assert line.startswith("explorer.auxiliary_models: models beside the policy are not available")
+def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:
+    (line,) = problems(grpo(explorer={"auxiliary_models": [{"name": "judge"}]}))
+    assert line.startswith("explorer.auxiliary_models[0].model_path: required")
+    twice = [{"model_path": "a", "name": "judge"}, {"model_path": "b", "name": "judge"}]
+    lines = problems(grpo(explorer={"auxiliary_models": twice}))
+    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].name" for i in (0, 1)]
+    assert len(config(grpo(explorer={"auxiliary_models": twice[:1]})).explorer.auxiliary_models) == 1
+
+
+@pytest.mark.parametrize(
+    ("explorer", "key"),
+    [
+        ({"over_rollout": {"ratio": 0.25}}, "explorer.over_rollout.ratio"),
+        ({"dynamic_timeout": {"enable": True}}, "explorer.dynamic_timeout.enable"),
+    ],
+)
+def test_what_a_clock_decides_is_refused_where_runs_are_repeatable(explorer: dict[str, Any], key: str) -> None:
+    (line,) = problems(grpo(explorer=explorer))
+    assert line.startswith(f"{key}: ") and "in sync_style fixed" in line
+    assert config(grpo(explorer=explorer), "synchronizer.sync_style=fully_async").explorer
 
 
 def test_a_critic_that_nothing_trains_is_warned_about() -> None:

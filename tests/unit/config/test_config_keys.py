@@ -61,6 +61,10 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
     names = {path.rsplit(".", 1)[-1] for path in strange}
     assert names == {
         "flush_age_s",
+        "max_memory_gb",
+        "max_processes",
+        "mode",
+        "plugin_dirs",
         "keep",
         "keep_steps",
         "keep_share",

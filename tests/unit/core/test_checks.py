@@ -42,7 +42,7 @@ class World:
             "algorithm": {"repeat_times": 2},
             "buffer": {
                 "batch_size": 4,
-                "explorer_input": {"taskset": taskset, "default_reward_fn_type": "accuracy_reward"},
+                "explorer_input": {"taskset": taskset, "default_reward_fn_type": "exact_reward"},
             },
         }
         return load_config(tree, overrides)

@@ -111,7 +111,7 @@ def test_a_number_is_recognized_however_it_is_written(number: int, form: str) ->
 
 @given(st.text(), st.text())
 def test_any_text_gets_a_reward(response: str, truth: str) -> None:
-    for name in ("math_reward", "math_boxed_reward", "format_reward", "accuracy_reward"):
+    for name in ("math_reward", "math_boxed_reward", "format_reward", "exact_reward"):
         value_of(name, response, truth)
 
 
@@ -169,9 +169,9 @@ def test_format_reward_wants_a_thought_and_then_an_answer(response: str, value: 
     assert value_of("format_reward", response) == value
 
 
-def test_accuracy_reward_wants_the_very_text() -> None:
-    assert value_of("accuracy_reward", " yes\n", "yes") == 1.0
-    assert value_of("accuracy_reward", "Yes", "yes") == 0.0
+def test_exact_reward_wants_the_very_text() -> None:
+    assert value_of("exact_reward", " yes\n", "yes") == 1.0
+    assert value_of("exact_reward", "Yes", "yes") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from rftdask.buffer.experience import Experience
 from rftdask.buffer.task import Task
 from rftdask.explorer.batcher import GenerateBatch
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.runner import RolloutDefaults, ServedWeights, run_rollout_batch
+from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
+from rftdask.explorer.runner import BatchOutcome, Engines, run_rollout_batch
+from rftdask.explorer.sandbox import Nursery, SandboxSpec
 
 VERSION = 7
 
@@ -81,16 +84,31 @@ def run(
     **changes: Any,
 ) -> list[Experience]:
     """The experiences of one rollout batch; `changes` are of RolloutDefaults."""
+    batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
+    return outcome(tasks, Engines(generate_batch, CharTokenizer()), batch, **changes).experiences
+
+
+_nurseries: dict[SandboxSpec, Nursery] = {}
+
+
+def keep(spec: SandboxSpec) -> Nursery:
+    """A nursery that later tests use, too: starting one takes most of a second."""
+    if spec not in _nurseries or not _nurseries[spec].alive():
+        _nurseries[spec] = Nursery(spec)
+        atexit.register(_nurseries[spec].close)
+    return _nurseries[spec]
+
+
+def outcome(tasks: Sequence[Task], engines: Engines, batch: dict[str, Any], **changes: Any) -> BatchOutcome:
+    """`batch` are arguments of run_rollout_batch, `changes` of RolloutDefaults."""
     return asyncio.run(
         run_rollout_batch(
             tasks,
-            repeat_times=repeat_times,
-            greedy_baseline=greedy_baseline,
+            **{"repeat_times": 1, **batch},
             explore_step=3,
-            generate_batch=generate_batch,
-            tokenizer=CharTokenizer(),
+            engines=engines,
             defaults=defaults(**changes),
             weights=ServedWeights(VERSION, "hash7"),
-            on_group=on_group,
+            nursery=keep,
         )
     )

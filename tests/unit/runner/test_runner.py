@@ -28,7 +28,7 @@ _numbers = iter(range(1_000_000))
 def named(function: WorkflowFn) -> str:
     """A name of its own for a workflow of one test."""
     name = f"test_workflow_{next(_numbers)}"
-    workflow(name)(function)
+    workflow(name, in_process=True)(function)
     return name
 
 

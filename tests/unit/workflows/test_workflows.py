@@ -3,31 +3,32 @@ found by name.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rftdask.buffer.task import Task
 from rftdask.errors import UserError
+from rftdask.explorer.handle import Method, ModelHandle
 from rftdask.explorer.workflows.base import PolicyModel, Response, Reward
-from rftdask.explorer.workflows.registry import get_workflow, workflow
+from rftdask.explorer.workflows.registry import find_workflow, get_workflow, workflow
 from rftdask.explorer.workflows.single_turn import BOXED_SYSTEM_PROMPT, MATH_SYSTEM_PROMPT, THINKING_SYSTEM_PROMPT
 
 
-class ScriptedModel:
+class ScriptedModel(ModelHandle):
     """A PolicyModel that gives one answer and remembers what it was asked."""
 
     def __init__(self, answer: str) -> None:
+        super().__init__()
         self.asked: list[Any] = []
         self._answer = answer
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Response:
-        self.asked.append([(message["role"], message["content"]) for message in messages])
-        return Response(self._answer, (), (), (), "stop")
-
-    async def generate(self, prompt: str, **sampling: Any) -> Response:
-        self.asked.append(prompt)
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        if method == "chat":
+            self.asked.append([(message["role"], message["content"]) for message in arguments["messages"]])
+        else:
+            self.asked.append(arguments["prompt"])
         return Response(self._answer, (), (), (), "stop")
 
 
@@ -74,7 +75,7 @@ def test_math_workflows_add_a_system_prompt_unless_the_task_has_one(
 
 def test_math_workflow_finds_the_answer_in_the_text() -> None:
     assert run("math_workflow", task(), "2+2 = 4\n#### 4")[0] == Reward(1.0, {"accuracy": 1.0})
-    assert run("math_workflow", task(reward_fn="accuracy_reward"), "#### 4")[0] == Reward(0.0, {"accuracy": 0.0})
+    assert run("math_workflow", task(reward_fn="exact_reward"), "#### 4")[0] == Reward(0.0, {"accuracy": 0.0})
 
 
 @pytest.mark.parametrize("reward_fn", ["", "math_boxed_reward"])
@@ -126,9 +127,11 @@ def test_a_wrong_name_is_a_user_error_with_the_nearest_ones() -> None:
         get_workflow("zzz")
 
 
-def test_a_function_that_is_not_async_is_a_user_error() -> None:
+def test_a_function_that_is_not_async_cannot_be_declared_in_process() -> None:
     workflow("test_not_async")(not_async)
-    with pytest.raises(UserError, match="'test_not_async' must be an async function"):
+    assert not find_workflow("test_not_async").in_process
+    not_async.in_process = True  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="'test_not_async' is declared in_process, so it must be an async function"):
         get_workflow("test_not_async")
 
 

@@ -1,0 +1,49 @@
+"""Admission: which rollouts may run now, under limits on how many of a kind run at the same time. No clock, no tasks.
+
+Invariant: rollouts are admitted in the order of the batch, except that one that waits for a full kind does not hold up
+those behind it that need another. So who runs depends on who has ended, not on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Admission(Generic[Key]):
+    """Example:
+    admission = Admission({"sandbox": 2})
+    [admission.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
+    admission.leave("b")  ->  ["c"]
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """limits: places of each kind; a kind without one has any number."""
+        self._free = dict(limits)
+        self._running: dict[Key, tuple[str, ...]] = {}
+        self._waiting: dict[Key, tuple[str, ...]] = {}
+
+    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
+        """Whether `key`, which takes a place of each of `kinds`, runs at once; else `leave` will name it."""
+        self._waiting[key] = kinds
+        return bool(self._admit(key))
+
+    def leave(self, key: Key) -> list[Key]:
+        """`key` runs or waits no more; those that run in its place. Idempotent."""
+        self._waiting.pop(key, None)
+        for kind in self._running.pop(key, ()):
+            if kind in self._free:
+                self._free[kind] += 1
+        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
+
+    def _admit(self, key: Key) -> bool:
+        kinds = self._waiting[key]
+        if any(self._free.get(kind, 1) <= 0 for kind in kinds):
+            return False
+        for kind in kinds:
+            if kind in self._free:
+                self._free[kind] -= 1
+        self._running[key] = self._waiting.pop(key)
+        return True

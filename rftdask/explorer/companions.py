@@ -1,0 +1,135 @@
+"""Companions: what a worker process keeps beside the engine of its policy, and gives to one rollout batch at a time.
+
+The nursery of its sandboxes, engines of auxiliary models, and how long its tasks took. All of it is a cache: a new
+worker starts with none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.config import Config
+from rftdask.config.schema_explorer import AuxiliaryModelConfig
+from rftdask.errors import DataError
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.limits import DynamicTimeout
+from rftdask.explorer.model import PromptLimits
+from rftdask.explorer.runner import AuxiliaryEngine
+from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
+
+_MAX_STEPS_REMEMBERED = 100
+"""Explore steps whose tasks make up the mean time of a task."""
+
+
+class Companions:
+    """`close` is idempotent; so is asking for what is there already."""
+
+    def __init__(self) -> None:
+        self._nursery: Nursery | None = None
+        self._engines: dict[EngineSpec, EngineClient] = {}
+        self._tokenizers: dict[str, Any] = {}
+        self._times_s: dict[int, list[float]] = {}
+
+    def nursery(self, spec: SandboxSpec) -> Nursery:
+        """A living one of `spec`. Raises: UserError: a plug-in cannot be imported."""
+        if self._nursery is not None and (self._nursery.spec != spec or not self._nursery.alive()):
+            self._nursery.close()
+            self._nursery = None
+        if self._nursery is None:
+            self._nursery = Nursery(spec)
+        return self._nursery
+
+    def auxiliary(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
+        """The auxiliary models by name, loaded. A teacher is the trainer's. Raises: RoleError, UserError."""
+        if config.algorithm.needs_teacher:
+            return {}
+        specs = {_name(model): _engine_spec(model, config, threads) for model in config.explorer.auxiliary_models}
+        for spec in list(self._engines):
+            if spec not in specs.values() or not self._engines[spec].alive():
+                self._engines.pop(spec).close()
+        for spec in specs.values():
+            self._engines.setdefault(spec, EngineClient(spec))
+        for model in config.explorer.auxiliary_models:
+            if _name(model) not in self._tokenizers:
+                self._tokenizers[_name(model)] = _tokenizer(model, config)
+        return {
+            name: _auxiliary_engine(self._engines[spec], self._tokenizers[name], config, timeout_s)
+            for name, spec in specs.items()
+        }
+
+    def timeout_s(self, config: Config, explore_step: int) -> float:
+        """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
+        rule = DynamicTimeout(**config.explorer.dynamic_timeout.model_dump())
+        return rule.timeout_s(config.explorer.max_timeout, self._times_s, explore_step)
+
+    def took(self, explore_step: int, task_times_s: Sequence[float]) -> None:
+        """Remember how long the tasks of a step took."""
+        self._times_s.setdefault(explore_step, []).extend(task_times_s)
+        for step in sorted(self._times_s)[:-_MAX_STEPS_REMEMBERED]:
+            del self._times_s[step]
+
+    def close(self) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
+        for engine in self._engines.values():
+            engine.close()
+        self._engines = {}
+        self._tokenizers = {}
+        self._times_s = {}
+
+
+def sandbox_options(config: Config) -> SandboxOptions:
+    """What `explorer.sandbox` and `explorer.plugin_dirs` say."""
+    sandbox = config.explorer.sandbox
+    memory = sandbox.max_memory_gb
+    return SandboxOptions(
+        mode=sandbox.mode,
+        max_sandboxes=sandbox.max_processes,
+        max_memory_bytes=None if memory is None else int(memory * 2**30),
+        plugin_dirs=config.explorer.plugin_dirs,
+        env=tuple(sorted(config.explorer.env_vars.items())),
+    )
+
+
+def _name(model: AuxiliaryModelConfig) -> str:
+    return model.name or model.model_path or ""
+
+
+def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> EngineSpec:
+    options: dict[str, Any] = {}
+    if model.engine_type == "transformers":
+        options = {"dtype": model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    env = tuple(sorted(config.explorer.env_vars.items()))
+    return EngineSpec(model.engine_type, model.model_path or "", tuple(sorted(options.items())), threads, None, env)
+
+
+def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, timeout_s: float) -> AuxiliaryEngine:
+    client.wait_ready()
+
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.to_thread(client.generate, requests, timeout_s)
+
+    async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
+
+    sampling = SamplingParams(max_tokens=config.model.max_response_tokens, temperature=config.model.temperature)
+    limits = PromptLimits(config.model.max_prompt_tokens, config.model.enable_prompt_truncation)
+    return AuxiliaryEngine(generate, tokenizer, sampling, limits, logprobs)
+
+
+def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Any:
+    if model.engine_type == "fake":
+        return load_tokenizer(config)
+    # Late: importing transformers takes most of a second.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.model_path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error

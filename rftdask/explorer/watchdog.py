@@ -1,0 +1,83 @@
+"""Watchdog: notices that an event loop is blocked, says by what, and breaks it off after a while.
+
+For workflows that share an event loop because they are declared `in_process`: one that computes without end would stop
+all others, and the loop itself could not tell. What sleeps in C is told of, and broken off when it returns to Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+_BEAT_S = 0.2
+WARN_AFTER_S = 2.0
+_TAIL_LINES = 6
+
+log = logging.getLogger(__name__)
+
+
+class BlockedLoopTimeout(BaseException):
+    """Raised in the middle of code that has blocked its event loop for too long. No `except Exception` stops it."""
+
+
+class Watchdog:
+    """Example:
+    with Watchdog(max_block_s=60, only_within="_guarded"):
+        await ...
+    """
+
+    def __init__(self, max_block_s: float, only_within: str) -> None:
+        """only_within: name of the function below which code may be broken off; elsewhere the loop is only told of."""
+        self._max_block_s = max_block_s
+        self._only_within = only_within
+        self._ended = threading.Event()
+        self._beat_at = time.monotonic()
+
+    def __enter__(self) -> Watchdog:
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._timer.cancel()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        self._beat_at = time.monotonic()
+        self._timer = self._loop.call_later(_BEAT_S, self._beat)
+
+    def _watch(self) -> None:
+        told_of = broken_off = 0.0
+        interval_s = min(_BEAT_S, self._max_block_s / 4)
+        while not self._ended.wait(interval_s):
+            beat = self._beat_at
+            blocked_s = time.monotonic() - beat
+            frame = sys._current_frames().get(self._thread_id)
+            if blocked_s < min(WARN_AFTER_S, self._max_block_s) or frame is None:
+                continue
+            if told_of != beat:
+                told_of = beat
+                lines = "".join(traceback.format_stack(frame)[-_TAIL_LINES:])
+                log.warning("the event loop of all rollouts is blocked for %.1f s by:\n%s", blocked_s, lines)
+            if blocked_s > self._max_block_s and broken_off != beat and self._may_break_off(frame):
+                broken_off = beat
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
+                )
+
+    def _may_break_off(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_name == self._only_within:
+                return True
+            frame = frame.f_back
+        return False
