@@ -1,0 +1,98 @@
+"""What the runner costs beside generation, without a model: python benchmarks/rollouts.py
+
+Prints, best of --rounds, with an engine that answers at once:
+    no-op tasks/s       tasks of one rollout that only ask the policy, through one worker's runner; higher is better
+    one-task batch      milliseconds from calling the runner with one task to its experience; lower is better
+on the event loop ("in process") and in sandboxes, whose processes are forked anew for each batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rftdask.buffer.task import Task
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
+from rftdask.explorer.runner import Engines, run_rollout_batch
+from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
+
+
+class _Tokenizer:
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        return str(conversation[-1]["content"])
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode()
+
+
+async def _generate(requests: list[GenerateRequest]) -> list[Generation]:
+    return [Generation((52,), (-1.0,), "stop", 0, 0) for _ in requests]
+
+
+def run(tasks: Sequence[Task], options: SandboxOptions, nurseries: dict[SandboxSpec, Nursery]) -> float:
+    """Seconds of one batch. A nursery stays between batches, as it does in a worker."""
+
+    def keep(spec: SandboxSpec) -> Nursery:
+        if spec not in nurseries:
+            nurseries[spec] = Nursery(spec)
+        return nurseries[spec]
+
+    async def batch() -> float:
+        began = time.perf_counter()
+        outcome = await run_rollout_batch(
+            tasks,
+            repeat_times=1,
+            explore_step=1,
+            engines=Engines(_generate, _Tokenizer()),
+            defaults=RolloutDefaults(SamplingParams(max_tokens=4), sandbox=options),
+            weights=ServedWeights(0, ""),
+            nursery=keep,
+        )
+        took_s = time.perf_counter() - began
+        failed = [each.error for each in outcome.experiences if not each.status.trainable]
+        if failed:
+            raise SystemExit(f"{len(failed)} of {len(tasks)} rollouts failed, the first: {failed[0]}")
+        return took_s
+
+    return asyncio.run(batch())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    tasks = [
+        Task(
+            taskset="t",
+            epoch=0,
+            index=i,
+            prompt="2+2=",
+            truth="4",
+            workflow="simple_workflow",
+            reward_fn="exact_reward",
+        )
+        for i in range(arguments.tasks)
+    ]
+    nurseries: dict[SandboxSpec, Nursery] = {}
+    for where, options in (
+        ("in process", SandboxOptions()),
+        ("sandboxes", SandboxOptions(mode="always", max_sandboxes=16)),
+    ):
+        run(tasks[:1], options, nurseries)
+        many_s = min(run(tasks, options, nurseries) for _ in range(arguments.rounds))
+        one_s = min(run(tasks[:1], options, nurseries) for _ in range(4 * arguments.rounds))
+        print(f"{where:12s} {len(tasks) / many_s:8.0f} no-op tasks/s {1000 * one_s:8.2f} ms for a one-task batch")
+    for nursery in nurseries.values():
+        nursery.close()
+
+
+if __name__ == "__main__":
+    main()
