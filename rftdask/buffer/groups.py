@@ -73,6 +73,13 @@ def batch_groups(table: pa.Table) -> np.ndarray:
     return np.cumsum(starts)
 
 
+def group_slots(table: pa.Table, name: ShardName, tasks_per_batch: int) -> np.ndarray:
+    """[N] int64 place of each row's group in its explore step, as in `groups_of_shard`."""
+    numbers = batch_groups(table)
+    slots = numbers if name.part is None else np.asarray(name.part.slots, np.int64)[numbers]
+    return slots + name.batch * tasks_per_batch
+
+
 def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]:
     """The rows of these shards without the groups that an earlier one of them holds."""
     seen: set[tuple[int, int, int]] = set()

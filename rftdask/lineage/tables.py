@@ -7,23 +7,28 @@ Invariant: a row says where it is from: `stage`, and for experiences and ledger 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
+from rftdask.buffer.audit import DAMAGED, REPEAT
 from rftdask.buffer.experience import SCHEMA
+from rftdask.buffer.groups import group_slots
 from rftdask.buffer.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log import EXPERIENCES
 from rftdask.buffer.log_open import open_log
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.shard import ShardName, repeated_shards
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, NotFoundError
-from rftdask.lineage.states import row_states
+from rftdask.lineage.states import LostShard, row_states
 from rftdask.monitor.metrics import read_metrics
+from rftdask.rules import tasks_per_batch
 from rftdask.run_folder import RUN_FILE, read_run
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.manifest import Manifest, read_manifest
@@ -37,7 +42,13 @@ _NUM_READERS = 8
 """Small files read at once: on object stores a read is mostly waiting."""
 
 EXPERIENCE_SCHEMA = pa.schema(
-    [("stage", pa.string()), ("shard", pa.string()), ("row", pa.int32()), *SCHEMA.remove_metadata()]
+    [
+        ("stage", pa.string()),
+        ("shard", pa.string()),
+        ("row", pa.int32()),
+        ("slot", pa.int32()),  # place of its group in the explore step, from 0; null for an answer of an evaluation
+        *SCHEMA.remove_metadata(),
+    ]
 )
 LEDGER_SCHEMA = pa.schema(
     [
@@ -59,6 +70,15 @@ CHECKPOINT_SCHEMA = pa.schema(
         ("num_files", pa.int32()),
         ("size_bytes", pa.int64()),
         ("content_hash", pa.string()),
+    ]
+)
+POSITION_SCHEMA = pa.schema(
+    [
+        ("stage", pa.string()),
+        ("lineage", pa.string()),
+        ("step", pa.int64()),
+        ("explore_step", pa.int64()),
+        ("slot", pa.int32()),
     ]
 )
 WEIGHTS_SCHEMA = pa.schema(
@@ -121,18 +141,46 @@ class RunTables:
         """One of `TABLES`. All shards that it is made of are held in memory."""
         if name not in self._tables:
             if name == "states":
-                self._tables[name] = row_states(self.table("experiences"), self.table("ledger"))
+                self._tables[name] = row_states(
+                    self.table("experiences"), self.table("ledger"), self.positions(), self._lost_shards()
+                )
             else:
                 self._tables[name] = _READERS[name](self)
         return self._tables[name]
 
-    def read_shards(self, stage: Stage, folder: str = "experiences") -> Iterable[tuple[ShardName, pa.Table]]:
+    def read_shards(self, stage: Stage, folder: str = EXPERIENCES) -> Iterable[tuple[ShardName, pa.Table]]:
         """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`."""
         log = open_log(stage.storage, stage.config, folder)
+        in_batch = tasks_per_batch(stage.config) if folder == EXPERIENCES else None
         for name in log.shards(0):
             table = self._try(partial(log.read, name))
             if table is not None:
-                yield name, _with_place(table, stage.name, name)
+                yield name, _with_place(table, stage.name, name, in_batch)
+
+    def positions(self) -> pa.Table:
+        """The groups that each ledger entry has settled, as in `POSITION_SCHEMA`."""
+        rows = [
+            (stage.name, entry.lineage, entry.step, *position)
+            for stage, entry in self._entries
+            for position in entry.positions
+        ]
+        columns = list(zip(*rows, strict=True)) or [()] * len(POSITION_SCHEMA)
+        return pa.table(dict(zip(POSITION_SCHEMA.names, columns, strict=True)), POSITION_SCHEMA)
+
+    def _lost_shards(self) -> Iterator[LostShard]:
+        """Shards that the audit counts, and that the table of experiences does not have."""
+        there = set(self.table("experiences")["shard"].unique().to_pylist())
+        named = set(self.table("ledger")["shard"].unique().to_pylist())
+        for stage in self.stages:
+            log = open_log(stage.storage, stage.config)
+            kept = {*log.shards(0), *log.removed(0)}
+            damaged = {name for name in log.quarantined() or () if name.text in named and name not in kept}
+            # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
+            repeated = set(repeated_shards({*kept, *damaged})) - set(log.removed(0))
+            for name in sorted({*kept, *damaged}):
+                if name.text not in there:
+                    reason = DAMAGED if name in damaged else REPEAT if name in repeated else None
+                    yield LostShard(stage.name, name.text, name.num_rows, reason)
 
     def _try(self, read: Callable[[], _Read]) -> _Read | None:
         """The result, or None and a line in `problems`: one bad file must not hide the others."""
@@ -157,13 +205,18 @@ class RunTables:
         )
 
     def _ledger(self) -> pa.Table:
-        parts = []
+        return _concat(LEDGER_SCHEMA, (_entry_table(stage.name, entry) for stage, entry in self._entries))
+
+    @cached_property
+    def _entries(self) -> list[tuple[Stage, LedgerEntry]]:
+        """Of all lineages."""
+        entries: list[tuple[Stage, LedgerEntry]] = []
         for stage in self.stages:
             lineages = [name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")]
-            parts += [part for lineage in lineages for part in self._entries(stage, lineage)]
-        return _concat(LEDGER_SCHEMA, parts)
+            entries += [(stage, entry) for lineage in lineages for entry in self._read_ledger(stage, lineage)]
+        return entries
 
-    def _entries(self, stage: Stage, lineage: str) -> list[pa.Table]:
+    def _read_ledger(self, stage: Stage, lineage: str) -> list[LedgerEntry]:
         ledger = Ledger(stage.storage, lineage)
         names = (name.removesuffix(".json") for name in stage.storage.list(f"ledger/{lineage}"))
         steps = sorted(int(name) for name in names if name.isdecimal())
@@ -171,7 +224,7 @@ class RunTables:
         def read(step: int) -> LedgerEntry | None:
             return self._try(partial(ledger.read, step))
 
-        return [_entry_table(stage.name, entry) for entry in _in_parallel(read, steps) if entry is not None]
+        return [entry for entry in _in_parallel(read, steps) if entry is not None]
 
     def _checkpoints(self) -> pa.Table:
         rows = []
@@ -258,12 +311,18 @@ def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
 
 
-def _with_place(table: pa.Table, stage: str, name: ShardName) -> pa.Table:
+def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_batch: int | None) -> pa.Table:
+    """With the columns that say where a row is; its slot, if it is known how many tasks a rollout batch has."""
     size = table.num_rows
     place = {
         "stage": pa.array([stage] * size, pa.string()),
         "shard": pa.array([name.text] * size, pa.string()),
         "row": pa.array(range(size), pa.int32()),
+        "slot": pa.array(
+            np.zeros(size, np.int64) if tasks_per_batch is None else group_slots(table, name, tasks_per_batch),
+            pa.int32(),
+            mask=np.full(size, tasks_per_batch is None),
+        ),
     }
     columns = {**place, **dict(zip(table.column_names, table.columns, strict=True))}
     return pa.table(columns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Copy:
     weights: str
     """What is known of the weights that sampled it."""
     uses: tuple[Use, ...] = ()
+    lost_to: tuple[int, str] | None = None
+    """(step, lineage) that settled its group by a copy that cannot be read any more."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ def _find(tables: RunTables, stage: Stage, uid: str, seen: set[str]) -> pa.Table
 
 def _trace(tables: RunTables, stage: Stage, uid: str, group: pa.Table) -> Trace:
     ledger = tables.table("ledger")
-    states = row_states(group, ledger).to_pylist()
+    positions = tables.positions()
+    states = row_states(group, ledger, positions).to_pylist()
     lines = ledger.filter(pc.and_(pc.equal(ledger["stage"], stage.name), pc.is_in(ledger["shard"], _shards(group))))
     placed = {(line["shard"], line["row"], line["lineage"], line["step"]): line["place"] for line in lines.to_pylist()}
     rows = {(row["shard"], row["row"]): row for row in group.to_pylist()}
@@ -180,6 +183,8 @@ def _trace(tables: RunTables, stage: Stage, uid: str, group: pa.Table) -> Trace:
             mine = [s for s in states if (s["shard"], s["row"]) == place]
             uses = [_use(tables, stage, s, placed[(*place, s["lineage"], s["step"])]) for s in mine if s["step"]]
             copies.append(_copy(tables, stage, row, mine[0], tuple(uses)))
+    if not any(state["step"] for state in states):
+        copies = [replace(copy, lost_to=_settled_by(positions, stage, copy)) for copy in copies]
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
     first = copies[0].shard.text
     state_of = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
@@ -189,6 +194,14 @@ def _trace(tables: RunTables, stage: Stage, uid: str, group: pa.Table) -> Trace:
         if row["shard"] == first
     )
     return Trace(uid, stage.name, tuple(copies), siblings, tuple(tables.problems))
+
+
+def _settled_by(positions: pa.Table, stage: Stage, copy: Copy) -> tuple[int, str] | None:
+    """The first (step, lineage) that settled the group of the copy."""
+    place = {"stage": stage.name, "explore_step": copy.experience["explore_step"], "slot": copy.experience["slot"]}
+    for name, value in place.items():
+        positions = positions.filter(pc.equal(positions[name], value))
+    return min(((row["step"], row["lineage"]) for row in positions.to_pylist()), default=None)
 
 
 def _shards(group: pa.Table) -> pa.Array:
@@ -285,6 +298,15 @@ def _copy_lines(copy: Copy) -> list[str]:
 
 
 def _fate_lines(copy: Copy) -> list[tuple[str, str]]:
+    if copy.reason == REPEAT and copy.lost_to:
+        step, lineage = copy.lost_to
+        return [
+            (
+                "dropped",
+                f"its rollout batch ran twice; the other copy counts, which step {step} used (lineage {lineage})",
+            ),
+            ("", "and which cannot be read any more: it was damaged and set aside, or removed"),
+        ]
     if copy.reason == REPEAT and not copy.uses:
         return [("dropped", "its rollout batch ran twice; the other copy is the one that counts")]
     if not copy.uses:

@@ -12,7 +12,7 @@ from collections import Counter
 import duckdb
 import pyarrow as pa
 import pytest
-from lineage_cases import EVIL, experience, group, make_config, make_run, new_root
+from lineage_cases import EVIL, Case, experience, group, make_config, make_run, new_root
 from rich.console import Console
 
 from rftdask import Experiment
@@ -23,6 +23,7 @@ from rftdask.errors import DataError, UserError
 from rftdask.lineage.sql import OVERVIEW, open_tables, query, to_csv, to_json, to_terminal
 from rftdask.lineage.states import row_states
 from rftdask.lineage.tables import LEDGER_SCHEMA, TABLES, RunTables
+from rftdask.lineage.trace import trace
 from rftdask.run_folder import open_run, record_run
 from rftdask.storage import open_storage
 
@@ -107,6 +108,52 @@ def test_every_experience_is_in_one_state_and_the_counts_are_those_of_the_audit(
     assert (audit.trained, audit.waiting, audit.dropped) == (7, 4, {"failed": 1, "repeat": 4})
 
 
+def counts_of(url: str) -> Counter[str]:
+    return Counter(s["reason"] or s["state"] for s in RunTables(url).table("states").to_pylist())
+
+
+def audited(case: Case) -> Counter[str]:
+    found = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_batch=2)
+    return +Counter({"trained": found.trained, "waiting": found.waiting, **found.dropped})
+
+
+def test_of_a_shard_in_quarantine_the_counts_are_those_of_the_audit(case):
+    log = ParquetLog(case.storage)
+    Ledger(case.storage).write(LedgerEntry(3, "main", (Rows(case.waiting.text, (0, 1)),), positions=((2, 0),)))
+    case.storage.put(log.path(case.waiting), b"rotten")
+    rest = {"trained": 9, "failed": 1, "repeat": 4}
+    assert counts_of(case.url) == audited(case) == {**rest, "waiting": 2}, "nobody has looked yet"
+
+    log.quarantine(case.waiting, "rotten")
+    assert counts_of(case.url) == audited(case) == {**rest, "damaged": 2}
+
+    versions = {"explore_step": 2, "min_policy_version": 1, "max_policy_version": 1}
+    log.commit([*group(4, **versions), *group(5, **versions)], explore_step=2, batch=0)
+    assert counts_of(case.url) == audited(case) == {**rest, "damaged": 2, "repeat": 6, "waiting": 2}
+    lost = ask(case.url, f"select row, uid, state, step from states where shard = '{case.waiting.text}' order by row")
+    assert lost == [
+        (0, None, "trained", 3),
+        (1, None, "trained", 3),
+        (2, None, "dropped", None),
+        (3, None, "dropped", None),
+    ]
+
+    assert "the other copy counts, which step 3 used (lineage main)" in trace(case.url, "sums/0/4/0/0").render()
+    assert "waiting     no ledger entry names it yet" in trace(case.url, "sums/0/5/0/0").render()
+
+
+@pytest.mark.parametrize("copy", ["taken", "repeated"])
+def test_of_a_copy_that_cannot_be_read_the_counts_are_those_of_the_audit(case, copy):
+    name = getattr(case, copy)
+    case.storage.put(ParquetLog(case.storage).path(name), b"rotten")
+    assert counts_of(case.url) == audited(case) == {"trained": 7, "failed": 1, "repeat": 4, "waiting": 4}
+
+
+def test_what_retention_removed_still_counts_as_the_audit_counts_it(case):
+    ParquetLog(case.storage).remove([case.second])
+    assert counts_of(case.url) == audited(case) == {"trained": 7, "failed": 1, "repeat": 4, "waiting": 4}
+
+
 def test_of_two_copies_that_nobody_took_the_first_is_waiting():
     def rows(shard: str) -> pa.Table:
         columns = {name: [getattr(e, name) for e in group(0)] for name in ("uid", "taskset", "epoch", "task_index")}
@@ -163,7 +210,8 @@ def test_a_damaged_file_is_left_out_and_named(case):
     path = ParquetLog(case.storage).path(case.waiting)
     case.storage.put(path, case.storage.get(path)[:-9])
     tables = RunTables(case.url)
-    assert query(tables, "select count(*) as n from states").to_pylist() == [{"n": 12}]
+    sql = "select count(*) as n, count(uid) as readable from states"
+    assert query(tables, sql).to_pylist() == [{"n": 16, "readable": 12}]
     assert [problem.split(" ")[0] for problem in tables.problems] == ["shard", "ledger/main/00000002.json"]
     with pytest.warns(UserWarning, match="left out: ledger/main/00000002.json is damaged"):
         Experiment(case.config).sql("select * from ledger")
