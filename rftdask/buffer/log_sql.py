@@ -341,8 +341,8 @@ def _engine(url: sa.URL) -> sa.Engine:
         return sa.create_engine(url, pool_size=2, pool_pre_ping=True, hide_parameters=True)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         raise UserError(
-            f"no driver for {url.drivername} is installed ({error}); run `pip install 'psycopg[binary]'` for "
-            "PostgreSQL, or leave buffer.trainer_input.experience_buffer.path out for SQLite"
+            f"no driver for {url.drivername} is installed ({error}); run `pip install 'rftdask[postgresql]'` "
+            "for PostgreSQL, or leave buffer.trainer_input.experience_buffer.path out for SQLite"
         ) from error
 
 
