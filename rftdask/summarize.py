@@ -28,8 +28,8 @@ Interval = tuple[float, float]
 FILES = {
     "report.html": "curves, answers and settings on one page",
     "run.json": "configuration as resolved, versions, seed",
-    "schedule/": "the tasks of each explore step, where they are learned",
-    "experiences/": "every rollout, as shards (storage_type queue: Parquet, file: JSON lines, sql: rows of a database)",
+    "schedule/": "the tasks of each explore step, chosen by learned difficulty",
+    "experiences/": "every rollout, as immutable shards",
     "ledger/": "which experiences each optimizer step trained",
     "global_step_N/actor/huggingface/": "the trained model, for AutoModelForCausalLM.from_pretrained",
     "eval/": "answers of the evaluations, as shards",
