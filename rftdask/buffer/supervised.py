@@ -37,6 +37,10 @@ class SupervisedFormat:
     system_prompt: str | None
     max_tokens: int
     """A longer sequence loses its end."""
+    tools_key: str = "tools"
+    """Column of the tools of a chat, a list of JSON schemas or its JSON text; used when the dataset has it."""
+    all_turns: bool = False
+    """Every assistant message of a chat is learned, not only the last."""
 
 
 class SupervisedRows:
@@ -62,37 +66,73 @@ class SupervisedRows:
         return [self._tokenize(number, self._dataset[number]) for number in numbers]
 
     def _tokenize(self, number: int, row: Mapping[str, Any]) -> Row:
-        prompt, whole = self._texts(number, row)
-        prompt_tokens = self._tokenizer.encode(prompt, add_special_tokens=False)
-        response_tokens = self._tokenizer.encode(whole[len(prompt) :], add_special_tokens=False)
+        tokens: list[int] = []
+        learned: list[bool] = []
+        for text, is_learned in self._segments(number, row):
+            part = self._tokenizer.encode(text, add_special_tokens=False)
+            tokens.extend(part)
+            learned.extend([is_learned] * len(part))
         if not self._is_chat() and self._tokenizer.eos_token_id is not None:
-            response_tokens.append(self._tokenizer.eos_token_id)
-        tokens = (prompt_tokens + response_tokens)[: self._format.max_tokens]
-        if len(tokens) <= len(prompt_tokens):
+            tokens.append(self._tokenizer.eos_token_id)
+            learned.append(True)
+        tokens, learned = tokens[: self._format.max_tokens], learned[: self._format.max_tokens]
+        if not any(learned):
             raise DataError(
-                f"row {number}: the prompt alone has {len(prompt_tokens)} tokens, nothing of the response fits in "
+                f"row {number}: the prompt alone has {len(tokens)} tokens, nothing of the response fits in "
                 f"{self._format.max_tokens} (model.max_model_len)"
             )
-        return tokens, len(prompt_tokens), None
+        prompt_length = learned.index(True)
+        mask = learned[prompt_length:]
+        return tokens, prompt_length, None if all(mask) else mask
 
-    def _texts(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
-        """(prompt, prompt + response) as they are tokenized."""
+    def _segments(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """Pieces of the text, each tokenized by itself, and whether they are learned."""
         if not self._is_chat():
-            prompt, response = (
-                self._text(number, row, self._format.prompt_key),
-                self._text(number, row, self._format.response_key),
-            )
-            return prompt, prompt + response
+            keys = (self._format.prompt_key, self._format.response_key)
+            prompt, response = (self._text(number, row, key) for key in keys)
+            return [(prompt, False), (response, True)]
         messages = self._messages(number, row)
-        prompt = self._tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-        whole = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        if not whole.startswith(prompt):
+        tools = self._tools(number, row)
+        whole = self._render(messages, tools)
+        segments: list[tuple[str, bool]] = []
+        done = ""
+        for place in self._learned_places(number, messages):
+            prompt = self._render(messages[:place], tools, add_generation_prompt=True)
+            end = whole if place == len(messages) - 1 else self._render(messages[: place + 1], tools)
+            if not (prompt.startswith(done) and end.startswith(prompt) and whole.startswith(end)):
+                raise DataError(
+                    f"row {number}: the chat template renders the prompt differently once the answer follows, so the "
+                    "tokens to learn cannot be told apart; use prompt_type plaintext or another template"
+                )
+            segments += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
+            done = end
+        return segments
+
+    def _learned_places(self, number: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if not self._format.all_turns:
+            return [len(messages) - 1]
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not places:
+            raise DataError(f"row {number}: the chat has no message of the assistant, so there is nothing to learn")
+        return places
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **options: Any) -> str:
+        more = {} if tools is None else {"tools": tools}
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
+
+    def _tools(self, number: int, row: Mapping[str, Any]) -> list[Any] | None:
+        """The tools of a row; None if it has none. Raises: DataError: the column holds something else."""
+        value = row.get(self._format.tools_key)
+        try:
+            tools = json.loads(value) if isinstance(value, str) and value else value or None
+        except ValueError as error:
+            raise DataError(f"row {number}: column {self._format.tools_key!r} is no JSON: {error}") from error
+        if tools is not None and not isinstance(tools, list):
             raise DataError(
-                f"row {number}: the chat template renders the prompt differently once the answer follows, so "
-                f"the tokens to "
-                "learn cannot be told apart; use prompt_type plaintext or another template"
+                f"row {number}: column {self._format.tools_key!r} holds {type(tools).__name__}, a list of JSON schemas "
+                "is needed"
             )
-        return prompt, whole
+        return tools
 
     def _is_chat(self) -> bool:
         return self._format.prompt_type == "messages"

@@ -38,7 +38,7 @@ class FormatConfig(Section):
     messages_key: str = "message"
     """Column of the chat, a list of {role, content}."""
     tools_key: str = "tools"
-    """Column of the tools, a list of JSON schemas."""
+    """sft: column of the tools, a list of JSON schemas or its JSON text; used where the dataset has it."""
     image_key: Annotated[str | None, _IMAGES] = None
     """Column of images."""
     video_key: Annotated[str | None, _IMAGES] = None
@@ -53,8 +53,8 @@ class FormatConfig(Section):
     """dpo: column of the better response."""
     rejected_key: str = "rejected"
     """dpo: column of the worse response."""
-    enable_concatenated_multi_turn: Annotated[bool, Later("sft on all turns of a chat at once")] = False
-    """Train every assistant turn of a chat in one sequence."""
+    enable_concatenated_multi_turn: bool = False
+    """sft: train every assistant message of a chat in one sequence, not only the last."""
     chat_template: Annotated[str | None, Later("a chat template for one dataset")] = None
     """Chat template of this dataset."""
     enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None

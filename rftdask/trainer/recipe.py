@@ -61,6 +61,8 @@ def reader_of(
         messages_key=fmt.messages_key,
         system_prompt=fmt.system_prompt,
         max_tokens=longest,
+        tools_key=fmt.tools_key,
+        all_turns=fmt.enable_concatenated_multi_turn,
     )
     if schema == "dpo":
         return dataset, PairRows(dataset, tokenizer, supervised, fmt.chosen_key, fmt.rejected_key).read

@@ -23,9 +23,12 @@ class CharTokenizer:
         assert not add_special_tokens
         return [ord(character) for character in text]
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False) -> str:
+    def apply_chat_template(
+        self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False, tools: Any = ()
+    ) -> str:
         assert not tokenize
-        text = "".join(f"<{m['role']}>{m['content']}" + ("|" if m["role"] == "assistant" else "") for m in messages)
+        text = "".join(f"[{tool['name']}]" for tool in tools)
+        text += "".join(f"<{m['role']}>{m['content']}" + ("|" if m["role"] == "assistant" else "") for m in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -101,3 +104,50 @@ def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
 def test_a_missing_column_is_told_with_those_there_are() -> None:
     with pytest.raises(DataError, match=r"the dataset has no column 'a'; columns: q, answer"):
         read([{"q": "1", "answer": "2"}])
+
+
+CHAT: list[dict[str, str]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "tool", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def learned(rows: list[dict[str, Any]], **fields: Any) -> list[str]:
+    """The text of each row, what is not learned of the response in lower case and what is in upper case."""
+    fmt = SupervisedFormat("messages", "q", "a", "messages", None, **{"max_tokens": 99, "all_turns": True, **fields})
+    found = []
+    for tokens, prompt_length, mask in SupervisedRows(RowsDataset([rows], "f"), CharTokenizer(), fmt).read([0]):
+        marks = [False] * prompt_length + list(mask if mask is not None else [True] * (len(tokens) - prompt_length))
+        found.append("".join(chr(t).upper() if mark else chr(t) for t, mark in zip(tokens, marks, strict=True)))
+    return found
+
+
+def test_all_turns_of_a_chat_can_be_learned_in_one_sequence() -> None:
+    assert learned([{"messages": CHAT}]) == ["<user>a<assistant>B|<tool>c<assistant>D|"]
+    assert learned([{"messages": CHAT}], all_turns=False) == ["<user>a<assistant>b|<tool>c<assistant>D|"]
+
+
+def test_a_chat_that_is_cut_keeps_the_turns_that_fit() -> None:
+    assert learned([{"messages": CHAT}], max_tokens=22) == ["<user>a<assistant>B|<t"]
+
+
+def test_a_chat_without_an_answer_is_refused() -> None:
+    with pytest.raises(DataError, match="row 0: the chat has no message of the assistant"):
+        learned([{"messages": CHAT[:1]}])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_of_a_row_go_through_the_template(as_json: bool) -> None:
+    tools: Any = [{"name": "add"}]
+    row = {"messages": CHAT[:2], "tools": json.dumps(tools) if as_json else tools}
+    assert learned([row]) == ["[add]<user>a<assistant>B|"]
+    assert learned([{"messages": CHAT[:2], "tools": None}]) == ["<user>a<assistant>B|"]
+
+
+def test_tools_that_are_no_list_are_refused() -> None:
+    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, a list of JSON schemas is needed"):
+        learned([{"messages": CHAT[:2], "tools": {"name": "add"}}])
+    with pytest.raises(DataError, match="row 0: column 'tools' is no JSON"):
+        learned([{"messages": CHAT[:2], "tools": "{"}])
