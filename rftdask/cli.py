@@ -224,6 +224,15 @@ def view(
 
 
 @app.command()
+def compact(run: Run) -> None:
+    """Merge the small shards of a run that nobody works on into few large files; every experience stays."""
+    from rftdask.compact import compact_run
+
+    for stage in compact_run(run):
+        typer.echo(stage.render())
+
+
+@app.command()
 def doctor(url: Annotated[str, typer.Argument(metavar="URL", help="Where runs are to be kept")]) -> None:
     """Check in about 15 s whether a storage keeps what runs rely on, and what it costs. Exit code 1 if it does not."""
     from rftdask.storage.doctor import check_storage

@@ -123,6 +123,9 @@ class StageRun:
         self._sync: SyncHandle | None = None
         self._actor: Any = None
         self._generation = 0
+        self._compaction: threading.Thread | None = None
+        self._ended = threading.Event()
+        """Set when the roles are over, so that compaction stops."""
         self._workers: dict[str, str] = {}
         self._watched = 0.0
 
@@ -168,6 +171,11 @@ class StageRun:
                     self._over.set()
             self._pump(0.0)
         finally:
+            self._ended.set()
+            if self._compaction is not None:
+                self._compaction.join(
+                    WORKER_DEADLINE_S
+                )  # it ends after the bucket it is at, while this process has the lease
             self._client.unsubscribe_topic(TOPIC)
             if self._actor is not None:
                 self._client.unpublish_dataset("rftdask-synchronizer")
@@ -177,7 +185,7 @@ class StageRun:
         result = self._trainer_result or {"step": 0, "stopped": self._over.is_set()}
         return StageResult(int(result["step"]), bool(result["stopped"]))
 
-    def _start(self, role: str, target: Callable[[], None]) -> threading.Thread:
+    def _start(self, role: str, target: Callable[[], object]) -> threading.Thread:
         def guarded() -> None:
             try:
                 target()
@@ -248,6 +256,14 @@ class StageRun:
         rule = RetentionRule(kept.keep, kept.keep_steps, kept.keep_share)
         if rule.keep == "all":
             return 0
+        if rule.keep != "compact":
+            return self._apply_retention(rule)
+        # Seconds for each bucket, which the explorer does not wait for.
+        if self._compaction is None or not self._compaction.is_alive():
+            self._compaction = self._start("compaction", lambda: self._apply_retention(rule))
+        return 0
+
+    def _apply_retention(self, rule: RetentionRule) -> int:
         try:
             oldest = oldest_resume_point(self._storage)
         except DamagedError:
@@ -255,7 +271,7 @@ class StageRun:
         if oldest is None:
             return 0
         log = open_log(self._storage, self._config)
-        return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest)
+        return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest, self._ended.is_set)
 
     def _make_learned_order(self) -> LearnedOrder:
         # Late: it needs torch, which the driver does without otherwise.

@@ -6,7 +6,8 @@ What every backend must keep:
 - `commit` is atomic and durable: a reader sees all of a shard or none of it, and what was committed outlives the
   process. A rollout batch is done exactly when `shards` or `find` show a shard of its (explore step, batch), or
   parts that hold all its groups (`done_batches`).
-- a shard never changes and never moves, except into quarantine when its content fails its checksum.
+- a shard never changes. It moves into quarantine when its content fails its checksum, and into a large file when it
+  was compacted, and is then listed and read as before.
 - listings trust no cache: what was committed before the call, by anyone, is in the answer.
 
 The log does not know what was trained: the ledger does.
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
+from rftdask.buffer.compacted import Compaction
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.shard import Part, ShardName
 from rftdask.errors import UserError
@@ -47,6 +49,9 @@ class ExperienceLog(ABC):
     takes_parts: bool = False
     """Whether `commit` takes some groups of a rollout batch before the others are done."""
 
+    num_readers: int = 1
+    """Calls of `read` that gain from going on at once."""
+
     @abstractmethod
     def check(self) -> None:
         """Look whether the log can be reached; makes nothing. Raises: StorageError."""
@@ -65,13 +70,21 @@ class ExperienceLog(ABC):
         """A committed shard of this whole rollout batch, if there is one."""
 
     def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
-        """The committed shards of this rollout batch, whole or in parts."""
+        """The committed shards of this rollout batch, whole or in parts; of `loose_shards` only."""
         whole = self.find(explore_step, batch)
         return [] if whole is None else [whole]
 
     @abstractmethod
     def shards(self, first_step: int = 1) -> list[ShardName]:
         """All shards of explore steps >= `first_step`, sorted by step, batch and writer."""
+
+    def loose_shards(self, first_step: int = 1) -> list[ShardName]:
+        """Those of `shards` that were not compacted. For who looks again and again for what is new: it costs less."""
+        return self.shards(first_step)
+
+    def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
+        """Those of `shards` that were compacted, up to `last_step`; in no order."""
+        return []
 
     @abstractmethod
     def read(self, name: ShardName) -> pa.Table:
@@ -92,6 +105,13 @@ class ExperienceLog(ABC):
     def remove(self, names: Sequence[ShardName]) -> None:
         """Remove shards for good, their names written down first. Raises: UserError: this log cannot."""
         raise UserError(f"{type(self).__name__} keeps everything; set experience_buffer.retention.keep to all")
+
+    def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        """Move shards into few large files. Nobody may compact this log at the same time.
+
+        Raises: UserError: this log cannot; DamagedError: what was written is not there.
+        """
+        raise UserError(f"{type(self).__name__} has no small files to merge; only storage_type queue has")
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
         """Shards of explore steps >= `first_step` that were removed, or are about to be."""

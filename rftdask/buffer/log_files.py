@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import pyarrow as pa
 
+from rftdask.buffer.compacted import NUM_THREADS, CompactedShards, Compaction
 from rftdask.buffer.experience import Experience
 from rftdask.buffer.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.read_ahead import in_order
 from rftdask.buffer.shard import Part, ShardName, decode_shard, encode_shard
-from rftdask.errors import DamagedError, NotFoundError
+from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
 
@@ -36,6 +39,7 @@ class FileLog(ExperienceLog):
     suffix: str
     """Of the names of its shards."""
     takes_parts = True
+    num_readers = NUM_THREADS
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(folder, run)
@@ -78,8 +82,7 @@ class FileLog(ExperienceLog):
         first = self._bucket(first_step)
         buckets = [b for b in self._buckets() if b >= first]
         names = (n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
-        # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
-        return sorted(names, key=lambda n: (n.explore_step, n.batch, n.writer, n.text))
+        return _sorted(names)
 
     def read(self, name: ShardName) -> pa.Table:
         return self._decode(name, self._storage.get(self.path(name)))
@@ -166,13 +169,21 @@ class FileLog(ExperienceLog):
         return f"{explore_step // STEPS_PER_BUCKET:06d}"
 
 
+def _sorted(names: Iterable[ShardName]) -> list[ShardName]:
+    # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
+    return sorted(names, key=lambda n: (n.explore_step, n.batch, n.writer, n.text))
+
+
 class ParquetLog(FileLog):
-    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are. The default."""
+    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are. The default, and the one that can be
+    compacted.
+    """
 
     suffix = "parquet"
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(storage, folder, run)
+        self._compacted = CompactedShards(storage, folder)
         self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
@@ -182,3 +193,64 @@ class ParquetLog(FileLog):
 
     def _decode(self, name: ShardName, data: bytes) -> pa.Table:
         return decode_shard(name, data)
+
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        loose = self.loose_shards(first_step)  # first: what a pass moves meanwhile is then in its record
+        moved = self.compacted_shards(first_step)
+        return _sorted({*loose, *moved}) if moved else loose
+
+    def loose_shards(self, first_step: int = 1) -> list[ShardName]:
+        return super().shards(first_step)
+
+    def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
+        names = self._compacted.names(self._bucket(first_step), None if last_step is None else self._bucket(last_step))
+        return [n for n in names if first_step <= n.explore_step and (last_step is None or n.explore_step <= last_step)]
+
+    def read(self, name: ShardName) -> pa.Table:
+        try:
+            return super().read(name)
+        except NotFoundError:
+            return self._compacted.read(self._bucket(name.explore_step), name)
+
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        if self._compacted.has(self._bucket(name.explore_step), name):
+            raise DamagedError(f"{reason}; it was compacted and cannot run again: restore the file from a backup")
+        super().quarantine(name, reason)
+
+    def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        done = Compaction()
+        for bucket, group in groupby(_sorted(names), key=lambda name: self._bucket(name.explore_step)):
+            if should_stop():
+                break
+            done += self._compact_bucket(bucket, list(group))
+        return done
+
+    def _compact_bucket(self, bucket: str, names: Sequence[ShardName]) -> Compaction:
+        """What a pass before this one has merged and not removed is only removed."""
+        moved = self._compacted.names(bucket, bucket)
+        small = [name for name in names if name not in moved]
+        sizes: dict[ShardName, int] = {}
+        done = self._compacted.write(bucket, self._small_shards(small, sizes)) if len(small) > 1 else Compaction()
+        self._compacted.check(bucket, moved.intersection(names))
+        gone = self._compacted.names(bucket, bucket).intersection(names)
+        for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
+            pass
+        num_bytes = sum(size for name, size in sizes.items() if name in gone)
+        return done + Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
+
+    def _small_shards(
+        self, names: Sequence[ShardName], sizes: dict[ShardName, int]
+    ) -> Iterator[tuple[ShardName, pa.Table]]:
+        """Those that can be read; others stay as they are. sizes: filled with their bytes."""
+
+        def read(name: ShardName) -> tuple[int, pa.Table] | None:
+            try:
+                data = self._storage.get(self.path(name))
+                return len(data), self._decode(name, data)
+            except (DamagedError, NotFoundError, DataError):
+                return None
+
+        for name, found in zip(names, in_order(read, names, NUM_THREADS), strict=True):
+            if found is not None:
+                sizes[name] = found[0]
+                yield name, found[1]

@@ -38,5 +38,10 @@ def first_open_step(storage: Storage, log: ExperienceLog) -> int:
     if quarantined is None:
         return 1
     batches = {(name.explore_step, name.batch) for name in quarantined if name.explore_step <= noted}
-    lost = [step for step, batch in batches if not done_batches(log.find_all(step, batch))]
+    lost = [step for step, batch in batches if not _is_done(log, step, batch)]
     return min([noted + 1, *lost])
+
+
+def _is_done(log: ExperienceLog, step: int, batch: int) -> bool:
+    loose = log.find_all(step, batch)
+    return bool(done_batches(loose)) or (step, batch) in done_batches([*loose, *log.compacted_shards(step, step)])

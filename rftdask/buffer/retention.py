@@ -1,4 +1,4 @@
-"""Retention: which trained shards are removed, and the order of writing that keeps the books.
+"""Retention: which trained shards are removed or compacted, and the order of writing that keeps the books.
 
 Invariants: a shard is removed only if all its groups are settled in every checkpoint that is kept and no ledger entry
 after the oldest of them names it, so whatever is resumed or replayed finds its rows; what is removed is written down
@@ -8,12 +8,13 @@ first, so that counts still add up. A pass that was killed is finished by the ne
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.log_files import STEPS_PER_BUCKET
 from rftdask.buffer.shard import ShardName, repeated_shards
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage
@@ -26,7 +27,7 @@ _DONE = f"{EXPERIENCES}/removed/UNTIL.json"
 class RetentionRule:
     """What stays of the shards that nothing needs any more."""
 
-    keep: Literal["all", "thin", "none"] = "all"
+    keep: Literal["all", "compact", "thin", "none"] = "all"
     keep_steps: int = 0
     """So many explore steps stay whole before those that are needed."""
     keep_share: float = 0.1
@@ -48,10 +49,10 @@ class ResumePoint:
 
 
 def removable(names: Sequence[ShardName], rule: RetentionRule, before: int, needed: Collection[str]) -> list[ShardName]:
-    """The shards of explore steps < `before` that may go. Batches that ran twice stay: only their rows tell what is a
-    repeat.
+    """The shards of explore steps < `before` that may go. Batches that ran twice stay where rows are lost: only their
+    rows tell what is a repeat.
     """
-    repeated = set(repeated_shards(names))
+    repeated = set() if rule.keep == "compact" else set(repeated_shards(names))
     return [
         name
         for name in names
@@ -60,15 +61,29 @@ def removable(names: Sequence[ShardName], rule: RetentionRule, before: int, need
 
 
 def apply_retention(
-    storage: Storage, log: ExperienceLog, ledger: Ledger, rule: RetentionRule, oldest: ResumePoint
+    storage: Storage,
+    log: ExperienceLog,
+    ledger: Ledger,
+    rule: RetentionRule,
+    oldest: ResumePoint,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Remove what the rule does not keep; how many shards. Lists only what was not gone through before."""
+    """Remove or compact what the rule does not keep as it is; how many shards. Lists only what was not gone through
+    before.
+    """
     before = oldest.explore_step - rule.keep_steps
+    if rule.keep == "compact":
+        before -= before % STEPS_PER_BUCKET  # whole buckets, each once
     done = _done_until(storage)
     if rule.keep == "all" or before <= done:
         return 0
-    doomed = removable(log.shards(done), rule, before, _needed(ledger, oldest.step))
-    log.remove(doomed)
+    doomed = removable(log.loose_shards(done), rule, before, _needed(ledger, oldest.step))
+    if rule.keep == "compact":
+        log.compact(doomed, should_stop)
+        if should_stop():
+            return 0  # perhaps not all of it; the next pass sees
+    else:
+        log.remove(doomed)
     storage.put(_DONE, dump_checked({"explore_step": before}))
     return len(doomed)
 

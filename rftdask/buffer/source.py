@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from rftdask.buffer.backpressure import SETTLED_NOTE
 from rftdask.buffer.batch import Batch, supervised_batch
 from rftdask.buffer.curation import Curation
@@ -21,6 +23,7 @@ from rftdask.buffer.groups import groups_of_shard
 from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.priority import TIME_NOTE, ReplayRule, UseCounts, select_with_reuse
+from rftdask.buffer.read_ahead import in_order
 from rftdask.buffer.reader import EntryReader
 from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups
 from rftdask.buffer.shard import ShardName
@@ -118,6 +121,8 @@ class LogSource(BatchSource):
         self._cursor = Cursor()
         self._waiting: dict[Position, Group] = {}
         self._seen: set[str] = set()
+        self._looked = False
+        """Whether the log was listed whole."""
         self._uses = UseCounts(options.replay or ReplayRule(), options.rule.max_staleness)
         self._replay_until: int | None = None
         """The last step that was written down before this trainer came; None until it asks for its first."""
@@ -128,6 +133,7 @@ class LogSource(BatchSource):
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self._cursor = Cursor.from_state_dict(state)
+        self._looked = False
 
     def entry(self, step: int) -> LedgerEntry | None:
         if self._replay_until is None:
@@ -225,18 +231,24 @@ class LogSource(BatchSource):
         )
 
     def _index_new_shards(self) -> None:
-        for name in self._log.shards(self._cursor.low):
-            if name.text not in self._seen:
-                self._seen.add(name.text)
-                self._index_shard(name)
+        # What is compacted is settled: when this trainer looks for the first time, or else by itself, so it knows it.
+        look = self._log.loose_shards if self._looked else self._log.shards
+        names = [name for name in look(self._cursor.low) if name.text not in self._seen]
+        for name, found in zip(names, in_order(self._try_read, names, self._log.num_readers), strict=True):
+            self._index_shard(name, found)
+        self._looked = True
 
-    def _index_shard(self, name: ShardName) -> None:
+    def _try_read(self, name: ShardName) -> pa.Table | DamagedError:
         try:
-            table = self._log.read(name)
+            return self._log.read(name)
         except DamagedError as error:
-            self._log.quarantine(name, str(error))
-            self._seen.discard(name.text)  # the same writer may make it again, to the byte
-            return
+            return error
+
+    def _index_shard(self, name: ShardName, table: pa.Table | DamagedError) -> None:
+        if isinstance(table, DamagedError):
+            self._log.quarantine(name, str(table))
+            return  # not seen: the same writer may make it again, to the byte
+        self._seen.add(name.text)
         for group in groups_of_shard(table, name, self._options.tasks_per_batch):
             # A settled or waiting position makes this group a repeat: its batch ran twice, one of the two is taken.
             if group.position not in self._cursor and group.position not in self._waiting:

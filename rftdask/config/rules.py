@@ -491,6 +491,10 @@ def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
     kept = config.buffer.trainer_input.experience_buffer
     tasksets = config.buffer.explorer_input.train_tasksets
     at = "buffer.trainer_input.experience_buffer.retention.keep"
+    if kept.retention.keep == "compact":
+        if config.algorithm.schema_type == "experience" and kept.storage_type != "queue":
+            yield at, f"compact merges Parquet shards, and storage_type {kept.storage_type} has none; use queue, or all"
+        return
     if kept.retention.keep != "all" and any(t.data_selector.selector_type == "difficulty_based" for t in tasksets):
         yield at, f"{kept.retention.keep} removes results that the selector difficulty_based learns from; use all"
     if kept.retention.keep != "all" and kept.replay_buffer.enable:

@@ -173,10 +173,11 @@ class ReplayConfig(Section):
 class RetentionConfig(Section):
     """`retention`: what stays of the shards that were trained. What a kept checkpoint may need always stays."""
 
-    keep: Literal["all", "thin", "none"] = "all"
-    """all: everything. thin: some rollout batches. none: only what is needed, and the last `keep_steps`."""
+    keep: Literal["all", "compact", "thin", "none"] = "all"
+    """all: everything. compact: everything, what is not needed any more merged into few large files; for storage_type
+    queue. thin: some rollout batches. none: only what is needed, and the last `keep_steps`."""
     keep_steps: Natural = 0
-    """Explore steps that stay whole before those that are needed."""
+    """Explore steps that stay as they are before those that are needed."""
     keep_share: float = Field(default=0.1, gt=0, lt=1)
     """thin: share of the older rollout batches that stay."""
 

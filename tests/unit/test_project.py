@@ -33,7 +33,7 @@ LAYERS = (
     {"rules", "pipeline"},
     {"run_folder"},
     {"explorer", "trainer"},
-    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage", "crashtest"},
+    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage", "crashtest", "compact"},
     {"stage"},
     {"experiment"},
     {"replay"},

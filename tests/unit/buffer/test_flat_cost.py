@@ -86,7 +86,8 @@ def test_an_explorer_lists_only_what_lies_beyond_the_note() -> None:
     assert first == 2 * STEPS_PER_BUCKET + 1
     assert {name.explore_step for name in again.shards(first)} == set(range(first, LAST_STEP + 1))
     assert sorted(call for call in calls if call.startswith("list")) == [
-        "list experiences", "list experiences/000002", "list experiences/000003", "list experiences/quarantine",
+        "list experiences", "list experiences/000002", "list experiences/000003",
+        "list experiences/compact", "list experiences/quarantine",
     ]  # fmt: skip
 
 

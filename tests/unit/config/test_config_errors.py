@@ -307,3 +307,14 @@ def test_results_that_somebody_needs_again_are_not_removed(keep: str) -> None:
     assert problems(grpo(), f"{at}={keep}", f"buffer.explorer_input.taskset.data_selector={selector}") == [
         f"{at}: {keep} removes results that the selector difficulty_based learns from; use all"
     ]
+
+
+@pytest.mark.parametrize("kind", ["file", "sql"])
+def test_only_parquet_shards_are_compacted_and_whoever_needs_results_again_finds_them(kind: str) -> None:
+    buffer = "buffer.trainer_input.experience_buffer"
+    selector = "{selector_type: difficulty_based, feature_keys: [weak, strong]}"
+    compact = f"{buffer}.retention.keep=compact"
+    load_config(grpo(), [compact, f"buffer.explorer_input.taskset.data_selector={selector}"])
+    assert problems(grpo(), compact, f"{buffer}.storage_type={kind}") == [
+        f"{buffer}.retention.keep: compact merges Parquet shards, and storage_type {kind} has none; use queue, or all"
+    ]
