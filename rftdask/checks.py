@@ -147,7 +147,7 @@ def _check_algorithm(stage: Config) -> None:
 
 def _open_rows(section: ExperienceBufferConfig) -> Dataset:
     """The dataset of a buffer. Raises: DataError: there is none."""
-    return open_dataset(section.path or "", split=section.split, subset_name=section.subset_name)
+    return open_dataset(section.path or "", split=section.split, subset_name=section.subset_name, table=section.table)
 
 
 def _check_columns(dataset: Dataset, section: ExperienceBufferConfig, schema: str) -> None:

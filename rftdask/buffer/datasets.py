@@ -51,8 +51,9 @@ def open_dataset(
     split: str = "train",
     subset_name: str | None = None,
     dataset_args: Mapping[str, Any] | None = None,
+    table: str | None = None,
 ) -> Dataset:
-    """The dataset at `path`: a file, a folder, a name on the Hub, or "reasoning-gym:<name>".
+    """The dataset at `path`: a file, a folder, a name on the Hub, "reasoning-gym:<name>", or a table of a database.
 
     Args:
         path: .jsonl, .json, .csv or .parquet file (any fsspec URL), a folder of them, a folder written by
@@ -61,6 +62,7 @@ def open_dataset(
             for a single file and for a generator.
         subset_name: a subfolder, or the configuration of a Hub dataset.
         dataset_args: arguments of a generator; reasoning-gym: size 1000 and seed 42 unless given.
+        table: `path` is the URL of a database, and this the table; the split is ignored.
 
     Raises: DataError: nothing there, nothing in it, or not readable; the message names the path.
     """
@@ -70,6 +72,8 @@ def open_dataset(
         raise DataError(
             f"dataset {path}: dataset_args {sorted(dataset_args)} are for {REASONING_GYM}<name> only; remove them"
         )
+    if table is not None:
+        return _open_table(path, table)
     filesystem, root = _filesystem(path)
     if filesystem.isdir(root):
         return _open_folder(filesystem, root, path, split, subset_name)
@@ -293,6 +297,15 @@ def _import_datasets() -> Any:
     import datasets  # late: 0.6 s, and local files do without it
 
     return datasets
+
+
+def _open_table(path: str, table: str) -> Dataset:
+    try:
+        from rftdask.buffer.dataset_sql import read_table  # late: SQLAlchemy is an extra
+    except ModuleNotFoundError as error:
+        raise DataError(f"dataset {path} needs SQLAlchemy ({error}); run `pip install 'rftdask[sql]'`") from error
+    rows, fingerprint = read_table(path, table)
+    return RowsDataset([rows], fingerprint)
 
 
 def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:

@@ -24,15 +24,15 @@ import numpy as np
 import pyarrow as pa
 import sqlalchemy as sa
 import tenacity
-from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from rftdask.buffer.database import database_url, open_engine, shown
 from rftdask.buffer.experience import SCHEMA, Experience, experiences_to_table
 from rftdask.buffer.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log_jsonl import shard_name, to_lines
 from rftdask.buffer.shard import Part, ShardName
-from rftdask.config import fill_from_environment
-from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
+from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
 
 FILE = "experiences.sqlite"
@@ -146,10 +146,7 @@ class SqlLog(ExperienceLog):
     def _open(self) -> sa.Engine:
         if self._url is None:
             return _engine(sa.URL.create("sqlite", database=f"{self._storage.url}/{FILE}"))
-        try:
-            return _engine(sa.make_url(fill_from_environment(self._url)))
-        except ArgumentError:
-            raise UserError(f"{self._url} is not the URL of a database; use postgresql://user@host/name") from None
+        return _engine(database_url(self._url))
 
     def check(self) -> None:
         if self._engine.dialect.name != "sqlite":
@@ -323,27 +320,19 @@ class SqlLog(ExperienceLog):
             ) from error
 
     def _where(self) -> str:
-        return self._engine.url.set(query={}).render_as_string(hide_password=True)
+        return shown(self._engine.url)
 
 
 @cache
 def _engine(url: sa.URL) -> sa.Engine:
     """One for all logs of a process. Raises: UserError: no driver is installed."""
-    try:
-        if url.drivername == "sqlite":
-            # A connection for each transaction: cheap for a file, and nothing stays open when the run folder goes.
-            engine = sa.create_engine(url, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": _BUSY_S})
-            sa.event.listen(engine, "connect", _prepare_sqlite)
-            sa.event.listen(engine, "begin", _begin_sqlite)
-            return engine
-        if url.drivername == "postgresql":
-            url = url.set(drivername="postgresql+psycopg")
-        return sa.create_engine(url, pool_size=2, pool_pre_ping=True, hide_parameters=True)
-    except (NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UserError(
-            f"no driver for {url.drivername} is installed ({error}); run `pip install 'rftdask[postgresql]'` "
-            "for PostgreSQL, or leave buffer.trainer_input.experience_buffer.path out for SQLite"
-        ) from error
+    if url.drivername != "sqlite":
+        return open_engine(url, pool_size=2, pool_pre_ping=True)
+    # A connection for each transaction: cheap for a file, and nothing stays open when the run folder goes.
+    engine = open_engine(url, poolclass=NullPool, connect_args={"timeout": _BUSY_S})
+    sa.event.listen(engine, "connect", _prepare_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -31,6 +31,8 @@ class TasksetSpec:
     split: str = "train"
     subset_name: str | None = None
     dataset_args: Mapping[str, Any] = field(default_factory=dict)
+    table: str | None = None
+    """Table of the database at `path`. None: it is no database."""
     prompt_type: Literal["messages", "plaintext"] = "messages"
     """messages: tasks are chats; plaintext: the policy continues the prompt as it is."""
     prompt_key: str = "prompt"
@@ -68,7 +70,11 @@ class Taskset:
     def __init__(self, spec: TasksetSpec, dataset: Dataset | None = None) -> None:
         self.spec = spec
         self.dataset = dataset or open_dataset(
-            spec.path, split=spec.split, subset_name=spec.subset_name, dataset_args=spec.dataset_args
+            spec.path,
+            split=spec.split,
+            subset_name=spec.subset_name,
+            dataset_args=spec.dataset_args,
+            table=spec.table,
         )
 
     def __len__(self) -> int:

@@ -136,6 +136,9 @@ _BOUNDED = ("staleness_control", "mix")
 _DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
 """What the URL of a database begins with."""
 
+_DATASET_TYPES = ("file", "sql")
+"""Values of storage_type that a dataset may have."""
+
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 """Moving the default is not worth a warning."""
 
@@ -208,8 +211,8 @@ def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
     buffer = config.buffer.trainer_input.experience_buffer
     at = "buffer.trainer_input.experience_buffer"
     algorithm = config.algorithm.algorithm_type
-    if config.algorithm.schema_type != "experience" and buffer.storage_type != "file":
-        yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file"
+    if config.algorithm.schema_type != "experience" and buffer.storage_type not in _DATASET_TYPES:
+        yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file or sql"
     if config.algorithm.schema_type != "experience" and not buffer.path:
         yield f"{at}.path", f"required for {algorithm}: the dataset to learn from"
 
@@ -224,22 +227,49 @@ def _log_has_a_place(config: Config) -> Iterator[Problem]:
     if not buffer.path:
         if "://" in config.checkpoint_job_dir.removeprefix("file://"):
             yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
-    elif has_password(buffer.path):
+    else:
+        yield from _no_database(at, buffer.path)
+
+
+def _no_database(at: str, path: str) -> Iterator[Problem]:
+    """What is wrong with the URL of a database."""
+    if has_password(path):
         yield (
             at,
             "a password does not belong in a configuration, which is written beside the run: put the URL, or the "
             "password alone, into an environment variable and write ${oc.env:NAME} here",
         )
-    elif not names_environment(buffer.path) and not buffer.path.startswith(_DATABASES):
-        yield at, f"{show(buffer.path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
+    elif not names_environment(path) and not path.startswith(_DATABASES):
+        yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
+
+
+@rule("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
+def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
+    """Of datasets with storage_type sql."""
+    source, at = config.buffer.explorer_input, "buffer.explorer_input"
+    tasksets = {
+        **({} if source.taskset is None else {f"{at}.taskset": source.taskset}),
+        **{f"{at}.tasksets[{number}]": taskset for number, taskset in enumerate(source.tasksets)},
+        **{f"{at}.eval_tasksets[{number}]": taskset for number, taskset in enumerate(source.eval_tasksets)},
+    }
+    for where, taskset in tasksets.items():
+        if taskset.storage_type == "sql":
+            yield from _no_database(f"{where}.path", taskset.path)
+    at = "buffer.trainer_input"
+    buffers = {f"{at}.auxiliary_buffers.{n}": b for n, b in config.buffer.trainer_input.auxiliary_buffers.items()}
+    if config.algorithm.schema_type != "experience":
+        buffers[f"{at}.experience_buffer"] = config.buffer.trainer_input.experience_buffer
+    for where, buffer in buffers.items():
+        if buffer.storage_type == "sql" and buffer.path:
+            yield from _no_database(f"{where}.path", buffer.path)
 
 
 @rule("buffer.trainer_input.auxiliary_buffers")
 def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
     for name, buffer in config.buffer.trainer_input.auxiliary_buffers.items():
-        if buffer.storage_type != "file":
+        if buffer.storage_type not in _DATASET_TYPES:
             at = f"buffer.trainer_input.auxiliary_buffers.{name}.storage_type"
-            yield at, f"{buffer.storage_type}: auxiliary buffers are datasets; use file"
+            yield at, f"{buffer.storage_type}: auxiliary buffers are datasets; use file or sql"
 
 
 @rule(

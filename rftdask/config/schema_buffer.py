@@ -100,16 +100,18 @@ class TasksetConfig(Section):
 
     name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=r"^[^/\\]+$")
     """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
-    storage_type: Annotated[Literal["file"], Later("tasks from a database", ("sql",))] = "file"
-    """What `path` is."""
+    storage_type: Literal["file", "sql"] = "file"
+    """What `path` is. sql: the rows of a table, in the order of its primary key."""
     path: str = Field(min_length=1)
-    """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, or reasoning-gym:<dataset>."""
+    """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, or reasoning-gym:<dataset>. sql: the
+    database, postgresql://user@host/name or sqlite:////folder/file.db; a URL with a password is given as
+    ${oc.env:NAME} and never written down."""
     dataset_args: Free = no_items()
     """Arguments of a generated dataset, for example {size: 500, seed: 1} for reasoning-gym."""
     split: str = "train"
     """Split of the dataset."""
     subset_name: str | None = None
-    """Configuration of a Hub dataset, for example "main"."""
+    """Configuration of a Hub dataset, for example "main". sql: the table; None: the one named as the taskset."""
     format: FormatConfig = FormatConfig()
     """Meaning of the columns."""
     default_workflow_type: Annotated[str | None, Filled("explorer_input")] = None
@@ -132,6 +134,11 @@ class TasksetConfig(Section):
     """Retries of a failed read."""
     max_retry_interval: Annotated[float, Ignored("reads are retried by the storage layer")] = 1.0
     """Seconds between retries."""
+
+    @property
+    def table(self) -> str | None:
+        """Table of the database that `path` is; None for anything else."""
+        return (self.subset_name or self.name) if self.storage_type == "sql" else None
 
 
 class ExplorerInput(Section):
@@ -193,12 +200,12 @@ class ExperienceBufferConfig(Section):
     ] = absent()
     """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
     run folder. file: the same as JSON lines, for people to read. sql: a database. sft, dpo and cpt, and auxiliary
-    buffers: file, the dataset at `path`."""
+    buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the order of its primary key."""
     path: str | None = None
-    """Of a dataset: local file or folder, or a name on the Hub. Of a log with storage_type sql: the database,
-    postgresql://user@host/name or sqlite:////folder/file.db; None: experiences.sqlite in the run folder. A URL with a
-    password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder: no path.
-    """
+    """Of a dataset: local file or folder, or a name on the Hub. With storage_type sql: the database,
+    postgresql://user@host/name or sqlite:////folder/file.db; None, for a log: experiences.sqlite in the run folder. A
+    URL with a password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder:
+    no path."""
     capacity: Count | None = None
     """mode both: explorers begin no rollout batch while so many experiences lie unread or are under way. None: no limit
     but the lead that `synchronizer` allows. A train batch is always let through."""
@@ -214,7 +221,7 @@ class ExperienceBufferConfig(Section):
     split: str = "train"
     """Split of the dataset."""
     subset_name: str | None = None
-    """Configuration of a Hub dataset."""
+    """Configuration of a Hub dataset. sql: the table of a dataset; None: the one named as the buffer."""
     format: FormatConfig = FormatConfig()
     """Meaning of the columns."""
     data_selector: DataSelectorConfig = DataSelectorConfig()
@@ -227,6 +234,11 @@ class ExperienceBufferConfig(Section):
     """Derived from `buffer.train_batch_size`."""
     tokenizer_path: Annotated[Any, Derived()] = None
     """Derived from `model.model_path`."""
+
+    @property
+    def table(self) -> str | None:
+        """Table of a dataset in the database that `path` is; None for any other dataset."""
+        return (self.subset_name or self.name) if self.storage_type == "sql" else None
 
 
 class TrainerInput(Section):

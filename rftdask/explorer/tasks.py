@@ -24,6 +24,7 @@ def taskset_spec(config: TasksetConfig) -> TasksetSpec:
         split=config.split,
         subset_name=config.subset_name,
         dataset_args=config.dataset_args,
+        table=config.table,
         prompt_type=fmt.prompt_type,
         prompt_key=fmt.prompt_key,
         response_key=fmt.response_key,

@@ -50,7 +50,9 @@ def reader_of(
 
     Raises: DataError: there is no such dataset, or it lacks a column.
     """
-    dataset = open_dataset(section.path or "", split=section.split, subset_name=section.subset_name)
+    dataset = open_dataset(
+        section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
+    )
     fmt, longest = section.format, config.model.max_model_len
     if schema == "cpt":
         return dataset, TextRows(dataset, tokenizer, fmt.prompt_key, longest).read

@@ -148,8 +148,8 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
     assert line.startswith(f"{EXPERIENCES}.path: 'mysql://host/db' is no database; use postgresql://user@host/name")
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", "checkpoint_root_dir=s3://bucket/runs")
     assert line.startswith(f"{EXPERIENCES}.path: required: a database file cannot lie on remote storage")
-    (line,) = problems(sft(), f"{EXPERIENCES}.storage_type=sql")
-    assert line == f"{EXPERIENCES}.storage_type: sft learns from a dataset; use file"
+    (line,) = problems(sft(), f"{EXPERIENCES}.storage_type=queue")
+    assert line == f"{EXPERIENCES}.storage_type: sft learns from a dataset; use file or sql"
 
 
 @pytest.mark.parametrize("url", ["postgresql://me:hunter2@host/db", "postgresql://host/db?user=me&password=hunter2"])
@@ -165,17 +165,40 @@ def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPat
         assert fill_from_environment(path) == url
 
 
+@pytest.mark.parametrize(
+    ("tree", "at"),
+    [
+        (sft(), EXPERIENCES),
+        (grpo(), "buffer.explorer_input.taskset"),
+        (mix(), "buffer.trainer_input.auxiliary_buffers.sft_dataset"),
+    ],
+)
+def test_a_dataset_of_storage_type_sql_is_a_table_of_a_database(tree: dict[str, Any], at: str) -> None:
+    (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=rows.jsonl")
+    assert line.startswith(f"{at}.path: 'rows.jsonl' is no database; use postgresql://user@host/name")
+    (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=postgresql://me:hunter2@host/db")
+    assert line.startswith(f"{at}.path: a password does not belong in a configuration") and "hunter2" not in line
+    assert config(tree, f"{at}.storage_type=sql", f"{at}.path=sqlite:////rows.db").warnings == ()
+
+
+def test_the_table_is_the_subset_or_else_the_name() -> None:
+    sql = ("buffer.explorer_input.taskset.storage_type=sql", "buffer.explorer_input.taskset.path=sqlite:////rows.db")
+    (taskset,) = config(grpo(), *sql, "buffer.explorer_input.taskset.name=sums").buffer.explorer_input.train_tasksets
+    assert taskset.table == "sums"
+    named = (*sql, "buffer.explorer_input.taskset.subset_name=hard_sums")
+    assert config(grpo(), *named).buffer.explorer_input.train_tasksets[0].table == "hard_sums"
+    assert config(grpo()).buffer.explorer_input.train_tasksets[0].table is None
+
+
 def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="EXPERIENCES_URL"):
         fill_from_environment("postgresql://me:${oc.env:EXPERIENCES_URL}@host/db")
 
 
 def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_about() -> None:
-    (line,) = problems(mix(), "buffer.trainer_input.auxiliary_buffers.more={path: x, storage_type: sql}")
-    assert (
-        line
-        == "buffer.trainer_input.auxiliary_buffers.more.storage_type: sql: auxiliary buffers are datasets; use file"
-    )
+    (line,) = problems(mix(), "buffer.trainer_input.auxiliary_buffers.more={path: x, storage_type: queue}")
+    at = "buffer.trainer_input.auxiliary_buffers.more.storage_type"
+    assert line == f"{at}: queue: auxiliary buffers are datasets; use file or sql"
     more = "buffer.trainer_input.auxiliary_buffers.more.path=x"
     assert config(mix(), more).warnings == (
         "buffer.trainer_input.auxiliary_buffers.more: ignored: sample_strategy mix reads sft_dataset",
