@@ -13,7 +13,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,6 +28,8 @@ RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
+_WATCH_S = 2.5 * _HEARTBEAT_S
+"""A living owner writes at least once in it."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
 _FREE_SECTIONS = ("cluster", "monitor", "log", "service", "stages")
@@ -176,9 +178,22 @@ class Lease:
     Example: with Lease(storage, "trainer"): ...
     """
 
-    def __init__(self, storage: Storage, role: str, heartbeat_s: float = _HEARTBEAT_S) -> None:
-        """Raises: FencedError: a living process holds the role."""
+    def __init__(
+        self,
+        storage: Storage,
+        role: str,
+        heartbeat_s: float = _HEARTBEAT_S,
+        *,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """clock: Unix seconds, of this machine; sleep: how to let an owner's heartbeats pass.
+
+        Raises: FencedError: a living process holds the role.
+        """
         self._storage = storage
+        self._clock = clock
+        self._sleep = sleep
         self._role = role
         self._heartbeat_s = heartbeat_s
         self._ended = threading.Event()
@@ -208,27 +223,37 @@ class Lease:
         self.release()
 
     def _path(self, number: int) -> str:
-        return f"control/lease-{self._role}-{number}.json"
+        return _lease_path(self._role, number)
 
     def _last_number(self) -> int:
-        prefix = f"lease-{self._role}-"
-        names = (
-            n.removeprefix(prefix).removesuffix(".json") for n in self._storage.list("control") if n.startswith(prefix)
-        )
-        return max((int(n) for n in names if n.isdigit()), default=0)
+        return _last_lease(self._storage, self._role)
 
     def _content(self, released: bool) -> bytes:
         process = psutil.Process()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": process.create_time()}
-        return json.dumps({**owner, "time_s": time.time(), "released": released}).encode()
+        return json.dumps({**owner, "time_s": self._clock(), "released": released}).encode()
 
     def _check_free(self, number: int) -> None:
+        data = self._read(number)
         try:
-            holder = json.loads(self._storage.get(self._path(number)))
-        except (NotFoundError, ValueError):
+            holder = json.loads(data)
+        except ValueError:
             return  # a lease nobody could finish writing is nobody's
-        if not holder["released"] and _is_alive(holder):
-            raise FencedError(_held(self._storage, self._role, holder))
+        if holder["released"] or _is_gone(holder):
+            return
+        if not _is_alive(holder, self._clock()):
+            # Either it is dead, or a clock jumped: of the other machine, of this one, or under the start times of its
+            # processes. Who lives writes again.
+            self._sleep(_WATCH_S)
+            if self._read(number) == data:
+                return
+        raise FencedError(_held(self._storage, self._role, holder))
+
+    def _read(self, number: int) -> bytes:
+        try:
+            return self._storage.get(self._path(number))
+        except NotFoundError:
+            return b""
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
@@ -251,22 +276,35 @@ def _held(storage: Storage, role: str, holder: Mapping[str, Any]) -> str:
 
 def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     """Who works on the role now: {"host", "pid", "time_s", ...}; None if nobody does."""
-    prefix = f"lease-{role}-"
-    names = [n for n in storage.list("control") if n.startswith(prefix)]
-    if not names:
-        return None
-    newest = max(names, key=lambda n: int(n.removeprefix(prefix).removesuffix(".json")))
+    number = _last_lease(storage, role)
     try:
-        holder: dict[str, Any] = json.loads(storage.get(f"control/{newest}"))
+        holder: dict[str, Any] = json.loads(storage.get(_lease_path(role, number)))
     except (NotFoundError, ValueError):
         return None
-    return holder if not holder["released"] and _is_alive(holder) else None
+    return holder if not holder["released"] and _is_alive(holder, time.time()) else None
 
 
-def _is_alive(holder: Mapping[str, Any]) -> bool:
+def _lease_path(role: str, number: int) -> str:
+    return f"control/lease-{role}-{number}.json"
+
+
+def _last_lease(storage: Storage, role: str) -> int:
+    """Number of the newest lease; 0 if there is none. Other files of the folder are not ours."""
+    prefix = f"lease-{role}-"
+    names = (n.removeprefix(prefix).removesuffix(".json") for n in storage.list("control") if n.startswith(prefix))
+    return max((int(n) for n in names if n.isdecimal()), default=0)
+
+
+def _is_gone(holder: Mapping[str, Any]) -> bool:
+    """Whether nothing can be left of the owner, whatever any clock says."""
+    return bool(holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"]))
+
+
+def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
+    """Whether the owner is alive, as far as clocks can tell."""
     if holder["host"] == socket.gethostname():
         try:
             return abs(psutil.Process(holder["pid"]).create_time() - holder["started_s"]) < 1.0
         except psutil.NoSuchProcess:
             return False
-    return time.time() - holder["time_s"] < _STALE_S
+    return abs(now_s - float(holder["time_s"])) < _STALE_S

@@ -16,7 +16,7 @@ from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.sampling import Position
 from rftdask.buffer.shard import ShardName, repeated_shards
-from rftdask.errors import DamagedError, NotFoundError
+from rftdask.errors import DamagedError, DataError, NotFoundError
 
 REPEAT = "repeat"
 """Rows of a rollout batch that ran twice: the other copy was taken."""
@@ -69,7 +69,7 @@ class _Books:
         self.dropped: Counter[str] = Counter()
         self.trained = self.reused = 0
         self._max_uses = max_uses
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     def num_unused(self, name: ShardName) -> int:
         return name.num_rows - len(self.used.get(name.text, ()))
@@ -79,7 +79,7 @@ class _Books:
         for step in range(1, last_step + 1):
             entry = ledger.read(step)
             if entry is None:
-                self._problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
+                self.problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
             else:
                 self._add_entry(entry)
 
@@ -89,7 +89,7 @@ class _Books:
             if not rows.of_dataset:
                 self._add_rows(rows)
         if self._max_uses != 1:
-            self._problems += _repeated_within(entry)
+            self.problems += _repeated_within(entry)
 
     def _add_rows(self, rows: Rows) -> None:
         seen = self.used.setdefault(rows.source, Counter())
@@ -107,7 +107,7 @@ class _Books:
         committed = sum(name.num_rows for name in shards)
         waiting = committed - self.trained - self.dropped.total()
         known = {name.text: name.num_rows for name in shards}
-        problems = [*self._problems, *(f"{s} is in the ledger and not in the log" for s in self.used if s not in known)]
+        problems = [*self.problems, *(f"{s} is in the ledger and not in the log" for s in self.used if s not in known)]
         for source, rows in self.used.items():
             problems += self._problems_of(source, rows, known)
         if waiting < 0:
@@ -141,6 +141,9 @@ def _count_repeats(log: ExperienceLog, repeated: Sequence[ShardName], books: _Bo
             table = log.read(name)
         except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
             count += books.num_unused(name)
+            continue
+        except DataError as error:  # of another schema: only who can read it knows
+            books.problems.append(str(error))
             continue
         used = books.used.get(name.text, Counter())
         for group in groups_of_shard(table, name, tasks_per_batch):

@@ -110,7 +110,8 @@ class UseCounts:
         return fresh and (limit is None or group.num_uses < limit)
 
     def _is_cool(self, group: UsedGroup, now_s: float) -> bool:
-        return now_s - group.last_used_s >= (self._rule.reuse_cooldown_s or 0.0)
+        # Written so that a clock that was set back cannot keep a group for longer than its cooldown from then on.
+        return not 0.0 <= now_s - group.last_used_s < (self._rule.reuse_cooldown_s or 0.0)
 
 
 def select_with_reuse(

@@ -25,7 +25,7 @@ from rftdask.buffer.log import EXPERIENCES
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.shard import ShardName, repeated_shards
 from rftdask.config import Config, load_config
-from rftdask.errors import DamagedError, NotFoundError
+from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.lineage.states import LostShard, row_states
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rules import tasks_per_batch
@@ -186,7 +186,7 @@ class RunTables:
         """The result, or None and a line in `problems`: one bad file must not hide the others."""
         try:
             return read()
-        except (DamagedError, NotFoundError) as error:
+        except (DamagedError, DataError, NotFoundError) as error:  # DataError: of another schema
             self.problems.append(str(error))
             return None
 

@@ -1,14 +1,19 @@
-"""An S3 server for the tests of storage and of what lies on it: moto, on this machine, with dummy credentials.
+"""What storage lies on: an S3 server, which is moto on this machine with dummy credentials, and a disk that fills up.
 
 moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from rftdask.storage.local import LocalStorage
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +43,15 @@ def s3_endpoint() -> Iterator[str]:
 def s3_url(s3_endpoint: str) -> str:
     """A prefix of its own in the bucket."""
     return f"s3://bucket/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[LocalStorage]:
+    """Storage on a file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a full disk needs the right to mount a small tmpfs (root)")
+    yield LocalStorage(disk)
+    subprocess.run(["umount", str(disk)], check=True)

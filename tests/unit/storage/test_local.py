@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,18 +122,6 @@ def test_a_folder_in_the_way_is_told_and_left_alone(store: LocalStorage) -> None
     with pytest.raises(StorageError, match="a folder has that name"):
         store.put("folder", b"x")
     assert sorted(all_names(store.url)) == ["file", "folder"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[LocalStorage]:
-    """Storage on a file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a full disk needs the right to mount a small tmpfs (root)")
-    yield LocalStorage(disk)
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
