@@ -158,12 +158,17 @@ def _outside(shape: ModelShape) -> int:
     return sum(rows * columns for rows, columns in tables)
 
 
+def longest_part(config: Config) -> int:
+    """Tokens of the longest experience that one rank holds: all, unless ranks split it."""
+    return -(-config.model.max_model_len // config.trainer.ulysses_sequence_parallel_size)
+
+
 def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     """What the config says of a rank."""
     trainer, info = config.trainer, ALGORITHMS[config.algorithm.algorithm_type]
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
-    longest = config.model.max_model_len
+    longest = longest_part(config)
     tokens = max(trainer.max_token_len_per_gpu or TOKENS_PER_PASS, longest)
     if trainer.micro_batch_size is not None:
         rows = trainer.micro_batch_size * longest
@@ -227,7 +232,7 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float) -> list[st
             f"({USABLE:.0%} of {memory_bytes / GB:.0f})"
         )
         if each.role == config.trainer.name and config.mode != "explore":
-            lines += _train_advice(shape, train_sizes(config, shape), config.model.max_model_len, usable)
+            lines += _train_advice(shape, train_sizes(config, shape), longest_part(config), usable)
     return lines
 
 
@@ -241,7 +246,8 @@ def _train_advice(shape: ModelShape, sizes: TrainSizes, longest: int, usable: fl
         each = total(tokens=10**6, checkpointing=checkpointing) - fixed - logit_bytes(shape, 10**6)
         tokens = int((usable - fixed - logit_bytes(shape, 10**6)) / (each / 10**6))
         switch = "with" if checkpointing else "without"
-        room = f"{tokens:,} tokens" if tokens >= longest else f"less than the longest experience ({longest:,} tokens)"
+        too_few = f"less than the longest experience ({longest:,} tokens a rank)"
+        room = f"{tokens:,} tokens" if tokens >= longest else too_few
         lines.append(f"  largest pass {switch} trainer.gradient_checkpointing: {room}")
     if total() > usable:
         few = {"checkpointing": True, "tokens": longest, "sharded": True}

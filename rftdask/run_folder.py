@@ -50,6 +50,7 @@ _FREE_KEYS = {
     "trainer.total_steps",
     "trainer.num_ranks",
     "trainer.trainer_strategy",
+    "trainer.ulysses_sequence_parallel_size",
     "trainer.max_restarts",
     "trainer.save_strategy",
     "trainer.offload_policy",

@@ -329,6 +329,25 @@ def _ranks_fit_the_strategy(config: Config) -> Iterator[Problem]:
         )
 
 
+@rule("trainer.trainer_strategy", "trainer.num_ranks", "trainer.ulysses_sequence_parallel_size")
+def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    size, ranks = trainer.ulysses_sequence_parallel_size, trainer.num_ranks
+    if size == 1:
+        return
+    if trainer.trainer_strategy == "single":
+        yield (
+            "trainer.ulysses_sequence_parallel_size",
+            f"{size} ranks split sequences, and trainer_strategy single is one rank; use ddp or fsdp2",
+        )
+    elif ranks is not None and ranks % size:
+        yield (
+            "trainer.ulysses_sequence_parallel_size",
+            f"groups of {size} ranks split sequences, and num_ranks {ranks} is no multiple of {size}; "
+            f"use num_ranks {-(-ranks // size) * size}",
+        )
+
+
 @rule("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
 def _one_staleness(config: Config) -> Iterator[Problem]:
     args = config.algorithm.sample_strategy_args

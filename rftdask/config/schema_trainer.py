@@ -86,7 +86,7 @@ class TrainerConfig(Section):
     """Experiences in one forward and backward pass. None: as `max_token_len_per_gpu` allows."""
     max_token_len_per_gpu: Count | None = None
     """Tokens in one such pass; nothing is padded. None: 16,384. An experience that is longer goes alone. The gradient
-    does not depend on it."""
+    does not depend on it. Ranks that split sequences take so many each."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
     total_steps: Count | None = None
@@ -110,8 +110,9 @@ class TrainerConfig(Section):
     """The value model of ppo."""
     critic_warmup: Natural = 0
     """First steps, which train the critic alone."""
-    ulysses_sequence_parallel_size: Annotated[Count, Later("splitting sequences over GPUs")] = 1
-    """GPUs that split the sequence."""
+    ulysses_sequence_parallel_size: Count = 1
+    """Ranks that split each pass among them, every one with a part of its tokens. Divides `num_ranks` and the
+    attention heads."""
     fix_actor_microbatch_loss_scale: Annotated[bool, Ignored("the loss is always normalized over the whole batch")] = (
         False
     )

@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rftdask.trainer.packing import PackedRows, RowSpans, pack_rows
+from rftdask.trainer.sequence import SequenceSplit
 
 PACKED = "rftdask_packed"
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -38,6 +39,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     spans: RowSpans | None = None,
+    split: SequenceSplit | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -45,6 +47,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """As transformers calls it: query [1, heads, S, size], key and value with fewer heads; returns [1, S, heads, size].
 
+    split: the tokens given are this rank's part of those that `spans` tells of.
     Raises: ValueError: the layer asks for what packed rows cannot have: learned biases, sinks or capped scores.
     """
     if spans is None:
@@ -58,11 +61,13 @@ def packed_attention(
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # custom kernels are not cast by it
         half = torch.get_autocast_dtype("cuda")
         query_S, key_S, value_S = query_S.to(half), key_S.to(half), value_S.to(half)
+    if split is not None:
+        query_S, key_S, value_S = split.to_heads(query_S, key_S, value_S)
     if query.is_cuda and query_S.dtype in (torch.float16, torch.bfloat16) and not dropout:
         out_S = _by_kernel(query_S, key_S, value_S, spans, scaling, sliding_window)
     else:
         out_S = _by_length(query_S, key_S, value_S, spans, scaling, sliding_window, dropout)
-    return out_S[None], None
+    return (out_S if split is None else split.to_tokens(out_S))[None], None
 
 
 def _by_kernel(
@@ -129,13 +134,15 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
-    """[S, H] last hidden states of the rows' tokens; `model` is a causal language model or its body.
+    """[S, H] last hidden states of the rows' tokens (if they are split, of this rank's); `model` is a causal language
+    model or its body.
 
     A model that does not pack computes one row after another: slower on many short rows, padded nowhere all the same.
     """
     body: Any = getattr(model, "base_model", model)
     if body.config._attn_implementation == PACKED:
         return _packed_states(body, rows)
+    assert rows.split is None, "only rows that are packed are split, see `check_splits`"
     states = [body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in _split(rows)]
     return torch.cat(states)
 
@@ -148,6 +155,7 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
         attention_mask=rows.tokens_S.new_ones((1, 1, 1, 1), dtype=torch.bool),
         use_cache=False,
         spans=rows.spans,
+        split=rows.split,
     ).last_hidden_state[0]
     return states
 
@@ -181,3 +189,13 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
     if not equal:
         model.set_attn_implementation(usual)
     return equal
+
+
+def check_splits(model: PreTrainedModel, num_parts: int) -> None:
+    """Whether a sequence can be split over ranks. Raises: ValueError: the model does not pack, or has odd heads."""
+    name = type(model).__name__
+    if model.config._attn_implementation != PACKED:
+        raise ValueError(f"{name} does not compute packed rows, which is what ranks split a sequence by")
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % num_parts:
+        raise ValueError(f"{name} has {heads} attention heads, which {num_parts} ranks cannot split evenly")

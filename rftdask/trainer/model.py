@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rftdask.errors import DataError
-from rftdask.trainer.attention import hidden_states, pack_if_equal
+from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.packing import PackedRows
 
 MAX_LOGITS = 2**27
@@ -32,14 +32,22 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 def load_policy(
-    model_path: str, dtype: str, device: str, *, trust_remote_code: bool = False, offline: bool = False
+    model_path: str,
+    dtype: str,
+    device: str,
+    *,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    num_splits: int = 1,
 ) -> tuple[PreTrainedModel, Any]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16".
         offline: take a name from the cache of this machine alone.
-    Raises: DataError: the folder lacks something or is damaged, or the model's logits are not lm_head(hidden states).
+        num_splits: ranks that are to split each sequence.
+    Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
+    its sequences cannot be split so.
     """
     folder = Path(model_path)
     if folder.is_dir():
@@ -59,6 +67,13 @@ def load_policy(
     model.to(device).eval()
     _check_head(model, model_path)
     pack_if_equal(model)
+    if num_splits > 1:
+        try:
+            check_splits(model, num_splits)
+        except ValueError as error:
+            raise DataError(
+                f"model.model_path {model_path}: {error}; lower trainer.ulysses_sequence_parallel_size {num_splits}"
+            ) from error
     return model, tokenizer
 
 
@@ -112,12 +127,11 @@ def token_logprobs(
         `with_entropy`); [b, t] is about response token t, zero beyond its end. Both have gradients, if enabled.
     """
     hidden_QH = hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
-    targets_Q = rows.tokens_S[rows.place_Q]
     causal: Any = model
     head = causal.get_output_embeddings()
     size = max(1, max_logits // head.weight.shape[0])
     temperature_Q = rows.temperature_B[rows.row_Q]
-    logprobs_Q, more_Q = _score(head, hidden_QH, targets_Q, temperature_Q, statistic or with_entropy, size)
+    logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, temperature_Q, statistic or with_entropy, size)
     return rows.aligned(logprobs_Q), rows.aligned(more_Q) if statistic or with_entropy else None
 
 

@@ -1,7 +1,8 @@
 """Packing: the rows of a micro-batch as one sequence without padding, and the cut of a batch into micro-batches.
 
 It knows neither models nor losses. Invariants: every row is in exactly one micro-batch; a token of the packed sequence
-is a token of a row; rows lie in it from the longest to the shortest, so that rows of one length are neighbors.
+is a token of a row (but for a few where fewer tokens than ranks are split); rows lie in it from the longest to the
+shortest, so that rows of one length are neighbors.
 
 Letters: B rows of a micro-batch; S tokens of all of them; T response tokens of the longest response; Q response tokens
 of all rows; U units, which are rows or pairs of rows that are never parted.
@@ -18,6 +19,9 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor
+
+from rftdask.trainer.ranks import Ranks
+from rftdask.trainer.sequence import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class PackedRows:
     """
 
     tokens_S: Tensor
-    """int64."""
+    """int64; with `split` the part of this rank, and so are positions_S and everything of Q."""
     positions_S: Tensor
     """int64, from 0 in each row."""
     spans: RowSpans
@@ -51,18 +55,24 @@ class PackedRows:
     max_response: int
     """T."""
     place_Q: Tensor
-    """int64: places in S of the response tokens, row by row as given; the place before each is what predicts it."""
+    """int64: places in S of the response tokens, row by row as given; the place before each is what predicts it, and
+    the token itself may be the first of the next rank."""
+    target_Q: Tensor
+    """int64: the response tokens."""
     row_Q: Tensor
     """int64: number of its row, as given."""
     column_Q: Tensor
     """int64: which token of its response it is, from 0."""
     temperature_B: Tensor
     """float32, in the given order: at which the response was sampled; 0 (greedy) counts as 1."""
+    split: SequenceSplit | None = None
+    """How the sequence is split over ranks; None: it is not."""
 
     def aligned(self, values_Q: Tensor) -> Tensor:
         """[B, T] of what is said of every response token ([B, T, K] of K numbers each), 0 beyond a row's end."""
         shape = (self.num_rows, self.max_response, *values_Q.shape[1:])
-        return values_Q.new_zeros(shape).index_put((self.row_Q, self.column_Q), values_Q)
+        aligned_BT = values_Q.new_zeros(shape).index_put((self.row_Q, self.column_Q), values_Q)
+        return aligned_BT if self.split is None else self.split.whole(aligned_BT)
 
 
 def pack_rows(
@@ -70,8 +80,12 @@ def pack_rows(
     prompt_lengths_B: np.ndarray,
     temperature_B: np.ndarray,
     device: torch.device | str = "cpu",
+    *,
+    sequence: Ranks | None = None,
 ) -> PackedRows:
     """Pack rows whose first `prompt_lengths_B` tokens are the prompt, the rest the response.
+
+    sequence: the ranks that split the sequence with this one, which all pack the same rows; None: nobody does.
 
     Raises: ValueError: a row without a prompt: nothing predicts its first token.
     """
@@ -85,20 +99,32 @@ def pack_rows(
     response_B = lengths_B - prompt_lengths_B
     row_Q = np.repeat(np.arange(len(tokens)), response_B)
     column_Q = _counted(response_B)
+    place_Q = (start_B + prompt_lengths_B)[row_Q] + column_Q
+    size = 1 if sequence is None else sequence.size
+    # Rows of one token, of no consequence: every rank has a token, without which models fail.
+    spare = np.zeros(max(0, size - int(ends[-1])), np.int64)
+    tokens_S = np.concatenate([*(tokens[i] for i in order), spare])
+    positions_S = np.concatenate([_counted(lengths_B[order]), spare])
+    spans_B = np.concatenate([lengths_B[order], spare + 1])
+    split = None if sequence is None or size == 1 else SequenceSplit(sequence, len(tokens_S))
+    held = slice(0, len(tokens_S)) if split is None else split.own
+    own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
     def put(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
 
     return PackedRows(
-        tokens_S=put(np.concatenate([tokens[i] for i in order])),
-        positions_S=put(_counted(lengths_B[order])),
-        spans=RowSpans(tuple(lengths_B[order].tolist()), put(ends, torch.int32)),
+        tokens_S=put(tokens_S[held]),
+        positions_S=put(positions_S[held]),
+        spans=RowSpans(tuple(spans_B.tolist()), put(np.concatenate([[0], np.cumsum(spans_B)]), torch.int32)),
         num_rows=len(tokens),
         max_response=int(response_B.max()),
-        place_Q=put((start_B + prompt_lengths_B)[row_Q] + column_Q),
-        row_Q=put(row_Q),
-        column_Q=put(column_Q),
+        place_Q=put(place_Q[own_Q] - held.start),
+        target_Q=put(tokens_S[place_Q[own_Q]]),
+        row_Q=put(row_Q[own_Q]),
+        column_Q=put(column_Q[own_Q]),
         temperature_B=put(np.where(temperature_B == 0, 1.0, temperature_B), torch.float32),
+        split=split,
     )
 
 

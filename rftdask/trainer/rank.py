@@ -216,7 +216,9 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
         recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
         lora=lora_of(config),
     )
-    return TorchEngine(options, algorithm, _strategy(config, ranks, torch.device(device)))
+    size = config.trainer.ulysses_sequence_parallel_size
+    sequence = ranks.neighbors(size) if size > 1 else None
+    return TorchEngine(options, algorithm, _strategy(config, ranks, torch.device(device)), sequence)
 
 
 def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:

@@ -8,6 +8,7 @@ bit, on all ranks.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,22 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def swap(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """What every rank has for this one, in their order: `send` rows go to each, `receive` come from each."""
+        if self.size == 1:
+            return rows
+        found = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), list(receive), list(send), group=self.group)
+        return found
+
+    def neighbors(self, size: int) -> Ranks:
+        """The gang of this rank among gangs of `size` neighbors each. Called by all ranks of the process group."""
+        if size == self.size:
+            return self
+        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(list(members[first : first + size])) for first in range(0, self.size, size)]
+        return Ranks(groups[self.rank // size])
 
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Sums by name; a rank may lack some."""

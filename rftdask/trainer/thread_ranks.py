@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +35,12 @@ class ThreadRanks(Ranks):
     def add(self, tensor: Tensor) -> Tensor:
         parts = self._all(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
+
+    def swap(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        assert [len(rows), sum(receive)] == [sum(send), sum(receive)]
+        found = [parts[self.rank] for parts in self._all(rows.clone().split(list(send)))]
+        assert [len(part) for part in found] == list(receive)
+        return torch.cat(found)
 
     def _all(self, value: Any) -> list[Any]:
         self._board[self.rank] = value

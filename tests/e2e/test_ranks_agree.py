@@ -2,6 +2,7 @@
 
 - loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
   ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches;
+- that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
 - weights that all ranks hold are the same, to the bit, on all of them;
 - what any number of ranks saved, any other number loads, to the bit.
 """
@@ -40,6 +41,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "activations again": {"gradient_checkpointing": True},
     "adapters": {"lora": Lora(rank=4)},
 }
+PAIRS = (("ddp", 2, 2), ("fsdp2", 2, 2))
+SPLIT_GANGS = {
+    "grpo": (*PAIRS, ("ddp", 4, 2), ("fsdp2", 4, 4)),
+    "gspo": (*PAIRS, ("fsdp2", 4, 2)),
+    "dpo": PAIRS,
+    "ppo": PAIRS,
+}
+"""By algorithm: strategy, ranks, ranks of a group. gspo and dpo have losses of whole rows, ppo a critic."""
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +59,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def model_of_four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model-of-four-heads")
+    build_toy_model(folder, hidden_size=16, intermediate_size=33, num_layers=2, num_heads=4)
+    return str(folder)
+
+
 def strategy_of(name: str, ranks: Ranks) -> Strategy:
     if name == "fsdp2":
         return FSDP2(ranks, torch.device("cpu"), ShardOptions(prefetch=1))
     return DDP(ranks) if name == "ddp" else Single(ranks)
 
 
-def engine(model: str, algorithm: str, strategy: Strategy, **options: Any) -> TorchEngine:
+def engine(
+    model: str, algorithm: str, strategy: Strategy, *, sequence: Ranks | None = None, **options: Any
+) -> TorchEngine:
     adam = AdamOptions(LearningRate(1e-3), (0.9, 0.999), 0.1, 1.0)
     made = make_algorithm(algorithm)
     values: dict[str, Any] = {
@@ -72,7 +90,7 @@ def engine(model: str, algorithm: str, strategy: Strategy, **options: Any) -> To
         "critic": CriticOptions(model, adam, 0.5) if made.use_critic else None,
         **options,
     }
-    return TorchEngine(TorchOptions(**values), made, strategy)
+    return TorchEngine(TorchOptions(**values), made, strategy, sequence)
 
 
 def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> Batch:
@@ -142,6 +160,26 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     return differences
 
 
+def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
+    """As `compare`, of groups of ranks that split sequences; with one row a pass, 4 ranks split 3 tokens too."""
+    differences: dict[str, float] = {}
+    for algorithm, cases in SPLIT_GANGS.items():
+        alone, files = trained(model, algorithm, Single(gangs[1]))
+        expected = weights_of(files)
+        for name, size, parts in cases:
+            if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
+                continue  # the other two take it
+            options = {"micro_batch_size": 1, "gradient_checkpointing": True} if parts == 4 else {"micro_batch_size": 3}
+            sequence = gangs[size].neighbors(parts)
+            found, files = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
+            assert [m.keys() for m in found] == [m.keys() for m in alone]
+            if gangs[size].leads:
+                case = f"{algorithm}, {name}, {size} ranks, {parts} split a row"
+                differences[f"metrics: {case}"] = metric_difference(found, alone)
+                differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
+    return differences
+
+
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
     names = [name for name in files if name.endswith("model.safetensors")]
     return {f"{name}/{n}": tensor for name in names for n, tensor in load(files[name]).items()}
@@ -198,6 +236,16 @@ def test_adapters_and_activations_computed_again_change_nothing_of_that(model: s
     differences = [part for part in run_ranks(2, tmp_path, compare_variants, model) if part]
     assert len(differences[0]) == 2 * len(VARIANTS) * len(STRATEGIES)
     assert max(differences[0].values()) <= TOLERANCE, differences
+
+
+def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
+    model_of_four_heads: str, tmp_path: Path
+) -> None:
+    found = run_ranks(4, tmp_path, compare_splits, model_of_four_heads)
+    merged = {case: value for part in found for case, value in part.items()}
+    assert len(merged) == 2 * sum(len(cases) for cases in SPLIT_GANGS.values())
+    worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
+    assert max(worst.values()) <= TOLERANCE, worst
 
 
 def test_what_four_ranks_saved_any_number_loads(model: str, tmp_path: Path) -> None:

@@ -47,9 +47,18 @@ class Critic:
     """The value model on one rank, and its optimizer."""
 
     def __init__(
-        self, options: CriticOptions, dtype: str, device: str, strategy: Strategy, *, trust_remote_code: bool = False
+        self,
+        options: CriticOptions,
+        dtype: str,
+        device: str,
+        strategy: Strategy,
+        *,
+        trust_remote_code: bool = False,
+        num_splits: int = 1,
     ) -> None:
-        policy, _ = load_policy(options.model_path, dtype, device, trust_remote_code=trust_remote_code)
+        policy, _ = load_policy(
+            options.model_path, dtype, device, trust_remote_code=trust_remote_code, num_splits=num_splits
+        )
         body: Any = policy.base_model
         self._model = ValueModel(body, policy.config.hidden_size).to(device=device, dtype=policy.dtype)
         self._options = options
@@ -81,7 +90,7 @@ class Critic:
             loss.backward()
             total += float(loss.detach())
         passes.idle_backward(rows, self._model)
-        total = self._strategy.ranks.add_metrics({"loss": total})["loss"]
+        total = passes.add_metrics({"loss": total})["loss"]
         if not math.isfinite(total):
             raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
         residual_NT = (returns_NT - old_NT) * rows.loss_mask_NT

@@ -15,13 +15,16 @@ from torch import Tensor
 from rftdask.algorithm import AdvantageInputs
 from rftdask.buffer.batch import Batch
 from rftdask.trainer.packing import PackedRows, pack_rows
+from rftdask.trainer.ranks import Ranks
 
 
 class PaddedRows:
     """The response side of a batch padded to [N, T], and its token side packed one micro-batch at a time."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: Batch, device: torch.device, sequence: Ranks | None = None) -> None:
+        """sequence: as of `pack_rows`."""
         self._batch = batch
+        self._sequence = sequence
         self._device = device
         self._tokens = batch.row_tokens()
         self.rollout_logprobs_NT = pad(batch.row_logprobs(), np.float32).to(device)
@@ -36,9 +39,8 @@ class PaddedRows:
         """The token side of some rows, as `token_logprobs` takes it."""
         batch = self._batch
         tokens = [self._tokens[i] for i in members]
-        return {
-            "rows": pack_rows(tokens, batch.prompt_lengths[members], batch.temperatures[members], self._device),
-        }
+        lengths, temperatures = batch.prompt_lengths[members], batch.temperatures[members]
+        return {"rows": pack_rows(tokens, lengths, temperatures, self._device, sequence=self._sequence)}
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:

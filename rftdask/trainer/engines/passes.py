@@ -5,7 +5,7 @@ Letters: as in padding.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ class Passes:
     """What this rank computes of a batch."""
 
     ranks: Ranks
+    counts: bool
+    """Whether sums take what this rank says of rows: where several ranks compute the same rows, one of them does."""
     own: list[np.ndarray]
     """Row numbers of each pass over own rows."""
     num_idle: int
@@ -33,7 +35,12 @@ class Passes:
     def scored(self, rows: PaddedRows, score: Callable[..., Tensor]) -> Tensor:
         """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
         idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
-        return self.ranks.add(rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0]))
+        values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
+        return self.ranks.add(values if self.counts else torch.zeros_like(values))
+
+    def add_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The sums of all passes of all ranks, by name."""
+        return self.ranks.add_metrics(dict(sums) if self.counts else {})
 
     def idle_backward(self, rows: PaddedRows, score: Callable[..., Tensor]) -> None:
         """The idle passes of an update: forward and backward, gradient 0."""
@@ -50,27 +57,33 @@ def plan_passes(
     max_rows: int | None,
     unit: int,
     together: bool,
+    sequence: Ranks | None = None,
 ) -> Passes:
-    """Rows dealt to the ranks by cost, then cut into micro-batches. unit: neighbors that are never parted.
+    """Rows dealt to the ranks by cost, then cut into micro-batches.
 
-    together: all ranks must make the same number of passes.
+    Args:
+        max_tokens: that a rank holds in a pass.
+        unit: neighbors that are never parted.
+        together: all ranks must make the same number of passes.
+        sequence: the ranks that split each sequence with this one; the rows are dealt to such groups.
     """
+    size = 1 if sequence is None else sequence.size
     cut: list[list[np.ndarray]] = []
-    for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size):
+    for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
         members = rows_of_units(units, unit)
         if not len(members):
             cut.append([])
             continue
         parts = micro_batches(
             lengths[members],
-            max_tokens=max_tokens,
+            max_tokens=max_tokens * size,
             max_rows=max_rows,
             unit=unit,
             costs=unit_costs(lengths[members], hidden_size),
         )
         cut.append([members[part] for part in parts])
-    own = cut[ranks.rank]
+    own = cut[ranks.rank // size]
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
-    return Passes(ranks, own, num_idle, rows_of_units(shortest, unit))
+    return Passes(ranks, sequence is None or sequence.leads, own, num_idle, rows_of_units(shortest, unit))

@@ -106,13 +106,22 @@ class Scorer(torch.nn.Module):
 class TorchEngine(TrainEngine):
     """Trains the policy of `options.model_path` by `algorithm`."""
 
-    def __init__(self, options: TorchOptions, algorithm: Algorithm, strategy: Strategy | None = None) -> None:
-        """strategy: None is one rank with the whole model.
-
-        Raises: DataError: a model cannot be loaded, or the teacher has another vocabulary.
+    def __init__(
+        self,
+        options: TorchOptions,
+        algorithm: Algorithm,
+        strategy: Strategy | None = None,
+        sequence: Ranks | None = None,
+    ) -> None:
+        """
+        Args:
+            strategy: None is one rank with the whole model.
+            sequence: the ranks, all neighbors of this one, that split each sequence with it; None: nobody does.
+        Raises: DataError: a model cannot be loaded or split, or the teacher has another vocabulary.
         """
         self._strategy = strategy or Single(Ranks())
         self._ranks = self._strategy.ranks
+        self._sequence = sequence
         torch.manual_seed(options.seed)
         torch.use_deterministic_algorithms(options.deterministic)
         self._options = options
@@ -120,8 +129,13 @@ class TorchEngine(TrainEngine):
         self._algorithm = algorithm.without_drops()
         self._needs = () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs
         self._device = torch.device(options.device)
+        self._num_splits = 1 if sequence is None else sequence.size
         self._model, self._tokenizer = load_policy(
-            options.model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code
+            options.model_path,
+            options.dtype,
+            options.device,
+            trust_remote_code=options.trust_remote_code,
+            num_splits=self._num_splits,
         )
         self._dtype_at_rest = dtype_at_rest(options.model_path, trust_remote_code=options.trust_remote_code)
         self._adapter_settings = {} if options.lora is None else begin(self._model, options.lora)
@@ -145,6 +159,7 @@ class TorchEngine(TrainEngine):
                 options.device,
                 self._strategy,
                 trust_remote_code=options.trust_remote_code,
+                num_splits=self._num_splits,
             )
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
@@ -152,7 +167,7 @@ class TorchEngine(TrainEngine):
         )
 
     def train_step(self, batch: Batch, step: int) -> dict[str, float]:
-        rows = PaddedRows(batch, self._device)
+        rows = PaddedRows(batch, self._device, self._sequence)
         passes = plan_passes(
             batch.lengths,
             self._ranks,
@@ -161,6 +176,7 @@ class TorchEngine(TrainEngine):
             max_rows=self._options.micro_batch_size,
             unit=2 if self._algorithm.schema == "dpo" else 1,
             together=self._strategy.passes_together,
+            sequence=self._sequence,
         )
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._options.seed * 2**32 + step)
@@ -257,7 +273,13 @@ class TorchEngine(TrainEngine):
 
     def _load_frozen(self, model_path: str, lora: Lora | None = None) -> Scorer:
         options = self._options
-        model, _ = load_policy(model_path, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
+        model, _ = load_policy(
+            model_path,
+            options.dtype,
+            options.device,
+            trust_remote_code=options.trust_remote_code,
+            num_splits=self._num_splits,
+        )
         if lora is not None:
             begin(model, lora)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
@@ -343,7 +365,7 @@ class TorchEngine(TrainEngine):
             for name, value in more.items():
                 sums[name] = sums[name] + value if name in sums else value
         passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
-        metrics = self._ranks.add_metrics({name: float(value) for name, value in sums.items()})
+        metrics = passes.add_metrics({name: float(value) for name, value in sums.items()})
         return {**metrics, **self._adam.step(step)}
 
     def _loss_inputs(

@@ -103,6 +103,24 @@ def test_a_wrong_value_is_told_with_what_is_allowed(section: dict, line: str) ->
     assert problems(grpo(**section)) == [line]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["trainer.num_ranks=6"],
+            "groups of 4 ranks split sequences, and num_ranks 6 is no multiple of 4; use num_ranks 8",
+        ),
+        (
+            ["trainer.trainer_strategy=single"],
+            "4 ranks split sequences, and trainer_strategy single is one rank; use ddp or fsdp2",
+        ),
+    ],
+)
+def test_ranks_that_split_sequences_make_whole_groups(overrides: list[str], line: str) -> None:
+    key = "trainer.ulysses_sequence_parallel_size"
+    assert problems(grpo(), f"{key}=4", *overrides) == [f"{key}: {line}"]
+
+
 def test_a_group_is_never_split_over_batches() -> None:
     assert problems(grpo(), "buffer.train_batch_size=20", "algorithm.repeat_times=8") == [
         "buffer.train_batch_size: 20 is not a multiple of algorithm.repeat_times 8, "

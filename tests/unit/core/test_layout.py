@@ -68,3 +68,10 @@ def test_a_trainer_takes_as_many_ranks_as_asked_else_the_gpus_that_explorers_lea
 def test_too_many_ranks_are_refused_with_what_would_fit() -> None:
     with pytest.raises(UserError, match=r"8 trainer \+ 2 explorers .* = 10 processes .* 4 cores .* num_ranks to 2"):
         plan_layout([stage(2, "trainer.num_ranks=8")], 4)
+
+
+def test_ranks_that_split_sequences_make_whole_groups() -> None:
+    split = stage(1, "trainer.ulysses_sequence_parallel_size=2")
+    assert num_ranks(split, plan_layout([split], 64, num_gpus=5)) == 4
+    with pytest.raises(UserError, match=r"groups of 2 ranks .* the trainer would have 3 ranks"):
+        plan_layout([split], 64, num_gpus=4)

@@ -199,6 +199,7 @@ def test_the_sizes_of_a_pass_follow_from_the_config(saved: tuple[Any, ModelShape
         "trainer.max_token_len_per_gpu=100": 100,
         "trainer.max_token_len_per_gpu=10": 64,  # a longer experience goes alone
         "trainer.micro_batch_size=3": 192,
+        "trainer.ulysses_sequence_parallel_size=2": 4 * 8 * 32,  # a half of every experience
         "trainer.save_interval=0": 4 * 8 * 64,  # a whole batch is less than the default
     }
     for setting, tokens in cases.items():
