@@ -243,8 +243,8 @@ class SeenLog(ParquetLog):
         super().__init__(storage)
         self.seen: dict[int, float] = {}
 
-    def shards(self, first_step: int = 1) -> list[Any]:
-        names = super().shards(first_step)
+    def loose_shards(self, first_step: int = 1) -> list[Any]:
+        names = super().loose_shards(first_step)
         now = time.monotonic()
         for name in names:
             self.seen.setdefault(name.explore_step, now)
