@@ -172,6 +172,7 @@ def test_a_pass_that_is_killed_loses_nothing_and_is_finished_by_the_next(number:
         assert audit(storage) == counted
         compact(storage)
     assert {name.explore_step for name in ParquetLog(storage).loose_shards()} == {NUM_STEPS}
+    assert len(storage.list("experiences/compact")) == 2, "what was merged is not merged again"
 
 
 @pytest.mark.parametrize("number", range(12))
