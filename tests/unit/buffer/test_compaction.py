@@ -77,11 +77,18 @@ def kill_at(number: int, moment: str, verbs: tuple[str, ...] = WRITES) -> Callab
     return hook
 
 
+def s3_of(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("s3_url"))
+
+
 # ---- what stays
 
 
-def test_every_experience_stays_is_listed_once_and_read_to_the_bit() -> None:
-    storage = new_storage()
+@pytest.mark.parametrize("kind", ["memory", "local", "s3"])
+def test_every_experience_stays_is_listed_once_and_read_to_the_bit(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    storage = new_storage() if kind == "memory" else open_storage(tmp_path if kind == "local" else s3_of(request))
     trained_run(storage)
     was, counted = contents(storage), audit(storage)
     assert compact(storage) == 7
