@@ -35,7 +35,8 @@ def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> Non
     )
     folder = run_folder(config)
     experiences = assert_sound(folder)["experiences"]
-    assert experiences["committed"] == STEPS * BATCH_SIZE * REPEAT_TIMES
+    # Groups that are used again may bring the trainer to its end before the explorers have come to theirs.
+    assert CAPACITY < experiences["committed"] <= STEPS * BATCH_SIZE * REPEAT_TIMES
     assert experiences["filtered"] > 0 and experiences["trained"] > 0
     assert {reason for step in ledger_of(folder) for *_, reason in step} <= {"", "filtered", "stale"}
     assert_within_the_bound(folder)
