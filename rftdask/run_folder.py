@@ -51,6 +51,7 @@ _FREE_KEYS = {
     "trainer.num_ranks",
     "trainer.trainer_strategy",
     "trainer.ulysses_sequence_parallel_size",
+    "trainer.tensor_parallel_size",
     "trainer.max_restarts",
     "trainer.save_strategy",
     "trainer.offload_policy",

@@ -112,12 +112,13 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"{_advice(ranks, explorers, num_gpus)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     for stage in training:
-        size, own = stage.trainer.ulysses_sequence_parallel_size, _asked_ranks(stage) or ranks
-        if own % size:
-            raise UserError(
-                f"cluster: groups of {size} ranks split sequences (trainer.ulysses_sequence_parallel_size), and the "
-                f"trainer would have {own} ranks; set trainer.num_ranks to a multiple of {size}"
-            )
+        own, trainer = _asked_ranks(stage) or ranks, stage.trainer
+        for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+            if own % (size := getattr(trainer, key)):
+                raise UserError(
+                    f"cluster: groups of {size} ranks work together (trainer.{key}), and the trainer would have {own} "
+                    f"ranks; set trainer.num_ranks to a multiple of {size}"
+                )
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
     engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(explorers))

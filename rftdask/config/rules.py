@@ -329,23 +329,39 @@ def _ranks_fit_the_strategy(config: Config) -> Iterator[Problem]:
         )
 
 
-@rule("trainer.trainer_strategy", "trainer.num_ranks", "trainer.ulysses_sequence_parallel_size")
+@rule(
+    "trainer.trainer_strategy",
+    "trainer.num_ranks",
+    "trainer.ulysses_sequence_parallel_size",
+    "trainer.tensor_parallel_size",
+    "trainer.torch_compile",
+    "model.lora_configs",
+)
 def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
-    size, ranks = trainer.ulysses_sequence_parallel_size, trainer.num_ranks
-    if size == 1:
-        return
-    if trainer.trainer_strategy == "single":
-        yield (
-            "trainer.ulysses_sequence_parallel_size",
-            f"{size} ranks split sequences, and trainer_strategy single is one rank; use ddp or fsdp2",
-        )
-    elif ranks is not None and ranks % size:
-        yield (
-            "trainer.ulysses_sequence_parallel_size",
-            f"groups of {size} ranks split sequences, and num_ranks {ranks} is no multiple of {size}; "
-            f"use num_ranks {-(-ranks // size) * size}",
-        )
+    split, cut = trainer.ulysses_sequence_parallel_size, trainer.tensor_parallel_size
+    for key, size, what in (
+        ("trainer.ulysses_sequence_parallel_size", split, "split sequences"),
+        ("trainer.tensor_parallel_size", cut, "cut layers"),
+    ):
+        if size > 1 and trainer.trainer_strategy == "single":
+            yield key, f"{size} ranks {what}, and trainer_strategy single is one rank; use ddp or fsdp2"
+        elif trainer.num_ranks is not None and trainer.num_ranks % size:
+            yield (
+                key,
+                f"groups of {size} ranks {what}, and num_ranks {trainer.num_ranks} is no multiple of {size}; "
+                f"use num_ranks {-(-trainer.num_ranks // size) * size}",
+            )
+    if cut > 1:
+        others = {
+            "trainer_strategy fsdp2, which cuts weights its own way; use ddp": trainer.trainer_strategy == "fsdp2",
+            "ulysses_sequence_parallel_size; use one of them": split > 1,
+            "torch_compile": trainer.torch_compile,
+            "model.lora_configs": bool(config.model.lora_configs),
+        }
+        for other, chosen in others.items():
+            if chosen:
+                yield "trainer.tensor_parallel_size", f"{cut} does not go with {other}"
 
 
 @rule("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")

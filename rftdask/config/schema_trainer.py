@@ -113,6 +113,9 @@ class TrainerConfig(Section):
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that split each pass among them, every one with a part of its tokens. Divides `num_ranks` and the
     attention heads."""
+    tensor_parallel_size: Count = 1
+    """ddp: ranks that cut each layer among them, as the model's own plan says, and compute the same experiences.
+    Divides `num_ranks`, the heads and the inner width."""
     fix_actor_microbatch_loss_scale: Annotated[bool, Ignored("the loss is always normalized over the whole batch")] = (
         False
     )

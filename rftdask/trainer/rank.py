@@ -225,8 +225,12 @@ def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
     # Late: as above.
     from rftdask.trainer.engines.strategies.ddp import DDP
     from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
+    from rftdask.trainer.engines.strategies.tensor import TensorParallel
 
     trainer = config.trainer
+    size = trainer.tensor_parallel_size
+    if size > 1:
+        return TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
     if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
         return FSDP2(
             ranks, device, ShardOptions(trainer.offload_policy, trainer.prefetch_layers, trainer.reshard_after_forward)

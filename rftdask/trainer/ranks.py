@@ -88,6 +88,12 @@ class Ranks:
         groups = [dist.new_group(list(members[first : first + size])) for first in range(0, self.size, size)]
         return Ranks(groups[self.rank // size])
 
+    def across(self, size: int) -> Ranks:
+        """The gang of the ranks with this one's place among `size` neighbors. Called as `neighbors`."""
+        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(list(members[place::size])) for place in range(size)]
+        return Ranks(groups[self.rank % size])
+
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Sums by name; a rank may lack some."""
         sums: dict[str, float] = {}

@@ -3,6 +3,7 @@
 - loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
   ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches;
 - that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
+- and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads and a critic included;
 - weights that all ranks hold are the same, to the bit, on all of them;
 - what any number of ranks saved, any other number loads, to the bit.
 """
@@ -19,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rftdask.algorithm import make_algorithm
 from rftdask.buffer.batch import Batch, join_batches, supervised_batch
@@ -28,6 +31,7 @@ from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.strategies.base import Single, Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
+from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.schedule import LearningRate
@@ -62,7 +66,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def model_of_four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model-of-four-heads")
-    build_toy_model(folder, hidden_size=16, intermediate_size=33, num_layers=2, num_heads=4)
+    build_toy_model(folder, hidden_size=16, intermediate_size=34, num_layers=2, num_heads=4)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model_of_normed_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model-of-normed-heads")
+    build_toy_model(folder)
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 201, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -116,8 +131,9 @@ def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> t
     """The metrics of two steps, and the files after them."""
     made = engine(model, algorithm, strategy, **options)
     metrics = [made.train_step(batch_for(algorithm, seed), seed) for seed in (1, 2)]
-    if not strategy.sharded:
-        held = b"".join(p.detach().numpy().tobytes() for p in made._model.parameters())
+    if not isinstance(strategy, FSDP2):
+        whole = [p.detach() for p in made._model.parameters() if not isinstance(p, DTensor)]
+        held = b"".join(tensor.numpy().tobytes() for tensor in whole)
         hashes = strategy.ranks.gather(hashlib.sha256(held).hexdigest())
         assert len(set(hashes)) == 1, "ranks hold different weights"
     return metrics, made.state_files()
@@ -178,6 +194,39 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
     return differences
+
+
+def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]:
+    """As `compare`, of two ranks that cut layers, and of two groups of two that do; and what is read of what they
+    saved.
+    """
+    differences: dict[str, float] = {}
+    across = gangs[4].across(2)
+    for algorithm, model in zip(("ppo", "grpo"), models, strict=True):
+        alone, files = trained(model, algorithm, Single(gangs[1]))
+        expected = weights_of(files)
+        for size in (2, 4):
+            options = {"micro_batch_size": 3, "gradient_checkpointing": size == 4}
+            strategy = cut_in_two(gangs, size, across)
+            found, files = trained(model, algorithm, strategy, **options)
+            held = {name: data for part in exchange(gangs[size], files) for name, data in part.items()}
+            again = engine(model, algorithm, Single(gangs[1]), seed=9)
+            again.load_state_files(held.__getitem__)
+            back = engine(model, algorithm, strategy_of("fsdp2" if size == 4 else "ddp", gangs[size]), seed=8)
+            back.load_state_files(again.state_files().__getitem__)
+            passed_on = {n: d for part in exchange(gangs[size], back.state_files()) for n, d in part.items()}
+            cut = engine(model, algorithm, cut_in_two(gangs, size, across), seed=7)
+            cut.load_state_files(passed_on.__getitem__)
+            assert cut.state_files() == files, "what is read at other cuts is not what was saved"
+            if gangs[size].leads:
+                case = f"{algorithm}, {size} ranks"
+                differences[f"metrics: {case}"] = metric_difference(found, alone)
+                differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
+    return differences
+
+
+def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks) -> Strategy:
+    return TensorParallel(gangs[size], gangs[2], across if size == 4 else gangs[1], torch.device("cpu"))
 
 
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
@@ -246,6 +295,14 @@ def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
     assert len(merged) == 2 * sum(len(cases) for cases in SPLIT_GANGS.values())
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
+
+
+def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
+    model_of_four_heads: str, model_of_normed_heads: str, tmp_path: Path
+) -> None:
+    found = run_ranks(4, tmp_path, compare_cuts, [model_of_four_heads, model_of_normed_heads])
+    assert len(found[0]) == 8
+    assert max(found[0].values()) <= TOLERANCE, found[0]
 
 
 def test_what_four_ranks_saved_any_number_loads(model: str, tmp_path: Path) -> None:

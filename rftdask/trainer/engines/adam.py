@@ -1,7 +1,7 @@
 """AdamW over the trained parameters of one model: a clipped step, and its state as bytes. It knows no losses.
 
-Its state at rest is our own: safetensors files, one for each rank that holds a part, whose heads say in JSON which rows
-each tensor begins with. So any number of ranks can read what any other number wrote, to the bit. (The format of
+Its state at rest is our own: safetensors files, one for each rank that holds a part, whose heads say in JSON where
+each tensor begins in the whole. So any number of ranks can read what any other number wrote, to the bit. (The format of
 `torch.distributed.checkpoint` keeps its index as a pickle, which we keep none of, and wants a file system.)
 """
 
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rftdask.errors import RoleError
-from rftdask.trainer.engines.strategies.base import Strategy, local, rows_of, spread_like
+from rftdask.trainer.engines.strategies.base import Strategy, box_of, local, spread_like
 from rftdask.trainer.schedule import LearningRate
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -51,11 +52,15 @@ class Adam:
     def __init__(self, model: torch.nn.Module, options: AdamOptions, strategy: Strategy) -> None:
         self._options = options
         self._strategy = strategy
-        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        # Spread ones last: PyTorch steps many tensors by one call if all are spread or none is.
+        trained.sort(key=lambda named: isinstance(named[1], DTensor))
+        self._trained = dict(trained)
         self._parameters = list(self._trained.values())
+        parts = [[p for p in self._parameters if isinstance(p, DTensor) is spread] for spread in (False, True)]
         self._num_skipped_in_a_row = 0
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            [{"params": part} for part in parts if part],
             lr=options.learning_rate.lr,
             betas=options.betas,
             weight_decay=options.weight_decay,
@@ -91,19 +96,19 @@ class Adam:
         part. A rank gives what it is to write.
         """
         ranks = self._strategy.ranks
-        if not (ranks.leads or self._strategy.sharded):
+        if ranks.rank >= self._strategy.num_parts:
             return {}
         states: Mapping[int, Mapping[str, Tensor]] = self._optimizer.state_dict()["state"]
         tensors: dict[str, Tensor] = {}
-        starts: dict[str, int] = {}
+        starts: dict[str, list[int]] = {}
         for index, parameter in enumerate(self._trained):
             for key, value in states.get(index, {}).items():
                 tensors[f"{parameter}/{key}"] = local(torch.as_tensor(value)).cpu().contiguous()
-                starts[f"{parameter}/{key}"] = rows_of(value)[0]
+                starts[f"{parameter}/{key}"] = [part.start for part in box_of(torch.as_tensor(value))]
         head = {
-            "num_files": ranks.size if self._strategy.sharded else 1,
+            "num_files": self._strategy.num_parts,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
-            "first_rows": starts,
+            "starts": starts,
         }
         # One entry: the library writes several in any order, and the same state should give the same bytes.
         return {_file_name(name, ranks.rank): save(tensors, {_HEAD: json.dumps(head, sort_keys=True)})}
@@ -118,7 +123,7 @@ class Adam:
             num_files = head["num_files"]
             self._num_skipped_in_a_row = head["num_skipped_in_a_row"]
             for key, tensor in load(data).items():
-                self._take(held, key, tensor, head["first_rows"][key])
+                self._take(held, key, tensor, head["starts"][key])
             number += 1
         states: dict[int, dict[str, Tensor]] = {}
         for index, (parameter, like) in enumerate(self._trained.items()):
@@ -127,17 +132,24 @@ class Adam:
                 states[index] = {key: spread_like(like, value) if value.dim() else value for key, value in own.items()}
         self._optimizer.load_state_dict({"state": states, "param_groups": self._optimizer.state_dict()["param_groups"]})
 
-    def _take(self, held: dict[str, Tensor], key: str, tensor: Tensor, first_row: int) -> None:
-        """Of a file's tensor, whose first row is row `first_row` of the whole, the rows that this rank holds."""
+    def _take(self, held: dict[str, Tensor], key: str, tensor: Tensor, starts: Sequence[int]) -> None:
+        """Of a file's tensor, which begins at `starts` in the whole, the part that this rank holds."""
         parameter = self._trained[key.rpartition("/")[0]]
         if not tensor.dim():
             held[key] = tensor  # a count of steps, the same in all files
             return
-        start, stop = rows_of(parameter)
-        part = held.setdefault(key, torch.empty((stop - start, *parameter.shape[1:]), dtype=tensor.dtype))
-        low, high = max(start, first_row), min(stop, first_row + len(tensor))
-        if low < high:
-            part[low - start : high - start] = tensor[low - first_row : high - first_row]
+        box = box_of(parameter)
+        part = held.setdefault(key, torch.empty([own.stop - own.start for own in box], dtype=tensor.dtype))
+        low = [max(own.start, start) for own, start in zip(box, starts, strict=True)]
+        ends = [min(own.stop, start + size) for own, start, size in zip(box, starts, tensor.shape, strict=True)]
+        if all(first < end for first, end in zip(low, ends, strict=True)):
+            begins = [own.start for own in box]
+            part[_within(low, ends, begins)] = tensor[_within(low, ends, starts)]
+
+
+def _within(low: Sequence[int], ends: Sequence[int], begins: Sequence[int]) -> tuple[slice, ...]:
+    """A box of the whole as one of a part that begins at `begins`."""
+    return tuple(slice(a - begin, b - begin) for a, b, begin in zip(low, ends, begins, strict=True))
 
 
 def _file_name(name: str, number: int) -> str:

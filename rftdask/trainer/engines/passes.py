@@ -57,17 +57,16 @@ def plan_passes(
     max_rows: int | None,
     unit: int,
     together: bool,
-    sequence: Ranks | None = None,
+    group: Ranks | None = None,
 ) -> Passes:
     """Rows dealt to the ranks by cost, then cut into micro-batches.
 
     Args:
-        max_tokens: that a rank holds in a pass.
         unit: neighbors that are never parted.
         together: all ranks must make the same number of passes.
-        sequence: the ranks that split each sequence with this one; the rows are dealt to such groups.
+        group: the ranks that compute the same rows with this one; the rows are dealt to such groups. None: no other.
     """
-    size = 1 if sequence is None else sequence.size
+    size = 1 if group is None else group.size
     cut: list[list[np.ndarray]] = []
     for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
         members = rows_of_units(units, unit)
@@ -76,7 +75,7 @@ def plan_passes(
             continue
         parts = micro_batches(
             lengths[members],
-            max_tokens=max_tokens * size,
+            max_tokens=max_tokens,
             max_rows=max_rows,
             unit=unit,
             costs=unit_costs(lengths[members], hidden_size),
@@ -86,4 +85,4 @@ def plan_passes(
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
-    return Passes(ranks, sequence is None or sequence.leads, own, num_idle, rows_of_units(shortest, unit))
+    return Passes(ranks, group is None or group.leads, own, num_idle, rows_of_units(shortest, unit))

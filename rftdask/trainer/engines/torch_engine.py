@@ -172,11 +172,11 @@ class TorchEngine(TrainEngine):
             batch.lengths,
             self._ranks,
             hidden_size=self._model.config.get_text_config().hidden_size,
-            max_tokens=self._options.max_tokens_per_micro_batch,
+            max_tokens=self._options.max_tokens_per_micro_batch * self._num_splits,
             max_rows=self._options.micro_batch_size,
             unit=2 if self._algorithm.schema == "dpo" else 1,
             together=self._strategy.passes_together,
-            sequence=self._sequence,
+            group=self._sequence or self._strategy.group,
         )
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._options.seed * 2**32 + step)

@@ -340,6 +340,7 @@ OUR_KEYS = {
     "cluster.num_cpus",
     "explorer.tasks_per_batch",
     "trainer.num_ranks",
+    "trainer.tensor_parallel_size",
     "trainer.max_restarts",
     "trainer.gradient_checkpointing",
     "trainer.torch_compile",

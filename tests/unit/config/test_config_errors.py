@@ -121,6 +121,28 @@ def test_ranks_that_split_sequences_make_whole_groups(overrides: list[str], line
     assert problems(grpo(), f"{key}=4", *overrides) == [f"{key}: {line}"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["trainer.num_ranks=3"], "groups of 2 ranks cut layers, and num_ranks 3 is no multiple of 2; use num_ranks 4"),
+        (
+            ["trainer.trainer_strategy=fsdp2"],
+            "2 does not go with trainer_strategy fsdp2, which cuts weights its own way; use ddp",
+        ),
+        (
+            ["trainer.ulysses_sequence_parallel_size=2"],
+            "2 does not go with ulysses_sequence_parallel_size; use one of them",
+        ),
+        (["trainer.torch_compile=true"], "2 does not go with torch_compile"),
+        (["model.lora_configs=[{lora_rank: 4}]"], "2 does not go with model.lora_configs"),
+    ],
+)
+def test_what_does_not_go_with_cut_layers_is_refused(overrides: list[str], line: str) -> None:
+    key = "trainer.tensor_parallel_size"
+    cut = [f"{key}=2", "trainer.trainer_strategy=ddp"]
+    assert problems(grpo(), *cut, *overrides) == [f"{key}: {line}"]
+
+
 def test_a_group_is_never_split_over_batches() -> None:
     assert problems(grpo(), "buffer.train_batch_size=20", "algorithm.repeat_times=8") == [
         "buffer.train_batch_size: 20 is not a multiple of algorithm.repeat_times 8, "

@@ -70,8 +70,11 @@ def test_too_many_ranks_are_refused_with_what_would_fit() -> None:
         plan_layout([stage(2, "trainer.num_ranks=8")], 4)
 
 
-def test_ranks_that_split_sequences_make_whole_groups() -> None:
+def test_ranks_that_work_together_make_whole_groups() -> None:
     split = stage(1, "trainer.ulysses_sequence_parallel_size=2")
     assert num_ranks(split, plan_layout([split], 64, num_gpus=5)) == 4
-    with pytest.raises(UserError, match=r"groups of 2 ranks .* the trainer would have 3 ranks"):
+    with pytest.raises(UserError, match=r"groups of 2 ranks .*ulysses.* the trainer would have 3 ranks"):
         plan_layout([split], 64, num_gpus=4)
+    cut = stage(1, "trainer.tensor_parallel_size=2", "trainer.trainer_strategy=ddp")
+    with pytest.raises(UserError, match=r"groups of 2 ranks .*tensor.* the trainer would have 3 ranks"):
+        plan_layout([cut], 64, num_gpus=4)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rftdask.trainer.ranks import Ranks
 
@@ -26,9 +26,16 @@ class Strategy(ABC):
     """Whether a pass moves weights between ranks, so that every rank must make the same number of them."""
     sharded: bool = False
     """Whether a rank holds only a part of weights and optimizer state."""
+    group: Ranks | None = None
+    """The ranks that compute the same rows with this one; None: no other."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the optimizer state is cut; the first so many ranks hold all of them."""
+        return self.ranks.size if self.sharded else 1
 
     @abstractmethod
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
@@ -95,8 +102,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
     """The part of `whole` that this rank holds of `tensor`, which has the same shape."""
-    start, stop = rows_of(tensor)
-    return whole[start:stop] if isinstance(tensor, DTensor) else whole
+    return whole[box_of(tensor)]
 
 
 def spread_like(tensor: Tensor, part: Tensor) -> Tensor:
@@ -112,15 +118,17 @@ def spread_like(tensor: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Which rows (of the first dimension) this rank holds: of n over W ranks, ceil(n / W) each until none are left."""
-    count = tensor.shape[0] if tensor.dim() else 1
-    if not isinstance(tensor, DTensor):
-        return 0, count
-    mesh = tensor.device_mesh
-    each = -(-count // mesh.size())
-    start = min(count, mesh.get_local_rank() * each)
-    return start, min(count, start + each)
+def box_of(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part this rank holds, by dimension: of n places over W ranks, ceil(n / W) each until none are left."""
+    box = [slice(0, count) for count in tensor.shape]
+    for placement in tensor.placements if isinstance(tensor, DTensor) else ():
+        if isinstance(placement, Shard):
+            assert isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1
+            count, mesh = tensor.shape[placement.dim], tensor.device_mesh
+            each = -(-count // mesh.size())
+            start = min(count, mesh.get_local_rank() * each)
+            box[placement.dim] = slice(start, min(count, start + each))
+    return tuple(box)
 
 
 def layers_of(module: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.Module]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.ranks import Ranks
 
 _BUCKET = 2**25
 """Numbers that are added in one call: 128 MiB of float32. Fixed, since the order of additions follows from it."""
@@ -22,10 +23,21 @@ class DDP(Strategy):
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         for bucket in _buckets(parameters):
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-            flat = self.ranks.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-            sums = flat.split([p.numel() for p in bucket])
-            for parameter, total in zip(bucket, sums, strict=True):
+            for parameter, total in zip(bucket, _sums(self.ranks, gradients), strict=True):
                 parameter.grad = total.view_as(parameter)
+
+
+def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
+    """Make each tensor its sum over the ranks."""
+    for bucket in _buckets(tensors) if ranks.size > 1 else ():
+        for tensor, total in zip(bucket, _sums(ranks, bucket), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+
+def _sums(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Flat, by one call."""
+    flat = ranks.add(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    return flat.split([tensor.numel() for tensor in tensors])
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

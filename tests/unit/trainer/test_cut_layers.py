@@ -1,0 +1,64 @@
+"""Promises of cutting layers: a plan is the model's own, less what modules share; a model without a plan that we have
+trained by, or whose sizes the ranks do not divide, is refused by name. (What ranks compute: tests/e2e.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from rftdask.errors import DataError
+from rftdask.trainer.engines.strategies.tensor import plan_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make_model(config_class: Any = transformers.Qwen2Config, **sizes: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | sizes))
+
+
+def test_the_plan_cuts_heads_and_inner_features() -> None:
+    layer = "model.layers.*."
+    assert plan_of(make_model(), 2) == {
+        **{f"{layer}self_attn.{name}_proj": "colwise" for name in "qkv"},
+        f"{layer}self_attn.o_proj": "rowwise",
+        f"{layer}mlp.gate_proj": "colwise",
+        f"{layer}mlp.up_proj": "colwise",
+        f"{layer}mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+
+
+@pytest.mark.parametrize("sizes", [{"tie_word_embeddings": True}, {"vocab_size": 41}])
+def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, Any]) -> None:
+    assert not plan_of(make_model(**sizes), 2).keys() & {"lm_head", "model.embed_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (make_model(num_attention_heads=3, num_key_value_heads=3, hidden_size=12), "num_attention_heads 3, which 2"),
+        (make_model(num_key_value_heads=1), "num_key_value_heads 1, which 2 ranks cannot share evenly"),
+        (make_model(intermediate_size=25), "intermediate_size 25, which 2 ranks"),
+        (transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2)), "has no tp_plan"),
+        (
+            make_model(transformers.Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+            "the tp_plan of Qwen3MoeForCausalLM has .* not trained so here; use trainer_strategy fsdp2",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(model: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        plan_of(model, 2)
