@@ -59,6 +59,7 @@ def random_moments() -> Iterator[int]:
     yield from sorted(random.SystemRandom().sample(range(1, STEPS - 5), 2))
 
 
+@pytest.mark.slow
 def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path) -> None:
     folder = run_folder(config)
     moments = list(random_moments())

@@ -63,6 +63,7 @@ def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: P
     assert num_shards(folder) == num_shards(run_folder(batch_run))
 
 
+@pytest.mark.slow
 def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)

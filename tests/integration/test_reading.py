@@ -7,6 +7,7 @@
 
 from pathlib import Path
 
+import pytest
 from run_cases import BATCH_SIZE, REPEAT_TIMES, RunProcess, assert_sound, finish, ledger_of, run_folder, write_config
 
 from rftdask.buffer.ledger import Ledger
@@ -19,6 +20,7 @@ CAPACITY = BATCH_SIZE * REPEAT_TIMES
 """One train batch, the least there can be."""
 
 
+@pytest.mark.slow
 def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     finish(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from run_cases import BATCH_SIZE, RunProcess, assert_sound, finish, num_steps, run_folder, write_config
 
@@ -53,6 +54,7 @@ def schedule_of(folder: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted((folder / "schedule").glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_a_learned_order_is_written_down_and_an_interrupted_run_has_the_same(tmp_path: Path) -> None:
     """Style fixed: what a step learns from is a rule, not a matter of speed."""
     selector = {

@@ -7,6 +7,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from run_cases import call_cli, finish, run_folder, write_config
 
@@ -48,6 +49,7 @@ def trained(folder: Path) -> list[tuple[str, str]]:
     return [(row["uid"], row["prompt_text"]) for row in found]
 
 
+@pytest.mark.slow
 def test_a_taskset_in_a_table_is_run_row_by_row(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     at = "buffer.explorer_input.taskset"
@@ -56,6 +58,7 @@ def test_a_taskset_in_a_table_is_run_row_by_row(tmp_path: Path) -> None:
     assert trained(run_folder(config)) == [(f"sums/0/{n}/{k}/0", f"{n}+1=") for n in range(12) for k in range(2)]
 
 
+@pytest.mark.slow
 def test_sft_on_a_table_takes_its_rows_and_a_changed_table_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     at = "buffer.trainer_input.experience_buffer"

@@ -27,6 +27,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_continues(config: Path) -> None:
     folder = run_folder(config)
     settings = ("trainer.total_steps=80", "trainer.save_interval=0")
