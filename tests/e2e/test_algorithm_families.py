@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from rftdask.config import replace
 from rftdask.toy import build_toy_model, write_toy_tasks
 from rftdask.trainer.checkpoint import HF_FOLDER
 from rftdask.trainer.model import load_policy, token_logprobs
+from rftdask.trainer.packing import pack_rows
 
 pytestmark = pytest.mark.slow
 
@@ -93,16 +95,10 @@ def _sequence_logprobs(model: Any, tokenizer: Any, pairs: list[tuple[str, int]])
     """[N] log p of each answer and its end, given its question."""
     prompts = [tokenizer.encode(question) for question, _ in pairs]
     rows = [p + tokenizer.encode(str(a)) + [tokenizer.eos_token_id] for p, (_, a) in zip(prompts, pairs, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    logprobs, _ = token_logprobs(
-        model,
-        input_ids_BL=ids,
-        attention_mask_BL=torch.arange(ids.shape[1]) < lengths[:, None],
-        prompt_lengths_B=torch.tensor([len(prompt) for prompt in prompts]),
-        lengths_B=lengths,
-        temperature_B=torch.ones(len(rows)),
+    packed = pack_rows(
+        [np.array(row) for row in rows], np.array([len(prompt) for prompt in prompts]), np.ones(len(rows))
     )
+    logprobs, _ = token_logprobs(model, packed)
     return logprobs.sum(-1)
 
 
