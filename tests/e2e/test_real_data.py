@@ -45,6 +45,7 @@ def test_the_gsm8k_config_completes_three_steps_on_the_real_files(tmp_path: Path
         "algorithm.repeat_times=4",
         "cluster.num_cpus=2",
         "explorer.rollout_model.engine_num=1",
+        "trainer.num_ranks=1",
         "buffer.batch_size=2",
         f"{source}.taskset.path={gsm8k}/train.jsonl",
         f"{source}.eval_tasksets[0].path={held_out}",
