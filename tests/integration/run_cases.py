@@ -234,10 +234,11 @@ def final_weights(folder: Path) -> bytes:
     return (folder / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes()
 
 
-def ledger_of(folder: Path) -> list[list[tuple[int, int, tuple[int, ...], str]]]:
-    """For each step, what was used and dropped: (explore step, rollout batch, rows, reason).
+def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
+    """For each step, the rows used and dropped: (explore step, rollout batch, row of the batch, reason), sorted.
 
-    Shards are named by what they hold, not by who wrote them, which differs from run to run.
+    Rows are named by their place in the whole rollout batch: who wrote a shard differs from run to run, and so does, on
+    a busy machine, whether a batch was committed whole or in parts.
     """
     ledger = Ledger(open_storage(folder), MAIN_LINEAGE)
     steps = []
@@ -248,9 +249,17 @@ def ledger_of(folder: Path) -> list[list[tuple[int, int, tuple[int, ...], str]]]
         for part in (*entry.use, *entry.drop):
             name = ShardName.try_parse(part.source)
             assert name is not None, part
-            rows.append((name.explore_step, name.batch, part.rows, part.reason))
-        steps.append(rows)
+            rows += [(name.explore_step, name.batch, row_of_batch(name, row), part.reason) for row in part.rows]
+        steps.append(sorted(rows))
     return steps
+
+
+def row_of_batch(name: ShardName, row: int) -> int:
+    """The place in its rollout batch of a row of a shard; every group has the same number of rows."""
+    if name.part is None:
+        return row
+    group_size = name.num_rows // len(name.part.slots)
+    return name.part.slots[row // group_size] * group_size + row % group_size
 
 
 def status_of(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_cases import RunProcess, assert_sound, final_weights, run_folder, write_config
+from run_cases import RunProcess, assert_sound, final_weights, ledger_of, run_folder, write_config
 
 from rftdask.buffer.log_files import ParquetLog
 from rftdask.buffer.shard import done_batches
@@ -55,4 +55,5 @@ def test_a_run_killed_between_the_parts_of_a_batch_ends_as_if_it_had_not_been(
     names = ParquetLog(open_storage(str(folder))).shards()
     assert sum(name.part is not None for name in names) > STEPS
     assert assert_sound(folder)["step"] == assert_sound(run_folder(whole))["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(run_folder(whole))
     assert final_weights(folder) == final_weights(run_folder(whole))
