@@ -49,7 +49,7 @@ class RolloutDefaults:
 
     @property
     def max_block_s(self) -> float:
-        """For code on the event loop between two awaits: the others' deadlines run on meanwhile."""
+        """For code on the event loop between two awaits; the others wait meanwhile."""
         return min(_MAX_BLOCK_S, self.max_timeout_s / 2)
 
     def sampling_of(self, task: Task) -> SamplingParams:
@@ -250,8 +250,12 @@ class _CalledOff(Exception):
 async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Reward:
     """The workflow's reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s` seconds."""
     attempt = asyncio.create_task(_guarded(workflow, task, model, limits))
+    deadline = time.monotonic() + limits.max_timeout_s
     try:
         await asyncio.wait({attempt}, timeout=limits.max_timeout_s)
+        if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
+            # The event loop was blocked over the deadline, by another rollout: that time it gets now.
+            await asyncio.wait({attempt}, timeout=min(late_s, limits.max_timeout_s))
         if attempt.cancelled():
             raise RuntimeError("the workflow cancelled itself")
         if attempt.done():

@@ -4,6 +4,7 @@ aside as configured; places are limited; a blocked event loop is noticed; times 
 
 import asyncio
 import logging
+import time
 from itertools import count
 
 import pytest
@@ -85,6 +86,23 @@ def test_what_blocks_the_event_loop_is_told_of_and_broken_off(caplog: pytest.Log
     assert (bad.status, good.status) == (Status.TIMEOUT, Status.OK)
     assert "blocked the event loop for 0.5 s" in bad.error
     assert "the event loop of all rollouts is blocked" in caplog.text and "in blocks" in caplog.text
+
+
+def test_time_in_which_another_rollout_blocks_the_event_loop_is_given_back() -> None:
+    async def blocks(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        time.sleep(1.5)
+        return 1.0
+
+    async def patient(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    tasks = [task(0, named(patient)), task(1, named(blocks))]
+    patient_one, _ = run(tasks, replies("4"), max_timeout_s=0.75, max_retry_times=0)
+    assert patient_one.status is Status.OK, patient_one.error
 
 
 def test_a_slow_rollout_holds_up_one_call_and_not_each() -> None:
