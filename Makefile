@@ -10,6 +10,9 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 
+# Tests are a file at a time, by as many processes as there are cores, but not more than memory lasts for.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+
 BIN := $(VENV)/bin
 # Named by content and place, not by time: a new clone, other pins, other extras or another checkout of the package install
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
@@ -22,10 +25,10 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest $(PARALLEL) -m slow --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
