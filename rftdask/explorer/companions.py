@@ -1,6 +1,6 @@
 """Companions: what a worker process keeps beside the engine of its policy, and gives to one rollout batch at a time.
 
-The nursery of its sandboxes, engines of auxiliary models, and how long its tasks took. All of it is a cache: a new
+Nurseries of its sandboxes, engines of auxiliary models, and how long its tasks took. All of it is a cache: a new
 worker starts with none of it.
 """
 
@@ -21,6 +21,8 @@ from rftdask.explorer.model import PromptLimits
 from rftdask.explorer.runner import AuxiliaryEngine
 from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
 
+_MAX_NURSERIES = 4
+"""Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
 _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
 
@@ -29,19 +31,22 @@ class Companions:
     """`close` is idempotent; so is asking for what is there already."""
 
     def __init__(self) -> None:
-        self._nursery: Nursery | None = None
+        self._nurseries: dict[SandboxSpec, Nursery] = {}
+        """Least recently used first."""
         self._engines: dict[EngineSpec, EngineClient] = {}
         self._tokenizers: dict[str, Any] = {}
         self._times_s: dict[int, list[float]] = {}
 
     def nursery(self, spec: SandboxSpec) -> Nursery:
         """A living one of `spec`. Raises: UserError: a plug-in cannot be imported."""
-        if self._nursery is not None and (self._nursery.spec != spec or not self._nursery.alive()):
-            self._nursery.close()
-            self._nursery = None
-        if self._nursery is None:
-            self._nursery = Nursery(spec)
-        return self._nursery
+        nursery = self._nurseries.pop(spec, None)
+        if nursery is not None and not nursery.alive():
+            nursery.close()
+            nursery = None
+        while len(self._nurseries) >= _MAX_NURSERIES:
+            self._nurseries.pop(next(iter(self._nurseries))).close()
+        self._nurseries[spec] = nursery or Nursery(spec)
+        return self._nurseries[spec]
 
     def auxiliary(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
         """The auxiliary models by name, loaded. A teacher is the trainer's. Raises: RoleError, UserError."""
@@ -73,9 +78,9 @@ class Companions:
             del self._times_s[step]
 
     def close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        for nursery in self._nurseries.values():
+            nursery.close()
+        self._nurseries = {}
         for engine in self._engines.values():
             engine.close()
         self._engines = {}

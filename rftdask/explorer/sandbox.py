@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -210,7 +211,7 @@ class SandboxPool:
         process = self._idle.pop() if self._idle else await self._start()
         keep = False
         try:
-            run = {"workflow": workflow, "task": pickle.dumps(task), "auxiliary": list(model.auxiliary_names)}
+            run = {"workflow": workflow, "task": pickled(task), "auxiliary": list(model.auxiliary_names)}
             outcome = await process.attempt(run, model)
             keep = bool(outcome["clean"]) and "error" not in outcome
         finally:
@@ -234,6 +235,18 @@ class SandboxPool:
             process.kill()
         self._idle = []
         self._loop.remove_reader(self._nursery.fileno())
+
+
+def pickled(task: Task) -> bytes:
+    """The task for a fork. Frozen dicts become plain ones: every fork would import the module of another type anew."""
+    buffer = io.BytesIO()
+    _TaskPickler(buffer).dump(task)
+    return buffer.getvalue()
+
+
+class _TaskPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (dict, (dict(value),)) if isinstance(value, dict) else NotImplemented
 
 
 class _Process:

@@ -6,6 +6,3 @@ from rftdask.buffer.task import Task
 def varied_reward(response: str, truth: str, task: Task) -> float:
     """The sum of the response's character codes, folded into 0 to 1: siblings differ, so there is an advantage."""
     return sum(map(ord, response)) % 8 / 7
-
-
-varied_reward.in_process = True  # type: ignore[attr-defined]  # it is fast and blocks nothing: no process of its own

@@ -11,6 +11,9 @@ from rftdask.buffer.task import Task
 from rftdask.explorer.workflows.base import PolicyModel, Reward, Step
 from rftdask.explorer.workflows.turns import MultiTurnWorkflow
 
+_at_fork: set[str] = set()
+os.register_at_fork(after_in_child=lambda: _at_fork.update(sys.modules))
+
 
 async def good(task: Task, model: PolicyModel) -> float:
     answer = await model.chat(task.messages)
@@ -117,6 +120,11 @@ async def leaves_a_task_behind(task: Task, model: PolicyModel) -> float:
 
 async def tells_its_process(task: Task, model: PolicyModel) -> Reward:
     return Reward(1.0, {"pid": float(os.getpid())})
+
+
+async def tells_what_it_imported(task: Task, model: PolicyModel) -> Reward:
+    await model.chat(task.messages)
+    return Reward(1.0, {name: 1.0 for name in sys.modules.keys() - _at_fork})
 
 
 def blocking(task: Task, model: Any) -> Reward:
