@@ -84,9 +84,11 @@ def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_p
 def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Path) -> None:
     held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
     columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
-    taskset = f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {held_out}, {columns}}}]"
+    held_out_taskset = f"{{name: held_out, path: {held_out}, repeat_times: 2, {columns}}}"
+    taskset = f"buffer.explorer_input.eval_tasksets=[{held_out_taskset}]"
     finish(batch_run, *SETTINGS[:-1], taskset, "mode=bench")
     evals = read_metrics(open_storage(run_folder(batch_run)), "eval").sort_values("step")
     assert evals["step"].tolist() == [0, 5, 10, STEPS]
-    assert set(evals["num_rollouts"]) == {NUM_EVAL_TASKS}
-    assert "bench/accuracy" in evals
+    assert set(evals["num_rollouts"]) == {2 * NUM_EVAL_TASKS}
+    told = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
+    assert {"bench/accuracy", *told} <= set(evals)
