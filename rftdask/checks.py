@@ -17,6 +17,7 @@ from rftdask.buffer.tasksets import Taskset
 from rftdask.config import Config
 from rftdask.config.schema_buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
+from rftdask.explorer.companions import external_policy, remote_auxiliary
 from rftdask.explorer.plugins import load_plugin_folders
 from rftdask.explorer.rewards.registry import get_reward
 from rftdask.explorer.tasks import taskset_spec
@@ -191,7 +192,13 @@ def _check_dataset(stage: Config) -> int:
 
 
 def _check_model(stage: Config) -> None:
-    if stage.explorer.rollout_model.engine_type == "fake" and stage.trainer.trainer_type == "fake":
+    if stage.mode != "train":
+        remotes = [external_policy(stage), *remote_auxiliary(stage).values()]
+        for remote in [remote for remote in remotes if remote is not None]:
+            remote.check()
+    if stage.is_external or (
+        stage.explorer.rollout_model.engine_type == "fake" and stage.trainer.trainer_type == "fake"
+    ):
         return
     _check_model_folder(stage.model.model_path, "model.model_path")
 

@@ -288,7 +288,12 @@ class StageRun:
         )
 
     def _bench_versions(self) -> tuple[int, ...]:
-        """The model as it is, then every checkpoint; or only the newest. Raises: DataError: there is no checkpoint."""
+        """The model as it is, then every checkpoint; or only the newest. A model behind an API has one version.
+
+        Raises: DataError: there is no checkpoint.
+        """
+        if self._config.is_external:
+            return (0,)
         steps = checkpoint_steps(self._storage)
         if self._config.explorer.bench_on_latest_checkpoint:
             if not steps:

@@ -111,6 +111,8 @@ def _roles(config: Config) -> list[RolePlan]:
     roles = []
     if config.mode in ("both", "explore", "bench"):
         what = f"{engine.engine_type} engine, {engine.dtype}, {config.model.model_path}"
+        if config.is_external:
+            what = f"{config.model.external_model.model_name}, behind an API"
         roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
     if config.mode in ("both", "train"):
         reference = ALGORITHMS[config.algorithm.algorithm_type].reference and config.algorithm.kl_loss_fn != "none"

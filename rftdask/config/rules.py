@@ -486,6 +486,22 @@ def _teacher_is_there(config: Config) -> Iterator[Problem]:
             yield f"{at}[{number}].name", f"{names[number]!r} is the name of another model, too; give each its own"
 
 
+@rule("mode", "algorithm", "model.external_model", "explorer")
+def _external_is_not_trained(config: Config) -> Iterator[Problem]:
+    """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
+    remotes = [model for model in config.explorer.auxiliary_models if model.engine_type == "external"]
+    if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
+        yield "explorer.auxiliary_models[0].engine_type", "external: a model behind an API gives no teacher's logprobs"
+    if not config.is_external:
+        return
+    at = "model.external_model"
+    key = f"{at}.enable" if config.model.external_model.enable else "explorer.rollout_model.engine_type"
+    if config.mode != "bench":
+        yield key, f"a model behind an API gives no tokens and logprobs to train on; use mode bench, not {config.mode}"
+    if not config.model.external_model.model_name:
+        yield f"{at}.model_name", "required: the model's name at the service"
+
+
 @rule("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
 def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
     """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""

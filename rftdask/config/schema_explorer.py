@@ -18,10 +18,11 @@ class InferenceModelConfig(Section):
     """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`: engines that generate text."""
 
     engine_type: Annotated[
-        Literal["transformers", "fake"],
-        Later("this engine", ("vllm", "vllm_async", "sglang", "tinker", "external")),
+        Literal["transformers", "external", "fake"],
+        Later("this engine", ("vllm", "vllm_async", "sglang", "tinker")),
     ] = "transformers"
-    """transformers: PyTorch on CPU or one GPU. fake: replies from a table, for tests."""
+    """transformers: PyTorch on CPU or one GPU. external: a model behind an OpenAI-compatible API, whose address and
+    key are in the environment variables that model.external_model names. fake: replies from a table, for tests."""
     engine_num: Count = 1
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -150,7 +151,8 @@ class AuxiliaryModelConfig(InferenceModelConfig):
     """An item of `explorer.auxiliary_models`: a frozen model beside the policy."""
 
     model_path: str | None = None
-    """Folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the policy."""
+    """Folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the policy. Of engine
+    external: the model's name at the service."""
     name: str | None = None
     """What workflows call it: model.auxiliary(name). None: its model_path."""
 

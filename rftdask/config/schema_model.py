@@ -57,7 +57,7 @@ class ExternalModelConfig(Section):
     """`model.external_model`: a model behind an OpenAI-compatible API, for mode bench."""
 
     enable: bool = False
-    """Use it."""
+    """Evaluate it in place of the policy."""
     base_url_env: str = "OPENAI_BASE_URL"
     """Environment variable that holds the address."""
     api_key_env: str = "OPENAI_API_KEY"
@@ -116,8 +116,9 @@ class ModelConfig(Section):
     """Rotary embedding base."""
     tinker: Annotated[TinkerConfig, Later("the Tinker service")] = TinkerConfig()
     """Training through the Tinker service."""
-    external_model: Annotated[ExternalModelConfig, Later("models behind an API")] = ExternalModelConfig()
-    """A model behind an API."""
+    external_model: ExternalModelConfig = ExternalModelConfig()
+    """A model behind an API, evaluated in mode bench; its environment variables are also those of auxiliary models of
+    engine external."""
 
 
 _OTHER_KINDS = ("local-cuda", "slurm", "pbs", "lsf", "sge", "oar", "htcondor", "moab", "kubernetes", "ssh", "existing")

@@ -206,6 +206,11 @@ class Config(Section):
         return self._warnings
 
     @property
+    def is_external(self) -> bool:
+        """Whether a model behind an API stands in for the policy."""
+        return self.model.external_model.enable or self.explorer.rollout_model.engine_type == "external"
+
+    @property
     def checkpoint_job_dir(self) -> str:
         """Folder of the run: root/project/group/name. Local roots are made absolute; URLs stay as they are."""
         parts = [part for part in (self.project, self.group, self.name) if part]

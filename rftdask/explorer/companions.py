@@ -18,6 +18,7 @@ from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingP
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.limits import DynamicTimeout
 from rftdask.explorer.model import PromptLimits
+from rftdask.explorer.remote_model import RemoteSpec
 from rftdask.explorer.runner import AuxiliaryEngine
 from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
 
@@ -49,16 +50,19 @@ class Companions:
         return self._nurseries[spec]
 
     def auxiliary(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
-        """The auxiliary models by name, loaded. A teacher is the trainer's. Raises: RoleError, UserError."""
+        """The auxiliary models of this process by name, loaded. A teacher is the trainer's; those behind an API see
+        `remote_auxiliary`. Raises: RoleError, UserError.
+        """
         if config.algorithm.needs_teacher:
             return {}
-        specs = {_name(model): _engine_spec(model, config, threads) for model in config.explorer.auxiliary_models}
+        models = [model for model in config.explorer.auxiliary_models if model.engine_type != "external"]
+        specs = {_name(model): _engine_spec(model, config, threads) for model in models}
         for spec in list(self._engines):
             if spec not in specs.values() or not self._engines[spec].alive():
                 self._engines.pop(spec).close()
         for spec in specs.values():
             self._engines.setdefault(spec, EngineClient(spec))
-        for model in config.explorer.auxiliary_models:
+        for model in models:
             if _name(model) not in self._tokenizers:
                 self._tokenizers[_name(model)] = _tokenizer(model, config)
         return {
@@ -86,6 +90,31 @@ class Companions:
         self._engines = {}
         self._tokenizers = {}
         self._times_s = {}
+
+
+def external_policy(config: Config) -> RemoteSpec | None:
+    """The model behind an API that is evaluated in place of the policy, if there is one."""
+    if not config.is_external:
+        return None
+    return _remote_spec(config.model.external_model.model_name or "", config)
+
+
+def remote_auxiliary(config: Config) -> dict[str, RemoteSpec]:
+    """Auxiliary models behind an API, by name."""
+    models = config.explorer.auxiliary_models
+    return {_name(m): _remote_spec(m.model_path or "", config) for m in models if m.engine_type == "external"}
+
+
+def _remote_spec(model_name: str, config: Config) -> RemoteSpec:
+    service = config.model.external_model
+    # A try that takes as long as an attempt at a rollout would leave no time for another.
+    timeout_s = min(RemoteSpec.timeout_s, config.explorer.max_timeout / 2)
+    return RemoteSpec(model_name, service.base_url_env, service.api_key_env, timeout_s)
+
+
+def auxiliary_sampling(config: Config) -> SamplingParams:
+    """How auxiliary models sample, unless a workflow says otherwise."""
+    return SamplingParams(max_tokens=config.model.max_response_tokens, temperature=config.model.temperature)
 
 
 def sandbox_options(config: Config) -> SandboxOptions:
@@ -122,9 +151,8 @@ def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, time
     async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
 
-    sampling = SamplingParams(max_tokens=config.model.max_response_tokens, temperature=config.model.temperature)
     limits = PromptLimits(config.model.max_prompt_tokens, config.model.enable_prompt_truncation)
-    return AuxiliaryEngine(generate, tokenizer, sampling, limits, logprobs)
+    return AuxiliaryEngine(generate, tokenizer, auxiliary_sampling(config), limits, logprobs)
 
 
 def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Any:

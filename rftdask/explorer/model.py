@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rftdask.explorer.batcher import Batcher, RolloutKey
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.handle import POLICY, Method, ModelHandle
+from rftdask.explorer.remote_model import ServedRemote
 from rftdask.explorer.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
@@ -70,6 +71,9 @@ class Call:
     request: GenerateRequest
     generation: Generation
     response: Response
+    num_prompt_tokens: int
+    num_response_tokens: int
+    """As a remote model counts them, whose token ids are not known; else those of the request and the answer."""
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
@@ -83,15 +87,15 @@ class RecordingModel(ModelHandle):
 
     def __init__(
         self,
-        policy: ServedModel,
-        auxiliary: Mapping[str, ServedModel] | None = None,
+        policy: ServedModel | ServedRemote,
+        auxiliary: Mapping[str, ServedModel | ServedRemote] | None = None,
         *,
         key: RolloutKey,
         group_id: str,
         run_seed: int,
     ) -> None:
         super().__init__(tuple(auxiliary or {}))
-        self._models = {POLICY: policy, **(auxiliary or {})}
+        self._models: dict[str, ServedModel | ServedRemote] = {POLICY: policy, **(auxiliary or {})}
         self._key = key
         self._group_id = group_id
         self._run_seed = run_seed
@@ -116,6 +120,8 @@ class RecordingModel(ModelHandle):
         model = self._models[name]
         began = time.perf_counter()
         try:
+            if isinstance(model, ServedRemote):
+                return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
                 return await self._logprobs(model, **arguments)
             if method == "chat":
@@ -128,17 +134,11 @@ class RecordingModel(ModelHandle):
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
     async def _generate(self, name: str, model: ServedModel, prompt: str, sampling: Mapping[str, Any]) -> Response:
-        turn = self._num_turns if name == POLICY else self._num_asked
-        self._num_turns += name == POLICY
+        turn, seed = self._next_turn(name)
         tokens, truncated = _encode(model, prompt)
         if not tokens:
             raise ValueError("the prompt is empty")
-        identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
-        request = GenerateRequest(
-            prompt_tokens=tuple(tokens),
-            sampling=_sampling(model.sampling, sampling),
-            seed=rollout_seed(self._run_seed, identity, self._key.rollout, turn),
-        )
+        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
         generation = await model.batcher.generate(self._key, turn, request)
         response = Response(
             text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
@@ -148,8 +148,35 @@ class RecordingModel(ModelHandle):
             finish_reason=generation.finish_reason,
         )
         if name == POLICY:
-            self._calls[turn] = Call(prompt, truncated, request, generation, response)
+            counts = len(request.prompt_tokens), len(generation.tokens)
+            self._calls[turn] = Call(prompt, truncated, request, generation, response, *counts)
         return response
+
+    async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
+        if method == "logprobs":
+            raise RuntimeError("a model behind an API gives no logprobs of given tokens")
+        asked = options.pop("messages" if method == "chat" else "prompt")
+        tools = options.pop("tools", None) or ()
+        turn, seed = self._next_turn(name)
+        request = GenerateRequest((), _sampling(served.sampling, options), seed)
+        if method == "chat":
+            answer = await served.model.chat(asked, request.sampling, seed, tools)
+        else:
+            answer = await served.model.generate(asked, request.sampling, seed)
+        response = Response(answer.text, (), (), (), answer.finish_reason)
+        if name == POLICY:
+            prompt = asked if method == "generate" else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
+            generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
+            counts = answer.num_prompt_tokens, answer.num_response_tokens
+            self._calls[turn] = Call(prompt, False, request, generation, response, *counts)
+        return response
+
+    def _next_turn(self, name: str) -> tuple[int, int]:
+        """Number and seed of the next call of a model."""
+        turn = self._num_turns if name == POLICY else self._num_asked
+        self._num_turns += name == POLICY
+        identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
+        return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
 
     async def _logprobs(self, model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
         if model.logprobs_batch is None:

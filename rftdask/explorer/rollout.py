@@ -19,7 +19,7 @@ import numpy as np
 
 from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.task import Task
-from rftdask.explorer.batcher import Batcher, RolloutKey
+from rftdask.explorer.batcher import RolloutKey
 from rftdask.explorer.engines.base import SamplingParams
 from rftdask.explorer.model import Call, PromptLimits, RecordingModel, rollout_seed
 from rftdask.explorer.sandbox import SandboxError, SandboxLostError, SandboxOptions
@@ -95,14 +95,14 @@ class RolloutTimes:
 class Rollout:
     """One rollout; `run` is called once.
 
-    batcher: raises `failure` when the engine is gone, which is then raised here, whatever the workflow makes of it.
+    engine_failure: why no engine will answer any more, which is then raised here, whatever the workflow makes of it.
     """
 
     task: Task
     key: RolloutKey
     explore_step: int
     workflow: WorkflowFn
-    batcher: Batcher
+    engine_failure: Callable[[], Exception | None]
     new_model: Callable[[Rollout], RecordingModel]
     defaults: RolloutDefaults
     weights: ServedWeights
@@ -140,16 +140,16 @@ class Rollout:
                 reward = await _run_attempt(self.workflow, self.task, model, self.defaults)
                 self._check(reward, model)
             except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
-                if self.batcher.failure is not None:
-                    raise self.batcher.failure from None
+                if (failure := self.engine_failure()) is not None:
+                    raise failure from None
                 if isinstance(error, SandboxLostError):
                     raise
                 final = isinstance(error, (PromptTooLongError, _WillNotStopError))
                 if final or attempt == self.defaults.max_retry_times:
                     return [self._failure(error, attempt, model.state)]
             else:
-                if self.batcher.failure is not None:  # the workflow swallowed it
-                    raise self.batcher.failure
+                if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
+                    raise failure
                 return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
             finally:
                 self.times.add(model)
@@ -191,8 +191,8 @@ class Rollout:
             turn_reward=None if step.reward is None else float(step.reward),
             metrics={
                 **{name: float(value) for name, value in reward.metrics.items()},
-                "num_prompt_tokens": float(len(call.request.prompt_tokens)),
-                "num_response_tokens": float(len(generation.tokens)),
+                "num_prompt_tokens": float(call.num_prompt_tokens),
+                "num_response_tokens": float(call.num_response_tokens),
                 "prompt_truncated": float(call.prompt_truncated),
             },
         )

@@ -27,13 +27,20 @@ from rftdask.child import LOG_LEVEL
 from rftdask.config import Config, load_config
 from rftdask.dask_task import make_called_off
 from rftdask.errors import DataError, OperatorError, StorageError, WaitTimeout
-from rftdask.explorer.companions import Companions, sandbox_options
+from rftdask.explorer.companions import (
+    Companions,
+    auxiliary_sampling,
+    external_policy,
+    remote_auxiliary,
+    sandbox_options,
+)
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.limits import OverRollout, pass_rates
 from rftdask.explorer.model import PromptLimits
+from rftdask.explorer.remote_model import RemoteModel, ServedRemote
 from rftdask.explorer.rollout import RolloutDefaults, RolloutTimes, ServedWeights
-from rftdask.explorer.runner import BatchOutcome, Engines, run_rollout_batch
+from rftdask.explorer.runner import AuxiliaryEngine, BatchOutcome, Engines, run_rollout_batch
 from rftdask.explorer.tasks import taskset_spec
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -190,19 +197,16 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
         if done_batches(committed):
             version = max(name.max_policy_version for name in committed)
             return RolloutResult(spec.key, tuple(name.text for name in committed), version, get_worker().address)
-        engine = _resources.engine(engine_spec(config, spec.threads, spec.log_file))
-        tokenizer = _resources.tokenizer()  # while the engine's process loads the model
-        engine.wait_ready()
-        started = time.perf_counter()
-        published = _weights(storage, spec, config)
-        waited = time.perf_counter()
-        if published is not None:
-            engine.load(storage, published)
-        elif engine.weights.version != 0:
-            # Back to the start: only a fresh engine has the weights of the model folder.
-            _resources.drop_engine()
-            engine = _resources.engine(engine.spec)
+        engine = tokenizer = None
+        started = waited = time.perf_counter()
+        if not config.is_external:
+            engine = _resources.engine(engine_spec(config, spec.threads, spec.log_file))
+            tokenizer = _resources.tokenizer()  # while the engine's process loads the model
             engine.wait_ready()
+            started = time.perf_counter()
+            published = _weights(storage, spec, config)
+            waited = time.perf_counter()
+            engine = _load(engine, storage, published)
         loaded = time.perf_counter()
         with BatchWriter(
             log,
@@ -221,13 +225,25 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             spec,
             tuple(name.text for name in names),
             outcome,
-            version=engine.weights.version,
+            version=0 if engine is None else engine.weights.version,
             time_wait_s=waited - started,
             time_load_s=started - began + loaded - waited,
             time_generate_s=time_generate_s,
             time_s=time.perf_counter() - began,
             note=_resources.take_note(),
         )
+
+
+def _load(engine: EngineClient, storage: Storage, published: Published | None) -> EngineClient:
+    """The engine that serves `published`, or the model folder as it is; the same one unless that takes a new one."""
+    if published is not None:
+        engine.load(storage, published)
+    elif engine.weights.version != 0:
+        # Back to the start: only a fresh engine has the weights of the model folder.
+        _resources.drop_engine()
+        engine = _resources.engine(engine.spec)
+        engine.wait_ready()
+    return engine
 
 
 def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
@@ -274,48 +290,73 @@ def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published |
 def _run(
     spec: RolloutSpec,
     config: Config,
-    engine: EngineClient,
+    engine: EngineClient | None,
     tokenizer: Any,
     on_group: Callable[[int, list[Experience]], None],
 ) -> tuple[BatchOutcome, float]:
+    """engine: None: the policy is a model behind an API."""
     tasksets = _names(spec, config)
     tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in spec.tasks]
-    generating = 0.0
-    timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
-
-    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
-        nonlocal generating
-        began = time.perf_counter()
-        answers = await asyncio.to_thread(engine.generate, requests, timeout_s)
-        generating += time.perf_counter() - began
-        return answers
-
-    async def logprobs_batch(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return await asyncio.to_thread(engine.logprobs, pairs, timeout_s)
-
+    generating = _Seconds()
     companions, explorer = _resources.companions, config.explorer
-    auxiliary = companions.auxiliary(config, spec.threads, timeout_s)
     # An evaluation's tasks are no measure of the others', and all of them count.
     limit_s = explorer.max_timeout if spec.is_eval else companions.timeout_s(config, spec.explore_step)
     over_rollout = OverRollout() if spec.is_eval else OverRollout(**explorer.over_rollout.model_dump())
-    outcome = asyncio.run(
-        run_rollout_batch(
+    weights = (
+        ServedWeights(0, "") if engine is None else ServedWeights(engine.weights.version, engine.weights.content_hash)
+    )
+
+    async def run() -> BatchOutcome:
+        return await run_rollout_batch(
             tasks,
             repeat_times=spec.repeat_times,
             greedy_baseline=spec.greedy_baseline,
             explore_step=spec.explore_step,
-            engines=Engines(generate_batch, tokenizer, logprobs_batch, auxiliary),
+            engines=_engines(spec, config, engine, tokenizer, generating),
             defaults=_defaults(config, limit_s),
-            weights=ServedWeights(engine.weights.version, engine.weights.content_hash),
+            weights=weights,
             max_wait_s=_MAX_WAIT_FIXED_S if config.synchronizer.sync_style == "fixed" else _MAX_WAIT_S,
             over_rollout=over_rollout,
             on_group=on_group,
             nursery=companions.nursery,
         )
-    )
+
+    outcome = asyncio.run(run())
     if not spec.is_eval:
         companions.took(spec.explore_step, outcome.task_times_s)
-    return outcome, generating
+    return outcome, generating.total
+
+
+@dataclass
+class _Seconds:
+    total: float = 0.0
+
+
+def _engines(
+    spec: RolloutSpec, config: Config, engine: EngineClient | None, tokenizer: Any, generating: _Seconds
+) -> Engines:
+    """What answers the rollouts of one event loop, which runs; see _run. generating: counts the engine's time."""
+    timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
+    auxiliary: dict[str, AuxiliaryEngine | ServedRemote] = dict(
+        _resources.companions.auxiliary(config, spec.threads, timeout_s)
+    )
+    for name, remote in remote_auxiliary(config).items():
+        auxiliary[name] = ServedRemote(RemoteModel(remote), auxiliary_sampling(config))
+    external = external_policy(config)
+    if external is not None:
+        return Engines(None, None, auxiliary=auxiliary, remote=RemoteModel(external))
+    assert engine is not None
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        began = time.perf_counter()
+        answers = await asyncio.to_thread(engine.generate, requests, timeout_s)
+        generating.total += time.perf_counter() - began
+        return answers
+
+    async def logprobs_batch(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return await asyncio.to_thread(engine.logprobs, pairs, timeout_s)
+
+    return Engines(generate_batch, tokenizer, logprobs_batch, auxiliary)
 
 
 class _Pipeline:

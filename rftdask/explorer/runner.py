@@ -20,10 +20,11 @@ from rftdask.buffer.task import Task
 from rftdask.errors import UserError
 from rftdask.explorer.admission import Admission
 from rftdask.explorer.batcher import Batcher, GenerateBatch, RolloutKey
-from rftdask.explorer.engines.base import SamplingParams
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.limits import OverRollout
 from rftdask.explorer.model import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
 from rftdask.explorer.plugins import load_plugin_folders, module_of, requires, runs_in_process
+from rftdask.explorer.remote_model import RemoteModel, ServedRemote
 from rftdask.explorer.rewards.registry import get_reward
 from rftdask.explorer.rollout import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
 from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxPool, SandboxSpec
@@ -39,10 +40,17 @@ _SANDBOX = "sandbox"
 class Engines:
     """What answers a batch of rollouts."""
 
-    generate: GenerateBatch
-    tokenizer: Tokenizer
+    generate: GenerateBatch | None
+    tokenizer: Tokenizer | None
     logprobs: LogprobsBatch | None = None
-    auxiliary: Mapping[str, AuxiliaryEngine] = field(default_factory=dict)
+    auxiliary: Mapping[str, AuxiliaryEngine | ServedRemote] = field(default_factory=dict)
+    remote: RemoteModel | None = None
+    """The policy, for evaluations, in place of the first three."""
+
+    @property
+    def remotes(self) -> tuple[RemoteModel, ...]:
+        policy = () if self.remote is None else (self.remote,)
+        return (*policy, *(each.model for each in self.auxiliary.values() if isinstance(each, ServedRemote)))
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,20 @@ async def run_rollout_batch(
     Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
     """
     plan = _Plan.of(tasks, defaults.sandbox)
-    batcher = Batcher(engines.generate, max_wait_s)
-    auxiliary = {
-        name: ServedModel(Batcher(each.generate, 0.0), each.tokenizer, each.sampling, each.limits, each.logprobs)
-        for name, each in engines.auxiliary.items()
-    }
+    batcher = Batcher(engines.generate or _no_engine, max_wait_s)
+    auxiliary = {name: _served(each) for name, each in engines.auxiliary.items()}
+    batchers = [batcher, *(each.batcher for each in auxiliary.values() if isinstance(each, ServedModel))]
+
+    def engine_failure() -> Exception | None:
+        return batcher.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
-        policy = ServedModel(batcher, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
+        policy: ServedModel | ServedRemote
+        if engines.remote is not None:
+            policy = ServedRemote(engines.remote, rollout.sampling)
+        else:
+            assert engines.tokenizer is not None
+            policy = ServedModel(batcher, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
         key, group_id = rollout.key, rollout.task.group_id
         return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
 
@@ -109,7 +123,7 @@ async def run_rollout_batch(
                     key=RolloutKey(number, rollout),
                     explore_step=explore_step,
                     workflow=plan.workflow_of(task, pool),
-                    batcher=batcher,
+                    engine_failure=engine_failure,
                     new_model=new_model,
                     defaults=defaults,
                     weights=weights,
@@ -120,12 +134,24 @@ async def run_rollout_batch(
             ]
             return await _Batch(rollouts, plan, batcher, over_rollout or OverRollout(), on_group).run()
     except ExceptionGroup as group:
-        failure = batcher.failure or group.exceptions[0]
+        failure = engine_failure() or group.exceptions[0]
     finally:
-        for each in (batcher, *(model.batcher for model in auxiliary.values())):
+        for each in batchers:
             await each.close()
+        for remote in engines.remotes:
+            await remote.close()
     # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
     raise failure
+
+
+def _served(engine: AuxiliaryEngine | ServedRemote) -> ServedModel | ServedRemote:
+    if isinstance(engine, ServedRemote):
+        return engine
+    return ServedModel(Batcher(engine.generate, 0.0), engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+
+
+async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
+    raise AssertionError("a remote policy is asked without a batcher")
 
 
 @dataclass(frozen=True)
