@@ -90,7 +90,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         (
             {"explorer": {"rollout_model": {"engine_type": "vllm"}}},
             "explorer.rollout_model.engine_type: 'vllm' is not available in this release (this engine); "
-            "use transformers, external or fake",
+            "use one of transformers, external, fake",
         ),
         (
             {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},
