@@ -81,34 +81,57 @@ class Batch:
         return np.split(self.loss_mask, np.cumsum(self.response_lengths)[:-1])
 
 
-_GROUP_KEY = ["taskset", "epoch", "task_index"]
+BATCH_COLUMNS = (
+    "uid",
+    "taskset",
+    "epoch",
+    "task_index",
+    "rollout",
+    "turn",
+    "tokens",
+    "prompt_length",
+    "rollout_logprobs",
+    "loss_mask_runs",
+    "reward",
+    "min_policy_version",
+    "temperature",
+    "env_state",
+    "turn_reward",
+)
+"""Of the schema of experiences, what a batch is made of."""
+_GROUP_KEY = ("taskset", "epoch", "task_index")
 
 
-def _flat(column: pa.ChunkedArray, dtype: type) -> np.ndarray:
-    array = column.combine_chunks()
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    """As one array: `combine_chunks` copies also what is one already."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
     return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
 
 
 def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Batch:
-    """The rows of `table` (schema of experiences), in its order; groups are numbered by first appearance.
+    """The rows of `table` (`BATCH_COLUMNS` at least), in its order; groups are numbered by first appearance.
 
     baselines: rows whose rewards are the baselines of their groups.
     """
-    tokens = table.column("tokens").combine_chunks()
+    tokens = _array(table.column("tokens"))
     lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
     responses = lengths - prompt_lengths
+    groups = _numbers(table, _GROUP_KEY, np.zeros(len(table), np.int64))
     return Batch(
-        tokens=_flat(table.column("tokens"), np.int32),
+        tokens=_flat(tokens, np.int32),
         lengths=lengths,
         prompt_lengths=prompt_lengths,
-        rollout_logprobs=_flat(table.column("rollout_logprobs"), np.float32),
+        rollout_logprobs=_flat(_array(table.column("rollout_logprobs")), np.float32),
         loss_mask=_expand_masks(table.column("loss_mask_runs"), responses),
         rewards=table.column("reward").to_numpy(zero_copy_only=False).astype(np.float32),
-        groups=_numbers(table, _GROUP_KEY),
+        groups=groups,
         temperatures=table.column("temperature").to_numpy().astype(np.float32),
         min_policy_versions=table.column("min_policy_version").to_numpy().astype(np.int64),
-        rollouts=_numbers(table, [*_GROUP_KEY, "rollout"]),
+        rollouts=_numbers(table, ("rollout",), groups),
         turns=table.column("turn").to_numpy().astype(np.int64),
         experts=np.zeros(len(table), bool),
         uids=tuple(table.column("uid").to_pylist()),
@@ -140,19 +163,19 @@ def _baseline_rewards(table: pa.Table, baselines: pa.Table) -> np.ndarray:
     return np.array([rewards.get(key, np.nan) for key in keys[1]], dtype=np.float32)
 
 
-def _numbers(table: pa.Table, names: list[str]) -> np.ndarray:
-    """[N] int64, which of the values of these columns together the row has, numbered by first appearance."""
-    numbers = np.zeros(len(table), np.int64)
+def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.ndarray:
+    """[N] int64, which of the values of `numbers` and these columns together the row has, by first appearance."""
     for name in names:
-        codes = table.column(name).combine_chunks().dictionary_encode()
-        both = numbers * len(codes.dictionary) + codes.indices.to_numpy()
-        numbers = pa.array(both).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
+        codes = _array(table.column(name)).dictionary_encode()
+        if len(codes.dictionary) > 1:  # else it tells no two rows apart
+            both = numbers * len(codes.dictionary) + codes.indices.to_numpy()
+            numbers = pa.array(both).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
     return numbers
 
 
 def _expand_masks(runs: pa.ChunkedArray, response_lengths: np.ndarray) -> np.ndarray:
     """[Q] bool from run lengths; rows without runs are all True."""
-    array = runs.combine_chunks()
+    array = _array(runs)
     counts = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     if not counts.any():
         return np.ones(int(response_lengths.sum()), dtype=bool)

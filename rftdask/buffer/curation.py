@@ -16,6 +16,9 @@ BASELINE = "baseline"
 class Curation:
     """Keeps every row and its reward."""
 
+    columns: tuple[str, ...] = ()
+    """Of the rows, what it looks at beside `BATCH_COLUMNS` and their status."""
+
     def reasons(self, table: pa.Table, step: int) -> list[str]:
         """Why each row of whole groups (schema of experiences, trainable rows) is dropped at this step; "" keeps it."""
         return [""] * len(table)

@@ -12,7 +12,7 @@ other sequences cost their conversion, some 30 times as much, but are the same e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain
@@ -163,6 +163,10 @@ SCHEMA = pa.schema(
 )
 
 
+_ALL_TRAINED: tuple[int, ...] = ()
+"""Runs of most rows; a new list for each would wake the garbage collector for every shard."""
+
+
 def mask_to_runs(mask: Sequence[bool] | np.ndarray | None) -> list[int]:
     """Run lengths of `mask`, the first run counting True; [] for None or a mask that is all True."""
     if mask is None:
@@ -190,7 +194,9 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         "uid": pa.array([e.uid for e in experiences], pa.string()),
         "tokens": _lists(tokens, np.int32),
         "rollout_logprobs": _lists(logprobs, np.float32),
-        "loss_mask_runs": _lists([mask_to_runs(e.loss_mask) for e in experiences], np.int32),
+        "loss_mask_runs": _lists(
+            [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences], np.int32
+        ),
         "metrics": _map([e.metrics for e in experiences]),
     }
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
@@ -233,9 +239,10 @@ def _map(rows: Sequence[Mapping[str, float]]) -> pa.Array:
     return pa.MapArray.from_arrays(pa.array(_offsets(rows)), keys, values, type=kind)
 
 
-def _offsets(rows: Iterable[Any]) -> np.ndarray:
+def _offsets(rows: Sequence[Any]) -> np.ndarray:
     """[N + 1] int32, where each row begins. Raises: OverflowError: more values than a list column can address."""
-    ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
     if ends[-1] > np.iinfo(np.int32).max:
         raise OverflowError(f"{ends[-1]} values in one shard; lower explorer.tasks_per_batch")
     return ends.astype(np.int32)

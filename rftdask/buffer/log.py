@@ -87,8 +87,11 @@ class ExperienceLog(ABC):
         return []
 
     @abstractmethod
-    def read(self, name: ShardName) -> pa.Table:
-        """The rows of a shard. Raises: DamagedError; NotFoundError; StorageError."""
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of a shard, verified whole; of some columns at least, or of all.
+
+        Raises: DamagedError; NotFoundError; StorageError.
+        """
 
     @abstractmethod
     def quarantine(self, name: ShardName, reason: str) -> None:

@@ -54,8 +54,8 @@ class FileLog(ExperienceLog):
         """The name and the bytes of a shard."""
 
     @abstractmethod
-    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
-        """The rows, verified. Raises: DamagedError; DataError: another schema."""
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        """The rows, verified, of these columns at least. Raises: DamagedError; DataError: another schema."""
 
     def path(self, name: ShardName) -> str:
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
@@ -84,8 +84,8 @@ class FileLog(ExperienceLog):
         names = (n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
         return _sorted(names)
 
-    def read(self, name: ShardName) -> pa.Table:
-        return self._decode(name, self._storage.get(self.path(name)))
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._decode(name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
         base = f"{self.folder}/quarantine/{name.text}"
@@ -191,8 +191,8 @@ class ParquetLog(FileLog):
             experiences, explore_step=explore_step, batch=batch, writer=self.writer, run=self.run, codec=self._codec
         )
 
-    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
-        return decode_shard(name, data)
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        return decode_shard(name, data, columns)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         loose = self.loose_shards(first_step)  # first: what a pass moves meanwhile is then in its record
@@ -206,11 +206,12 @@ class ParquetLog(FileLog):
         names = self._compacted.names(self._bucket(first_step), None if last_step is None else self._bucket(last_step))
         return [n for n in names if first_step <= n.explore_step and (last_step is None or n.explore_step <= last_step)]
 
-    def read(self, name: ShardName) -> pa.Table:
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
         try:
-            return super().read(name)
+            return super().read(name, columns)
         except NotFoundError:
-            return self._compacted.read(self._bucket(name.explore_step), name)
+            rows = self._compacted.read(self._bucket(name.explore_step), name)
+            return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
         if self._compacted.has(self._bucket(name.explore_step), name):
@@ -246,7 +247,7 @@ class ParquetLog(FileLog):
         def read(name: ShardName) -> tuple[int, pa.Table] | None:
             try:
                 data = self._storage.get(self.path(name))
-                return len(data), self._decode(name, data)
+                return len(data), self._decode(name, data, None)
             except (DamagedError, NotFoundError, DataError):
                 return None
 

@@ -28,7 +28,7 @@ class JsonlLog(FileLog):
         data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
         return shard_name(experiences, explore_step, batch, self.writer, data, self.suffix), data
 
-    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         return from_lines(name, data)
 
 

@@ -190,7 +190,7 @@ class SqlLog(ExperienceLog):
     def shards(self, first_step: int = 1) -> list[ShardName]:
         return self._names(_shards, _shards.c.explore_step >= first_step)
 
-    def read(self, name: ShardName) -> pa.Table:
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
         def select(connection: sa.Connection) -> Sequence[Mapping[str, Any]] | None:
             number = self._number(connection, name)
             query = sa.select(_experiences).where(_experiences.c.shard == number).order_by(_experiences.c.row)

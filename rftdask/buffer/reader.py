@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
-from rftdask.buffer.batch import Batch, batch_from_table, join_batches
+from rftdask.buffer.batch import BATCH_COLUMNS, Batch, batch_from_table, join_batches
 from rftdask.buffer.curation import BASELINE, Curation, with_rewards
 from rftdask.buffer.demonstrations import Demonstrations
 from rftdask.buffer.groups import take_rows
@@ -40,6 +40,8 @@ class EntryReader:
     ) -> None:
         self._log = log
         self._curation = curation or Curation()
+        self.columns = (*BATCH_COLUMNS, "status", "error", *self._curation.columns)
+        """Of a shard, what the trainer takes: texts stay where they are."""
         self._demonstrations = demonstrations
         self._tables: dict[str, pa.Table] = {}
         self._num_bytes = 0
@@ -68,12 +70,12 @@ class EntryReader:
         return int(versions[list(rows.rows)].min())
 
     def table(self, source: str) -> pa.Table:
-        """All rows of the shard that a ledger calls `source`. Raises: DamagedError."""
+        """All rows of the shard that a ledger calls `source`, of `columns` at least. Raises: DamagedError."""
         if source not in self._tables:
             name = ShardName.try_parse(source)
             if name is None:
                 raise DamagedError(f"the ledger names {source!r}, which is no shard")
-            self._add(source, self._log.read(name))
+            self._add(source, self._log.read(name, self.columns))
         return self._tables[source]
 
     def keep(self, name: ShardName, table: pa.Table) -> None:

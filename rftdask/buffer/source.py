@@ -240,7 +240,7 @@ class LogSource(BatchSource):
 
     def _try_read(self, name: ShardName) -> pa.Table | DamagedError:
         try:
-            return self._log.read(name)
+            return self._log.read(name, self._reader.columns)
         except DamagedError as error:
             return error
 

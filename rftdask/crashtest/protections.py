@@ -6,7 +6,7 @@ They are taken away by what stands in their place at a seam: another disk, stora
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,9 +39,9 @@ class CheckThenWrite(FaultyStorage):
 class TrustingLog(ParquetLog):
     """Reads what is there, whatever its checksum says."""
 
-    def _decode(self, name: ShardName, data: bytes) -> pa.Table:
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         try:
-            return pq.read_table(pa.BufferReader(data), use_threads=False)
+            return pq.read_table(pa.BufferReader(data), columns=columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DamagedError(f"shard {name.text}: {error}") from error
 

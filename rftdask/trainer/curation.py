@@ -32,6 +32,7 @@ class AlgorithmCuration(Curation):
         self._operators = tuple(operators)
         self._shaping = tuple(operator for operator in operators if isinstance(operator, RewardShapingMapper))
         self._baseline_rollout = baseline_rollout
+        self.columns = ("metrics",) if self._operators else ()
 
     def reasons(self, table: pa.Table, step: int) -> list[str]:
         reasons = self._baseline_reasons(table)

@@ -9,7 +9,7 @@ from buffer_cases import experience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batch import batch_from_table, join_batches, supervised_batch
+from rftdask.buffer.batch import BATCH_COLUMNS, batch_from_table, join_batches, supervised_batch
 from rftdask.buffer.experience import Experience, experiences_to_table
 
 TOLD = [("a", 0.5), (None, None), ("b", -1.0), ("a", None)]
@@ -41,7 +41,7 @@ def experiences(draw: Any) -> Experience:
 @settings(max_examples=60)
 @given(st.lists(experiences(), min_size=1, max_size=8))
 def test_arrays_are_those_of_the_rows_one_by_one(rows: list[Experience]) -> None:
-    batch = batch_from_table(experiences_to_table(rows))
+    batch = batch_from_table(experiences_to_table(rows).select(BATCH_COLUMNS))
     assert len(batch) == len(rows)
     assert batch.uids == tuple(row.uid for row in rows)
     seen: list[str] = []

@@ -80,8 +80,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(data: st.DataObject) -> None:
     name, whole = a_shard()
     at = data.draw(st.integers(0, len(whole) - 1))
     bit = data.draw(st.integers(0, 7))
-    with pytest.raises(DamagedError, match=r"crc32 [0-9a-f]{8} does not match its name"):
-        decode_shard(name, whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+    for columns in (None, ["uid"]):  # also in a column that is not asked for
+        with pytest.raises(DamagedError, match=r"crc32 [0-9a-f]{8} does not match its name"):
+            decode_shard(name, whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :], columns)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 4, -1])
@@ -130,11 +131,20 @@ def test_a_shard_of_1_0_is_read_without_states_and_rewards_of_turns() -> None:
     assert table.column_names == SCHEMA.names
     assert (table.column("env_state").to_pylist(), table.column("turn_reward").to_pylist()) == ([None], [None])
     assert pa.concat_tables([table, decode_shard(*a_shard())]).num_rows == 5  # one log may hold both
+    assert decode_shard(*with_schema("1.0", "env_state"), ["env_state", "uid"]).column("env_state").null_count == 1
 
 
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(DamagedError, match=r"columns missing: \['truth'\]"):
         decode_shard(*with_schema("1.0", "truth"))
+    with pytest.raises(DamagedError, match=r"columns missing: \['truth'\]"):
+        decode_shard(*with_schema("1.0", "truth"), ["uid", "truth"])
+
+
+def test_columns_that_are_not_asked_for_are_not_decoded() -> None:
+    rows = decode_shard(*a_shard())
+    some = decode_shard(*a_shard(), ["reward", "tokens"])
+    assert some.equals(rows.select(["reward", "tokens"]))
 
 
 def test_bytes_that_fit_their_name_and_are_no_parquet_are_damaged() -> None:
