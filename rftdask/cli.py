@@ -96,17 +96,20 @@ def estimate(
 
 @app.command()
 def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
-    """Say where a run stands, from its files: works from anywhere, also when the run is dead."""
+    """Say where a run stands, from its files: works from anywhere, also when the run is dead. Exit code 1 if its
+    experiences do not add up.
+    """
     from rftdask.status import read_status, to_json
 
     stages = read_status(run)
     if as_json:
         typer.echo(json.dumps(to_json(stages), indent=1))
-        return
-    for stage in stages:
+    for stage in stages if not as_json else ():
         typer.echo(f"{stage.name}  {stage.mode}  {stage.algorithm}  {stage.state}  {stage.folder}")
         for label, value in _status_lines(stage):
             typer.echo(f"  {label:<12}{value}")
+    if any(stage.problems for stage in stages):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

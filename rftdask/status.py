@@ -11,6 +11,7 @@ from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.parent import lineage_of
 from rftdask.config import Config, load_config
+from rftdask.errors import DamagedError
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run_folder import lease_holder, read_run
@@ -41,7 +42,7 @@ class StageStatus:
     experiences: dict[str, int] = field(default_factory=dict)
     """committed, trained, waiting, and dropped by reason."""
     problems: tuple[str, ...] = ()
-    """Broken promises the audit found; empty in a sound run."""
+    """Broken promises the audit found, or what kept it from counting; empty in a sound run."""
     reward: float | None = None
     accuracy: float | None = None
     roles: dict[str, str] = field(default_factory=dict)
@@ -75,11 +76,12 @@ def _stage_status(config: Config) -> StageStatus:
     experiences = open_log(storage, config)
     ledger = Ledger(storage, lineage_of(storage))
     shards = experiences.shards()
-    audit = (
-        audit_log(experiences, ledger, tasks_per_batch(config), max_uses(config))
-        if config.algorithm.schema_type == "experience"
-        else None
-    )
+    audit, damage = None, ""
+    if config.algorithm.schema_type == "experience":
+        try:
+            audit = audit_log(experiences, ledger, tasks_per_batch(config), max_uses(config))
+        except DamagedError as error:  # of the books: the rest can be told all the same
+            damage = f"the experiences cannot be counted: {error}"
     metrics = read_metrics(storage)
     newest = float(metrics["time_s"].max()) if len(metrics) else None
     return StageStatus(
@@ -93,7 +95,7 @@ def _stage_status(config: Config) -> StageStatus:
         experiences={}
         if audit is None
         else {"committed": audit.committed, "trained": audit.trained, "waiting": audit.waiting, **audit.dropped},
-        problems=() if audit is None else audit.problems,
+        problems=audit.problems if audit is not None else (damage,) * bool(damage),
         reward=_last(metrics, "trainer", "reward"),
         accuracy=_last(metrics, "eval", "accuracy"),
         roles=roles,

@@ -2,6 +2,7 @@
 
 - a foreign file in any folder of the run is left alone by who trains, counts and reads;
 - a shard of a future schema stops the trainer by its name, is not set aside, and readers leave it out and name it;
+- a damaged ledger entry keeps `status` from counting and from nothing else: it names the entry, with exit code 1;
 - a ledger of another lineage among the files of ours is told and not trained; beside ours it changes nothing;
 - of two trainers on one lineage one stops, and the other ends as if it had been alone;
 - a disk that is full in the middle of a commit is told; what was before stays whole, and with room the run goes on;
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from buffer_cases import commit_batch, experience, make_source, new_storage, take
+from typer.testing import CliRunner
 
 from rftdask.buffer.audit import Audit, audit_log
 from rftdask.buffer.experience import experiences_to_table
@@ -33,6 +35,7 @@ from rftdask.buffer.priority import ReplayRule
 from rftdask.buffer.sampling import SampleRule
 from rftdask.buffer.shard import ShardName
 from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.cli import app
 from rftdask.config import load_config
 from rftdask.errors import DamagedError, DataError, FencedError, StorageError
 from rftdask.lineage.tables import RunTables
@@ -57,12 +60,12 @@ class NoMetrics:
     def flush(self) -> None: ...
 
 
-def new_run() -> Storage:
-    """An empty run folder that status and trace can read."""
+def new_run(root: str | None = None) -> Storage:
+    """An empty run folder that status and trace can read; in memory, or below `root`."""
     tree = {
         "project": "p",
         "name": "run",
-        "checkpoint_root_dir": f"memory://bad-log-{next(_numbers)}",
+        "checkpoint_root_dir": root or f"memory://bad-log-{next(_numbers)}",
         "model": {"model_path": "tiny", "max_model_len": 64},
         "algorithm": {"repeat_times": 2},
         "explorer": {"tasks_per_batch": 2, "rollout_model": {"engine_type": "fake"}},
@@ -164,6 +167,19 @@ def test_foreign_files_are_left_alone(weights: bytes) -> None:
     assert counts == {"experiences": 16, "ledger": 16, "states": 16, "checkpoints": 2} and tables.problems == []
     assert "trained     step 1" in trace(storage.url, "t/0/0/0/0").render()
     assert all(storage.get(path) == foreign for path in paths)
+
+
+def test_status_names_a_damaged_ledger_entry_and_tells_the_rest(tmp_path: Path) -> None:
+    storage = new_run(str(tmp_path))
+    fill(storage)
+    train(storage)
+    entry = storage.get("ledger/main/00000002.json")
+    storage.put("ledger/main/00000002.json", entry.replace(b'"step": 2', b'"step": 3'))
+    (stage,) = read_status(storage.url)
+    assert (stage.step, stage.checkpoint, stage.experiences) == (4, 4, {})
+    assert len(stage.problems) == 1 and "ledger/main/00000002.json is damaged" in stage.problems[0]
+    told = CliRunner().invoke(app, ["status", storage.url])
+    assert (told.exit_code, "4 in the ledger" in told.output, stage.problems[0] in told.output) == (1, True, True)
 
 
 @pytest.mark.parametrize("version", ["2.0", None])
