@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 WORKER_DEADLINE_S = 300.0
 _TICK_S = 0.1
 _LOOK_AT_WORKERS_S = 0.5
+_RETENTION_S = 5.0
+"""Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +125,11 @@ class StageRun:
         self._sync: SyncHandle | None = None
         self._actor: Any = None
         self._generation = 0
-        self._compaction: threading.Thread | None = None
+        self._retention: threading.Thread | None = None
         self._ended = threading.Event()
         """Set when the roles are over, so that compaction stops."""
         self._workers: dict[str, str] = {}
-        self._watched = 0.0
+        self._watched = self._tidied = 0.0
 
     def run(self) -> StageResult:
         """Until the roles have ended. Raises: the error of the role that failed first; FencedError."""
@@ -167,13 +169,16 @@ class StageRun:
             while any(thread.is_alive() for thread in threads):
                 self._pump(_TICK_S)
                 self._watch(leases)
+                self._tidy(time.monotonic())
                 if self._errors:
                     self._over.set()
             self._pump(0.0)
+            if not self._errors and self._explorer is None:
+                self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
         finally:
             self._ended.set()
-            if self._compaction is not None:
-                self._compaction.join(
+            if self._retention is not None:
+                self._retention.join(
                     WORKER_DEADLINE_S
                 )  # it ends after the bucket it is at, while this process has the lease
             self._client.unsubscribe_topic(TOPIC)
@@ -254,14 +259,20 @@ class StageRun:
     def _remove_old_shards(self) -> int:
         kept = self._config.buffer.trainer_input.experience_buffer.retention
         rule = RetentionRule(kept.keep, kept.keep_steps, kept.keep_share)
-        if rule.keep == "all":
+        if rule.keep == "all" or self._config.algorithm.schema_type != "experience":
             return 0
-        if rule.keep != "compact":
+        if rule.keep != "compact" and self._explorer is not None:
             return self._apply_retention(rule)
-        # Seconds for each bucket, which the explorer does not wait for.
-        if self._compaction is None or not self._compaction.is_alive():
-            self._compaction = self._start("compaction", lambda: self._apply_retention(rule))
+        # Seconds for each bucket, which neither the explorer nor this loop waits for.
+        if self._retention is None or not self._retention.is_alive():
+            self._retention = self._start("retention", lambda: self._apply_retention(rule))
         return 0
+
+    def _tidy(self, now: float) -> None:
+        """Mode train: retention now and then, as the explorer does in mode both."""
+        if self._explorer is None and now - self._tidied >= _RETENTION_S:
+            self._tidied = now
+            self._remove_old_shards()
 
     def _apply_retention(self, rule: RetentionRule) -> int:
         try:

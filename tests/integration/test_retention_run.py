@@ -1,4 +1,6 @@
-"""Promise: a run that removes what it trained ends as sound as any other, and its audit counts what is gone."""
+"""Promise: a run that removes what it trained ends as sound as any other, and its audit counts what is gone; also where
+exploring and training are two commands.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,24 @@ def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
     status = assert_sound(folder)
     assert status["step"] == STEPS
     assert num_shards(folder) + len(removed) >= 2 * STEPS, "every rollout batch is there or was removed"
+
+
+def test_training_alone_removes_what_it_trained_too(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    settings = (
+        "buffer.total_steps=12",
+        "trainer.total_steps=null",
+        "trainer.save_interval=3",
+        "trainer.max_checkpoints_to_keep=2",
+        "synchronizer.sync_style=fully_async",
+        "buffer.explorer_input.eval_tasksets=[]",
+        "buffer.trainer_input.experience_buffer.retention.keep=none",
+    )
+    finish(config, *settings, "mode=explore")
+    folder = run_folder(config)
+    assert ParquetLog(open_storage(str(folder))).removed() == []
+    finish(config, *settings, "mode=train")
+    removed = ParquetLog(open_storage(str(folder))).removed()
+    # The checkpoints of steps 9 and 12 are kept, so nothing after step 9 may go.
+    assert {name.explore_step for name in removed} == set(range(1, 10))
+    assert assert_sound(folder)["experiences"]["trained"] == 12 * 4 * 2
