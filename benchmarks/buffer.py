@@ -5,32 +5,39 @@
 Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing compresses that would not in a run),
 with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard.
 One thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for
-the disk. `--reference` also runs the buffers of Trinity-RFT, by way of its actor, on rows of the same size, where it
-and ray are installed. DIR is on the disk to measure (default: where temporary files are).
+the disk. Beside each rate stands the floor of the same run: for writing, Parquet by pyarrow of the same columns from
+ready arrays, once, with the same two fsyncs; for reading, a copy of the bytes and a checksum. On a machine that is slow
+today both are slow, so `x of the floor` is what to compare between days. `--reference` also runs the buffers of
+Trinity-RFT, by way of its actor, on rows of the same size, where it and ray are installed. DIR is on the disk to
+measure (default: where temporary files are).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import multiprocessing
 import os
 import resource
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from rftdask.buffer.batch import batch_from_table
-from rftdask.buffer.experience import Experience
+from rftdask.buffer.experience import Experience, experiences_to_table
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.log_files import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.progress import first_open_step, note_complete
+from rftdask.buffer.reader import EntryReader
 from rftdask.buffer.sampling import Cursor, SampleRule
 from rftdask.buffer.source import LogOptions, LogSource
 from rftdask.buffer.writer import BatchWriter
@@ -71,10 +78,11 @@ def show(name: str, value: str) -> None:
     print(f"{name:58} {value}", flush=True)
 
 
-def rates(name: str, num: float, wall_s: list[float], cpu_s: list[float], unit: str = "/s") -> None:
-    """Medians over the runs."""
-    wall, cpu = statistics.median(wall_s), statistics.median(cpu_s)
-    show(name, f"{num / wall:10,.0f}{unit} wall {num / max(cpu, 1e-9):12,.0f}{unit} per CPU second")
+def rates(name: str, num: float, wall_s: list[float], cpu_s: list[float], unit: str = "/s", floor_s: float = 0) -> None:
+    """Medians over the runs; floor_s: CPU seconds of the floor."""
+    wall, cpu = statistics.median(wall_s), max(statistics.median(cpu_s), 1e-9)
+    ratio = f"   {floor_s / cpu:.2f} x of the floor" if floor_s else ""
+    show(name, f"{num / wall:10,.0f}{unit} wall {num / cpu:12,.0f}{unit} per CPU second{ratio}")
 
 
 def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[float]]:
@@ -93,7 +101,21 @@ def percentiles(name: str, values_s: Sequence[float]) -> None:
     show(name, f"p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   ({len(values_s)} of them)")
 
 
-# ---- the disk alone
+# ---- the machine alone
+
+
+def measure_machine(repeats: int) -> None:
+    """A loop of the interpreter, a copy and a checksum in memory: which of two days was the slower one."""
+
+    def loop() -> None:
+        for _ in range(10_000_000):
+            pass
+
+    data = np.frombuffer(os.urandom(64 << 20), np.uint8)
+    into = np.empty_like(data)
+    rates("machine: an empty loop, 10 M rounds", 10, *timed(loop, 3), unit=" M/s")
+    rates("machine: numpy copy", 64, *timed(lambda: np.copyto(into, data), repeats), unit=" MiB/s")
+    rates("machine: crc32", 64, *timed(lambda: zlib.crc32(data), repeats), unit=" MiB/s")
 
 
 def measure_disk(folder: Path, repeats: int) -> None:
@@ -114,29 +136,54 @@ def measure_disk(folder: Path, repeats: int) -> None:
 
 
 def measure_log(folder: Path, rows_per_shard: int, repeats: int) -> None:
-    log = ParquetLog(open_storage(str(folder / f"log-{rows_per_shard}")))
+    """Each write is timed in turn with its floor, each read with its own."""
+    storage = open_storage(str(folder / f"log-{rows_per_shard}"))
+    log = ParquetLog(storage)
     rows = make_rows(rows_per_shard)
     num_shards = max(1, 2048 // rows_per_shard)
     numbers = iter(range(1, 1_000_000))
+    table = experiences_to_table(rows)
 
     def write() -> None:
         for _ in range(num_shards):
             log.commit(rows, explore_step=next(numbers), batch=0)
 
-    write()
+    def write_floor() -> None:
+        for _ in range(num_shards):
+            sink = io.BytesIO()
+            pq.write_table(table, sink, compression="lz4", use_dictionary=False, write_statistics=False)
+            storage.put(f"floor/{next(numbers)}", sink.getvalue())
+
     num = num_shards * rows_per_shard
-    rates(f"durable writes, {rows_per_shard} rows a shard", num, *timed(write, repeats), unit=" exp/s")
-    names = log.shards()
-    names = names[:num_shards]
+    floor_cpu_s, wall_s, cpu_s = in_turn(write_floor, write, repeats)
+    rates(f"durable writes, {rows_per_shard} rows a shard", num, wall_s, cpu_s, " exp/s", floor_cpu_s)
+    names = log.shards()[:num_shards]
+    columns = EntryReader(log).columns
 
     def read() -> None:
         for name in names:
-            batch_from_table(log.read(name))
+            batch_from_table(log.read(name, columns))
 
-    read()
-    rates(f"reads into training arrays, {rows_per_shard} rows a shard", num, *timed(read, repeats), unit=" exp/s")
-    size = len(log._storage.get(log.path(names[0])))
+    def read_floor() -> None:
+        for name in names:
+            data = np.frombuffer(storage.get(log.path(name)), np.uint8)
+            zlib.crc32(data)
+            data.copy()
+
+    floor_cpu_s, wall_s, cpu_s = in_turn(read_floor, read, repeats)
+    rates(f"reads into training arrays, {rows_per_shard} rows a shard", num, wall_s, cpu_s, " exp/s", floor_cpu_s)
+    size = len(storage.get(log.path(names[0])))
     show("  bytes of such an experience at rest", f"{size / rows_per_shard:10,.0f}")
+
+
+def in_turn(
+    floor: Callable[[], object], call: Callable[[], object], repeats: int
+) -> tuple[float, list[float], list[float]]:
+    """Median CPU seconds of the floor; wall and CPU seconds of each run of the other. One of each before, untimed."""
+    floor(), call()
+    runs = [(timed(floor, 1), timed(call, 1)) for _ in range(repeats)]
+    floor_cpu_s = statistics.median(cpu[0] for (_, cpu), _ in runs)
+    return floor_cpu_s, [wall[0] for _, (wall, _) in runs], [cpu[0] for _, (_, cpu) in runs]
 
 
 def measure_share(folder: Path, num_ranks: int = 8) -> None:
@@ -456,6 +503,7 @@ def measure_reference(folder: Path, num_rows: int) -> None:
 
 def main(folder: Path, reference: bool, quick: bool) -> None:
     repeats = 3 if quick else 15
+    measure_machine(repeats)
     measure_disk(folder, repeats)
     for rows_per_shard in (512, 64):
         measure_log(folder, rows_per_shard, repeats)
