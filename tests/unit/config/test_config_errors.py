@@ -300,6 +300,7 @@ def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -
         ("synchronizer.sync_style", "dynamic_by_explorer", "explorer_driven"),
         ("synchronizer.sync_style", "dynamic_by_trainer", "trainer_driven"),
         ("trainer.trainer_type", "verl", "torch"),
+        ("trainer.trainer_strategy", "fsdp", "fsdp2"),
         ("algorithm.algorithm_type", "grpo_verl", "grpo"),
         ("algorithm.advantage_fn", "grpo_verl", "grpo"),
         ("algorithm.sample_strategy", "warmup", "default"),
