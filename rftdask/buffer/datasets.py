@@ -26,6 +26,9 @@ from rftdask.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
+VERIFIERS = "verifiers:"
+_REMOTE_RUNTIME = "prime"
+"""What verifiers runs programs on by default."""
 _REASONING_GYM_DEFAULTS = {"size": 1000, "seed": 42}
 
 
@@ -53,24 +56,29 @@ def open_dataset(
     dataset_args: Mapping[str, Any] | None = None,
     table: str | None = None,
 ) -> Dataset:
-    """The dataset at `path`: a file, a folder, a name on the Hub, "reasoning-gym:<name>", or a table of a database.
+    """The dataset at `path`: a file, a folder, a name on the Hub, a generator, or a table of a database.
 
     Args:
         path: .jsonl, .json, .csv or .parquet file (any fsspec URL), a folder of them, a folder written by
-            `datasets.save_to_disk`, a Hub name such as "openai/gsm8k", or a generator: "reasoning-gym:countdown".
+            `datasets.save_to_disk`, a Hub name such as "openai/gsm8k", or a generator: "reasoning-gym:countdown",
+            "verifiers:<taskset>".
         split: of a folder, the files whose name begins with it ("train.jsonl", "train-00000-of-00002.parquet"); ignored
             for a single file and for a generator.
         subset_name: a subfolder, or the configuration of a Hub dataset.
-        dataset_args: arguments of a generator; reasoning-gym: size 1000 and seed 42 unless given.
+        dataset_args: arguments of a generator; reasoning-gym: size 1000 and seed 42 unless given. verifiers: size, the
+            tasks to take (all), and settings of the environment, such as {taskset: {...}, agent: {harness: {...}}}.
         table: `path` is the URL of a database, and this the table; the split is ignored.
 
     Raises: DataError: nothing there, nothing in it, or not readable; the message names the path.
     """
     if path.startswith(REASONING_GYM):
         return _reasoning_gym(path, dict(dataset_args or {}))
+    if path.startswith(VERIFIERS):
+        return _verifiers(path, dict(dataset_args or {}))
     if dataset_args:
         raise DataError(
-            f"dataset {path}: dataset_args {sorted(dataset_args)} are for {REASONING_GYM}<name> only; remove them"
+            f"dataset {path}: dataset_args {sorted(dataset_args)} are for {REASONING_GYM}<name> and {VERIFIERS}<name> "
+            "only; remove them"
         )
     if table is not None:
         return _open_table(path, table)
@@ -330,3 +338,43 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
     if not len(rows):
         raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
     return WrappedDataset(rows, rows[0], fingerprint)
+
+
+def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
+    """Rows of an environment's tasks: prompt and response, as text, and what verifiers_workflow makes the task of."""
+    try:
+        # Late: optional, and its import costs seconds. By name: see _reasoning_gym.
+        loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError as error:
+        raise DataError(f"dataset {path} needs verifiers: pip install 'rftdask[verifiers]'") from error
+    size = arguments.pop("size", None)
+    name = path.removeprefix(VERIFIERS)
+    environment = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
+    try:
+        for role, field in loaders.env_config_type(name, arguments.get("id", "")).model_fields.items():
+            # Programs run beside us, not on the machines of a service, unless the settings or the role say so.
+            if getattr(getattr(field.default, "runtime", None), "type", None) == _REMOTE_RUNTIME:
+                environment[role] = {"runtime": {"type": "subprocess"}, **arguments.get(role, {})}
+        taskset = loaders.load_environment(loaders.resolve_env_config(environment)).taskset
+        if size is None and not taskset.bounded:
+            raise DataError(f"dataset {path} has no end; set dataset_args.size")
+        tasks = list(taskset if size is None else taskset.take(int(size)))
+    except DataError:
+        raise
+    except Exception as error:  # an environment is anybody's code, and its settings are checked by itself
+        raise DataError(f"dataset {path}: dataset_args {arguments}: {type(error).__name__}: {error}") from error
+    if not tasks:
+        raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
+    rows = [_verifiers_row(task, environment) for task in tasks]
+    fingerprint = blake2b(json.dumps(rows, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return WrappedDataset(rows, rows[0], fingerprint)
+
+
+def _verifiers_row(task: Any, environment: Mapping[str, Any]) -> dict[str, Any]:
+    data = task.data.model_dump(mode="json", exclude_none=True)
+    return {
+        "prompt": task.data.prompt_text or f"task {task.data.idx}",
+        "response": str(data.get("answer", "")),
+        "task": data,
+        "environment": dict(environment),
+    }

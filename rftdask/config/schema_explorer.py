@@ -199,7 +199,9 @@ class ExplorerConfig(Section):
     """Runner processes (deprecated)."""
     concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], _RUNNERS] = "sequential"
     """How a runner runs its rollouts."""
-    max_repeat_times_per_runner: Annotated[Count | None, _RUNNERS] = None
+    max_repeat_times_per_runner: Annotated[
+        Count | None, Ignored("every rollout of a task runs, fails and is retried on its own, as with 1")
+    ] = None
     """Rollouts of a task in one runner."""
     runner_state_report_interval: Annotated[Natural, _RUNNERS] = 0
     """Seconds between reports of the runners."""

@@ -38,12 +38,13 @@ def find_plugin(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def _installed(kind: str, name: str, plugin: Any) -> Any:
-    """The plug-in, if what it needs is there: `requires`, module -> extra of this package; `unavailable`, why not."""
-    if hasattr(plugin, "unavailable"):
-        raise UserError(f"{kind} {name!r} is not available: {plugin.unavailable}")
+    """The plug-in, if what it needs is there: `requires`, module -> extra of this package."""
     for module, extra in requires(plugin).items():
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"{kind} {name!r} needs the package {module!r}; install it: pip install 'rftdask[{extra}]'")
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
+            )
     return plugin
 
 

@@ -3,6 +3,7 @@ the blocks with file=NAME are modules; the text after a block is what it prints;
 """
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -47,7 +48,9 @@ def test_the_configuration_on_the_page_is_valid() -> None:
 
 
 def test_every_name_in_the_tables_is_there() -> None:
-    named = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE)) - {"verifiers_workflow"}
+    named = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE))
     assert len(named) > 15
     for name in sorted(named):
+        if name == "verifiers_workflow" and importlib.util.find_spec("verifiers") is None:
+            continue  # its extra is no part of dev
         (get_workflow if name.endswith("_workflow") else get_reward)(name)
