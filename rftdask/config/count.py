@@ -10,8 +10,8 @@ from pathlib import Path
 
 GENERATED = "reasoning-gym:"
 """Prefix of a generated dataset; its size is `dataset_args.size`."""
-_GENERATED_SIZE = 500
-"""Size of a reasoning-gym dataset when none is given."""
+_GENERATED_SIZE = 1000
+"""Size of a reasoning-gym dataset when none is given, as the one who reads it has it."""
 
 
 def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | None:

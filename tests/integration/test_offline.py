@@ -85,10 +85,12 @@ def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Pat
     held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
     columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
     held_out_taskset = f"{{name: held_out, path: {held_out}, repeat_times: 2, {columns}}}"
-    taskset = f"buffer.explorer_input.eval_tasksets=[{held_out_taskset}]"
+    again = f"{{name: again, path: {held_out}, {columns}}}"
+    taskset = f"buffer.explorer_input.eval_tasksets=[{held_out_taskset}, {again}]"
     finish(batch_run, *SETTINGS[:-1], taskset, "mode=bench")
-    evals = read_metrics(open_storage(run_folder(batch_run)), "eval").sort_values("step")
-    assert evals["step"].tolist() == [0, 5, 10, STEPS]
+    told_of = read_metrics(open_storage(run_folder(batch_run)), "eval").sort_values("step")
+    evals = told_of[told_of["taskset"] == "held_out"]
+    assert evals["step"].tolist() == told_of[told_of["taskset"] == "again"]["step"].tolist() == [0, 5, 10, STEPS]
     assert set(evals["num_rollouts"]) == {2 * NUM_EVAL_TASKS}
     told = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
     assert {"bench/accuracy", *told} <= set(evals)

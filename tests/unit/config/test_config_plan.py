@@ -84,7 +84,7 @@ def test_the_rendered_plan_reads_well() -> None:
         "experiences      320\n"
         "train batch      32 experiences = 4 groups\n"
         "train steps      10\n"
-        "eval held_out    500 tasks x 4 rollouts\n"
+        "eval held_out    1000 tasks x 4 rollouts\n"
         "eval interval    100 explore steps"
     )
 
