@@ -10,6 +10,7 @@
     |-- FencedError          somebody else owns this run or lineage; this process must stop
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
+        |-- WeightsError     an engine does not compute what the trainer computed with the weights it was given
         |-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
         `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
@@ -65,6 +66,10 @@ class WaitTimeout(RftError):
 
 class RoleError(RftError):
     """A role failed for good: a trainer rank, an engine, a workflow."""
+
+
+class WeightsError(RoleError):
+    """An engine has loaded weights and computes something else than the trainer did with them."""
 
 
 class PeerLostError(RoleError):

@@ -10,7 +10,6 @@ arXiv:2510.18855.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
@@ -49,8 +48,7 @@ class Correction:
         return self.method != "none"
 
     def factors(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] factors, detached, and metrics: is_weight (mean factor), is_clip_frac, mismatch_kl (mean of w - log
-        w - 1)."""
+        """[B, T] factors, detached, and metrics: is_weight (mean factor), is_clip_frac."""
         proximal_BT = inputs.proximal_logprobs_BT
         trainer_BT = inputs.policy_logprobs_BT.detach() if proximal_BT is None else proximal_BT
         return self.from_log_ratio(inputs, trainer_BT - inputs.rollout_logprobs_BT)
@@ -69,7 +67,6 @@ class Correction:
         return factor_BT, {
             "is_weight": inputs.weighted(factor_BT),
             "is_clip_frac": inputs.weighted(outside_BT),
-            "mismatch_kl": inputs.weighted(torch.expm1(log_w_BT) - log_w_BT),
         }
 
     def _level(self, inputs: LossInputs, log_w_BT: Tensor) -> Tensor:

@@ -76,6 +76,13 @@ METRICS: dict[str, Metric] = {
         "watch",
         "Above about 0.2 the steps are too large or the data too stale.",
     ),
+    "mismatch_kl": Metric(
+        "Mismatch of trainer and engine",
+        "mean over sampled trained tokens of w - 1 - log w, w = p_trainer / p_engine of the sampled token",
+        "nats per token",
+        "watch",
+        "Above 0.01 at staleness 0 the engine computes another policy than the trainer; both in float32 give 1e-10.",
+    ),
     "lr": Metric("Learning rate", "step size the optimizer used", "-", "watch"),
     "staleness": Metric(
         "Staleness",

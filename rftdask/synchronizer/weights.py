@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder, write_folder
 
 WEIGHTS_POINTER = "latest_state_dict_iteration.txt"
@@ -34,6 +36,8 @@ class Published:
     """Where its files are."""
     files: tuple[tuple[str, FileEntry], ...] = ()
     """Name below the folder, and what it must be; their union is the whole state dict."""
+    fingerprint: Fingerprint | None = None
+    """What an engine that loaded it must compute; None: the trainer has no model to say so."""
 
 
 def weights_folder(version: int) -> str:
@@ -78,10 +82,18 @@ def _is_named(storage: Storage, pointer: str, number: int) -> bool:
     return _try_manifest(storage, folder) is not None
 
 
-def publish_weights(storage: Storage, version: int, data: bytes | Mapping[str, bytes], lineage: str) -> Published:
+def publish_weights(
+    storage: Storage,
+    version: int,
+    data: bytes | Mapping[str, bytes],
+    lineage: str,
+    fingerprint: Fingerprint | None = None,
+) -> Published:
     """Make `data` the weights of `version`, then move the pointer.
 
-    data: the state dict in safetensors format, or files by name.
+    Args:
+        data: the state dict in safetensors format, or files by name.
+        fingerprint: of these weights; it goes into the manifest, which is checked as a whole.
 
     A version that is there already stays as it is: explorers may be reading it, and a resumed trainer that repeats the
     step has made the same weights again.
@@ -90,7 +102,9 @@ def publish_weights(storage: Storage, version: int, data: bytes | Mapping[str, b
     manifest = _try_manifest(storage, folder)
     if manifest is None or not is_valid(storage, folder, version):
         files = {MODEL_FILE: data} if isinstance(data, bytes) else data
-        manifest = write_folder(storage, folder, files, lineage=lineage, version=version)
+        manifest = write_folder(
+            storage, folder, files, lineage=lineage, version=version, extra=fingerprint_extra(fingerprint)
+        )
     move_pointer(storage, WEIGHTS_POINTER, version)
     return _published(manifest, folder)
 
@@ -116,12 +130,28 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
     )
     if not files:
         return None
-    return Published(manifest.version, manifest.lineage, files[-1][1].sha256[:16], folder, files)
+    content_hash = files[-1][1].sha256[:16]
+    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
 
 
 def _published(manifest: Manifest, folder: str) -> Published:
     files = tuple(sorted(manifest.files.items()))
-    return Published(manifest.version, manifest.lineage, manifest.content_hash, folder, files)
+    return Published(manifest.version, manifest.lineage, manifest.content_hash, folder, files, fingerprint_of(manifest))
+
+
+def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
+    """How a manifest carries it."""
+    return {} if fingerprint is None else {"fingerprint": fingerprint.to_plain()}
+
+
+def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
+    """The fingerprint that a manifest carries; None: it carries none. Raises: DamagedError: it cannot be read."""
+    if "fingerprint" not in manifest.extra:
+        return None
+    try:
+        return Fingerprint.from_plain(manifest.extra["fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the fingerprint of version {manifest.version} is damaged: {error!r}") from error
 
 
 def latest_published(storage: Storage) -> Published | None:

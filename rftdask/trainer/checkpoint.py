@@ -91,7 +91,9 @@ class Checkpoints:
         """Make files that were put the checkpoint of `step`, then drop the oldest ones beyond the limit."""
         folder = checkpoint_folder(step)
         own = put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
-        commit_folder(self._storage, folder, Manifest(self._lineage, step, {**entries, **own}))
+        # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
+        extra = {key: value for key, value in state.items() if key == "fingerprint"}
+        commit_folder(self._storage, folder, Manifest(self._lineage, step, {**entries, **own}, extra))
         self._settle(step)
         self.on_commit(step)
 

@@ -15,6 +15,7 @@ from rftdask.buffer.batch import Batch
 from rftdask.buffer.ledger import LedgerEntry
 from rftdask.buffer.source import BatchSource
 from rftdask.errors import DamagedError
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.exchange import Read, read_together
 from rftdask.trainer.ranks import Ranks
@@ -35,6 +36,10 @@ class LeadEngine(TrainEngine):
     def weights(self) -> Mapping[str, bytes]:
         self._ranks.tell({"call": "weights"})
         return self._engine.weights()
+
+    def fingerprint(self) -> Fingerprint | None:
+        self._ranks.tell({"call": "fingerprint"})
+        return self._engine.fingerprint()
 
     def state_files(self) -> dict[str, bytes]:
         self._ranks.tell({"call": "state_files"})
@@ -118,6 +123,7 @@ class Follower:
             "read": self._read,
             "train_step": self._train_step,
             "weights": self._engine.weights,
+            "fingerprint": self._engine.fingerprint,
             "state_files": self._state_files,
             "export_files": self._engine.export_files,
             "load": self._load,

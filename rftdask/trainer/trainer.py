@@ -20,7 +20,9 @@ from rftdask.buffer.batch import Batch
 from rftdask.buffer.ledger import LedgerEntry
 from rftdask.buffer.source import BatchSource
 from rftdask.storage import Storage
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.weights import (
+    fingerprint_extra,
     publish_weights,
     published_versions,
     remove_weights_below,
@@ -97,6 +99,8 @@ class Trainer:
         self._emit = emit
         checkpoints.on_commit = lambda step: emit({"event": "checkpoint", "step": step})
         self._step = 0
+        self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
+        """Of the weights after a step."""
         self._published = 0
         self._saved = 0
 
@@ -163,12 +167,19 @@ class Trainer:
         return step
 
     def _publish(self, step: int) -> None:
-        published = publish_weights(self._storage, step, self._engine.weights(), self._options.lineage)
+        weights, fingerprint = self._engine.weights(), self._fingerprint_of(step)
+        published = publish_weights(self._storage, step, weights, self._options.lineage, fingerprint)
         self._published = step
         if self._options.max_weights_to_keep:
             kept = published_versions(self._storage)[-self._options.max_weights_to_keep :]
             remove_weights_below(self._storage, kept[0])
         self._emit({"event": "published", "version": step, "hash": published.content_hash})
+
+    def _fingerprint_of(self, step: int) -> Fingerprint | None:
+        """Of the weights as they are, which are those after `step`; computed once."""
+        if self._fingerprint[0] != step:
+            self._fingerprint = (step, self._engine.fingerprint())
+        return self._fingerprint[1]
 
     def _save(self, step: int, last: bool) -> None:
         files = self._engine.state_files()
@@ -180,6 +191,7 @@ class Trainer:
             "source": self._source.state_dict(),
             "published": self._published,
         }
+        state |= fingerprint_extra(self._fingerprint_of(step))
         self._checkpoints.save(step, files, state)
         self._saved = step
 

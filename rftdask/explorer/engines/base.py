@@ -63,6 +63,10 @@ class Engine(ABC):
 
     policy_version: int = 0
     """Version of the weights it serves; 0 = as in the model folder."""
+    dtype: str = "float32"
+    """In which it computes."""
+    has_weights: bool = True
+    """Whether there is a model behind it, so that what it loads can be proven; see proof.py."""
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -75,6 +79,10 @@ class Engine(ABC):
 
         Raises: RoleError: a name or shape does not fit; the engine must not be used again.
         """
+
+    def load_anew(self, version: int, files: Sequence[Path]) -> None:
+        """As `load_weights`, in the surest way this engine has, however long it takes."""
+        self.load_weights(version, files)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """Natural-log probability, at temperature 1, of each token of the second of a pair after the first and those

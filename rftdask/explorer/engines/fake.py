@@ -26,6 +26,8 @@ class FakeEngine(Engine):
         seconds_per_call: what one call of `generate` takes, to stand for a slow model.
     """
 
+    has_weights = False
+
     def __init__(
         self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_call: float = 0.0
     ) -> None:

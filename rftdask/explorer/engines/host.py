@@ -1,7 +1,8 @@
 """Host: an engine in a child process, and the client that a Dask worker reaches it by.
 
-The client is what proves the weights: it verifies every file against the manifest before the engine loads it. One
-client, one engine, one request at a time.
+Weights are proven on both sides: the client verifies every file against the manifest before the engine loads it, and
+the engine's process compares what they compute with the trainer's fingerprint before it answers. One client, one
+engine, one request at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rftdask.child import Channel, Child
 from rftdask.errors import DamagedError, NotFoundError, RoleError, StorageError
 from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.proof import load_proven
 from rftdask.storage import Storage
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import check_file
 from rftdask.synchronizer.weights import Published
 
@@ -65,7 +68,8 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             pairs = [(tuple(prompt), tuple(response)) for prompt, response in message["pairs"]]
             channel.send([list(logprobs) for logprobs in engine.logprobs(pairs)])
         else:
-            engine.load_weights(message["version"], [Path(file) for file in message["files"]])
+            fingerprint = message["fingerprint"] and Fingerprint.from_plain(message["fingerprint"])
+            load_proven(engine, message["version"], [Path(file) for file in message["files"]], fingerprint)
             log.info("serves policy version %d", engine.policy_version)
             channel.send({"version": engine.policy_version})
 
@@ -146,7 +150,8 @@ class EngineClient:
     def load(self, storage: Storage, published: Published) -> None:
         """Serve `published` from now on. Files that fail their checksum are read again, a few times, never loaded.
 
-        Raises: StorageError: the version is not there or stays damaged; RoleError: the engine could not take it.
+        Raises: StorageError: the version is not there or stays damaged; RoleError: the engine could not take it;
+            WeightsError: it took it and computes something else. The engine has ended after the last two.
         """
         with self._lock:
             if self.weights == published:
@@ -170,7 +175,13 @@ class EngineClient:
                 file = stack.enter_context(storage.local_copy(path))
                 check_file(path, file.read_bytes(), entry)
                 files.append(str(file))
-            message = {"method": "load_weights", "version": published.version, "files": files}
+            fingerprint = published.fingerprint and published.fingerprint.to_plain()
+            message = {
+                "method": "load_weights",
+                "version": published.version,
+                "files": files,
+                "fingerprint": fingerprint,
+            }
             answer = self._child.request(message, LOAD_TIMEOUT_S)
         if answer["version"] != published.version:
             raise RoleError(f"the engine serves version {answer['version']} after loading {published.version}")

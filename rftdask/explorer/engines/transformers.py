@@ -53,6 +53,7 @@ class TransformersEngine(Engine):
         max_batch_tokens: int = 65536,
     ) -> None:
         self.model_path = model_path
+        self.dtype = dtype
         self.device = torch.device(device)
         self.max_batch_tokens = max_batch_tokens
         options: dict[str, Any] = {

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from rftdask.buffer.batch import Batch
+from rftdask.synchronizer.fingerprint import Fingerprint
 
 
 class TrainEngine(ABC):
@@ -26,6 +27,10 @@ class TrainEngine(ABC):
         """What explorers load, file name -> bytes: the policy's state dict in safetensors format, tied tensors once; or
         its adapters, where they alone are trained.
         """
+
+    def fingerprint(self) -> Fingerprint | None:
+        """What these weights compute, for engines to reproduce; None: there is no model. Called by all ranks."""
+        return None
 
     @abstractmethod
     def state_files(self) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rftdask.algorithm import Algorithm, LossInputs
+from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.buffer.batch import Batch
 from rftdask.errors import DataError, RoleError
 from rftdask.lora import (
@@ -35,6 +36,7 @@ from rftdask.lora import (
     settings_bytes,
     without_adapters,
 )
+from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
 from rftdask.synchronizer.weights import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
 from rftdask.trainer.engines.adam import Adam, AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
@@ -43,6 +45,7 @@ from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes, plan_passes
 from rftdask.trainer.engines.strategies.base import Single, Strategy, layers_of
 from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 
 _OPTIMIZER = "actor/optim.safetensors"
@@ -208,6 +211,24 @@ class TorchEngine(TrainEngine):
         files = {self._adapter[name]: tensor for name, tensor in tensors.items()}
         return {ADAPTER_FILE: state_bytes(files), ADAPTER_CONFIG_FILE: settings_bytes(self._adapter_settings)}
 
+    @torch.no_grad()
+    def fingerprint(self) -> Fingerprint:
+        """In float32 also where training multiplies in bfloat16, unless the strategy brings weights together so."""
+        sequences = fixed_sequences(self._model.config.get_text_config().vocab_size)
+        rows = pack_rows(
+            [np.array(sequence) for sequence in sequences],
+            np.ones(len(sequences), np.int64),
+            np.ones(len(sequences), np.float32),
+            self._device,
+            sequence=self._sequence,
+        )
+        self._model.eval()  # an engine has no dropout
+        logprobs_BT, _ = self._policy(rows=rows)
+        self._model.train()
+        bfloat16 = self._strategy.sharded and self._device.type == "cuda"
+        logprobs = tuple(tuple(row) for row in logprobs_BT.cpu().tolist())
+        return Fingerprint(sequences, logprobs, "bfloat16" if bfloat16 else "float32")
+
     def state_files(self) -> dict[str, bytes]:
         files = self._adam.state_files(_OPTIMIZER)
         if self._critic is not None:
@@ -358,14 +379,17 @@ class TorchEngine(TrainEngine):
         )
         sums: dict[str, Tensor] = {}
         for members in passes.own:
-            loss, more = self._algorithm.compute_loss(
-                self._loss_inputs(rows, members, weights_NT, ref_NT, advantages_NT)
-            )
+            inputs = self._loss_inputs(rows, members, weights_NT, ref_NT, advantages_NT)
+            loss, more = self._algorithm.compute_loss(inputs)
             loss.backward()
+            if self._algorithm.schema == "experience":
+                more |= _mismatch(inputs)
             for name, value in more.items():
                 sums[name] = sums[name] + value if name in sums else value
         passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
         metrics = passes.add_metrics({name: float(value) for name, value in sums.items()})
+        if "mismatch_kl" in metrics:
+            metrics["mismatch_kl"] /= max(metrics.pop("mismatch_tokens"), 1.0)
         return {**metrics, **self._adam.step(step)}
 
     def _loss_inputs(
@@ -406,6 +430,22 @@ class TorchEngine(TrainEngine):
             self._kl_coefs[0] = loss_fn.next_coef(float(self._kl_coefs[0]), measured, num_rows)
         if "kl_penalty" in metrics:
             self._kl_coefs[1] = penalty_fn.next_coef(float(self._kl_coefs[1]), metrics["kl_penalty"], num_rows)
+
+
+@torch.no_grad()
+def _mismatch(inputs: LossInputs) -> dict[str, Tensor]:
+    """Sums over the sampled tokens that are trained: mismatch_kl, of w - 1 - log w with w = p_trainer / p_sampler,
+    whose mean estimates KL(sampler, trainer) and is never negative (Schulman, "Approximating KL Divergence", 2020);
+    and mismatch_tokens, their number.
+    """
+    mask_BT = inputs.loss_mask_BT
+    if inputs.expert_mask_B is not None:
+        mask_BT = mask_BT & ~inputs.expert_mask_B[:, None]
+    gap_BT = (inputs.policy_logprobs_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "mismatch_kl": (torch.expm1(gap_BT) - gap_BT).masked_fill(~mask_BT, 0.0).sum(),
+        "mismatch_tokens": mask_BT.sum(),
+    }
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

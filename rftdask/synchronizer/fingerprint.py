@@ -1,0 +1,105 @@
+"""Fingerprint: what weights say of a few fixed token sequences, by which an engine proves that it serves them.
+
+Checksums prove the files; a fingerprint proves what an engine made of them. The trainer publishes it with each version,
+and an engine that does not reproduce it must not serve the version. It knows neither models nor storage. Limit: weights
+that differ by less than the tolerance are the same to it. In float32 it sees what moves a logprob by 0.001; in
+bfloat16, whose rounding is coarser, damage such as other weights' output head or a missing layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NUM_SEQUENCES = 4
+SEQUENCE_LENGTH = 16
+"""Tokens of each: few enough for any model, and a forward pass that costs nothing beside a training step."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest absolute differences of logprobs, in nats."""
+
+    maximum: float
+    mean: float
+
+
+TOLERANCES = {
+    # Two float32 implementations of one model differ by 1e-6 (thousands of weights) to 1e-4 (billions).
+    "float32": Tolerance(maximum=1e-3, mean=2e-4),
+    # Logits near 20 are rounded to 0.06 in bfloat16.
+    "bfloat16": Tolerance(maximum=1.0, mean=0.15),
+    "float16": Tolerance(maximum=0.3, mean=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Example: Fingerprint(sequences=((3, 1, 4),), logprobs=((-2.5, -0.1),), dtype="float32")"""
+
+    sequences: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of every token but the first, given those before it; temperature 1."""
+    dtype: str
+    """In which the trainer multiplied; sums and softmax are float32."""
+
+    @property
+    def pairs(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(first token, the others) of each sequence, as `Engine.logprobs` takes them."""
+        return [(sequence[:1], sequence[1:]) for sequence in self.sequences]
+
+    def problem(self, measured: Sequence[Sequence[float]], dtype: str) -> str:
+        """What keeps `measured`, by an engine that computes in `dtype`, from being these logprobs; "" if nothing does.
+
+        The coarser of both data types decides.
+        """
+        if [len(row) for row in measured] != [len(row) for row in self.logprobs]:
+            return f"{[len(row) for row in measured]} logprobs, not {[len(row) for row in self.logprobs]}"
+        bound = max((TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype)), key=_maximum)
+        gaps = [
+            abs(own - other)
+            for row, others in zip(self.logprobs, measured, strict=True)
+            for own, other in zip(row, others, strict=True)
+        ]
+        largest, mean = max(gaps), sum(gaps) / len(gaps)
+        if all(map(math.isfinite, gaps)) and largest <= bound.maximum and mean <= bound.mean:
+            return ""
+        return (
+            f"logprobs differ by up to {largest:.2g}, {mean:.2g} in the mean; allowed in {dtype} are "
+            f"{bound.maximum:g} and {bound.mean:g}"
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON and MessagePack."""
+        return {
+            "sequences": [list(sequence) for sequence in self.sequences],
+            "logprobs": [list(row) for row in self.logprobs],
+            "dtype": self.dtype,
+        }
+
+    @classmethod
+    def from_plain(cls, tree: Mapping[str, Any]) -> Fingerprint:
+        """Raises: KeyError, TypeError, ValueError: it is none."""
+        return cls(
+            tuple(tuple(int(token) for token in sequence) for sequence in tree["sequences"]),
+            tuple(tuple(float(value) for value in row) for row in tree["logprobs"]),
+            str(tree["dtype"]),
+        )
+
+
+def fixed_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The sequences for a vocabulary: the same on every machine, spread over all of it."""
+    state, sequences = 1, []
+    for _ in range(NUM_SEQUENCES):
+        sequence = []
+        for _ in range(SEQUENCE_LENGTH):
+            state = state * 6364136223846793005 + 1442695040888963407 & 2**64 - 1  # the generator of Knuth's MMIX
+            sequence.append((state >> 33) % vocab_size)
+        sequences.append(tuple(sequence))
+    return tuple(sequences)
+
+
+def _maximum(tolerance: Tolerance) -> float:
+    return tolerance.maximum

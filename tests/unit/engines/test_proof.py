@@ -1,0 +1,175 @@
+"""Promises of the proof: no engine serves weights that it does not compute with; a trainer and an engine of the same
+weights agree.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.algorithm import make_algorithm
+from rftdask.errors import RoleError, WeightsError
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.fake import FakeEngine
+from rftdask.explorer.engines.host import serve
+from rftdask.explorer.engines.proof import load_proven
+from rftdask.explorer.engines.transformers import TransformersEngine
+from rftdask.lora import Lora
+from rftdask.synchronizer.fingerprint import Fingerprint
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.adam import AdamOptions
+from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.schedule import LearningRate
+
+PRINT = Fingerprint(((3, 1),), ((-2.0,),), "float32")
+
+
+class StaleEngine(Engine):
+    """Takes any weights, and computes with the new ones after so many loads of the surer kind."""
+
+    def __init__(self, loads_needed: int) -> None:
+        self.loads_needed = loads_needed
+        self.calls: list[str] = []
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return []
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        self.calls.append("logprobs")
+        return [(-2.0 if self.calls.count("load_anew") >= self.loads_needed else -3.0,)]
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        self.calls.append("load_weights")
+
+    def load_anew(self, version: int, files: Sequence[Path]) -> None:
+        self.calls.append("load_anew")
+
+
+def test_an_engine_that_reproduces_the_fingerprint_is_loaded_once() -> None:
+    engine = StaleEngine(0)
+    load_proven(engine, 1, [], PRINT)
+    assert engine.calls == ["load_weights", "logprobs"]
+
+
+def test_one_that_does_not_is_loaded_anew_and_asked_again() -> None:
+    engine = StaleEngine(1)
+    load_proven(engine, 1, [], PRINT)
+    assert engine.calls == ["load_weights", "logprobs", "load_anew", "logprobs"]
+
+
+def test_one_that_never_does_leaves_with_the_numbers() -> None:
+    with pytest.raises(WeightsError, match=r"version 7, also after loading it anew: logprobs differ by up to 1"):
+        load_proven(StaleEngine(2), 7, [], PRINT)
+    assert issubclass(WeightsError, RoleError)
+
+
+def test_without_a_fingerprint_or_a_model_nothing_is_compared(tmp_path: Path) -> None:
+    engine = StaleEngine(2)
+    load_proven(engine, 1, [], None)
+    assert engine.calls == ["load_weights"]
+    fake = FakeEngine()
+    load_proven(fake, 1, [], PRINT)
+    assert fake.policy_version == 1
+
+
+# ---- real ones
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    build_toy_model(folder, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
+    return folder
+
+
+def trainer(model: Path, lora: Lora | None = None) -> TorchEngine:
+    adam = AdamOptions(LearningRate(1e-2), (0.9, 0.999), 0.0, 1.0)
+    options = TorchOptions(str(model), "float32", "cpu", adam, 1000, 6, None, seed=0, deterministic=False, lora=lora)
+    return TorchEngine(options, make_algorithm("grpo"))
+
+
+def moved(engine: TorchEngine) -> TorchEngine:
+    """With other weights, as after a step."""
+    for number, parameter in enumerate(p for p in engine._model.parameters() if p.requires_grad):
+        parameter.data += 0.01 * (-1) ** number
+    return engine
+
+
+def write(engine: TorchEngine, folder: Path) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    for name, data in engine.weights().items():
+        (folder / name).write_bytes(data)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all weights", "adapters"])
+def test_what_the_trainer_says_of_its_weights_the_engine_computes(
+    model: Path, tmp_path: Path, lora: Lora | None
+) -> None:
+    policy = moved(trainer(model, lora))
+    fingerprint = policy.fingerprint()
+    engine = TransformersEngine(str(model))
+    assert fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype), "the weights of the folder are others"
+    load_proven(engine, 1, write(policy, tmp_path / "weights"), fingerprint)
+    [first, *_], [said, *_] = fingerprint.logprobs, engine.logprobs(fingerprint.pairs)
+    assert said == pytest.approx(first, abs=1e-5)
+    assert policy._model.training, "the trainer goes on training"
+
+
+class Parent:
+    """The pipe to an engine's process, without one: messages in, answers out."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self.messages = messages
+        self.answers: list[Any] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.messages)
+
+    def send(self, answer: Any) -> None:
+        self.answers.append(answer)
+
+
+def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RFTDASK_THREADS", "1")
+    policy = trainer(model)
+    right = policy.fingerprint()
+    files = [str(path) for path in write(policy, tmp_path / "weights")]
+    wrong = moved(policy).fingerprint()
+    load = {"method": "load_weights", "version": 5, "files": files}
+    parent = Parent({**load, "fingerprint": right.to_plain()}, {**load, "fingerprint": wrong.to_plain()})
+    spec = {
+        "engine_type": "transformers",
+        "model_path": str(model),
+        "options": [("dtype", "float32")],
+    }
+    with pytest.raises(WeightsError, match="version 5"):
+        serve(spec, parent)  # type: ignore[arg-type]
+    assert parent.answers[1:] == [{"version": 5}]
+
+
+ENGINE = """
+import subprocess, sys, os
+os.environ["RFTDASK_ENGINE_PID"] = str(os.getpid())
+child = "import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+grandchild = "from rftdask.explorer.engines.orphans import end_with_engine as e; e(); print('up', flush=True); input()"
+subprocess.run([sys.executable, "-c", child.format(grandchild=grandchild)])
+"""
+
+
+def test_processes_of_an_engine_end_with_it_also_when_it_is_killed() -> None:
+    """Both the one that watches and the one between: the pipe ends only when nobody holds it any more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "up\n"
+        engine.kill()
+        assert engine.stdout.read() == ""
