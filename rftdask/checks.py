@@ -9,12 +9,14 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from rftdask.buffer.datasets import Dataset, open_dataset
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.tasksets import Taskset
 from rftdask.config import Config
+from rftdask.config.engine_keys import engine_sections
 from rftdask.config.schema_buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
 from rftdask.explorer.companions import external_policy, remote_auxiliary
@@ -40,6 +42,8 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
     """
     problems: list[str] = []
     sizes = []
+    with _noted(problems):
+        _check_engines(stages)
     with _noted(problems):
         _check_model(stages[0])  # later stages train what the one before makes
     for stage in stages:
@@ -201,6 +205,17 @@ def _check_model(stage: Config) -> None:
     ):
         return
     _check_model_folder(stage.model.model_path, "model.model_path")
+
+
+def _check_engines(stages: list[Config]) -> None:
+    """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
+    for stage in stages:
+        for path, section in engine_sections(stage) if stage.mode != "train" else ():
+            if section.engine_type == "vllm" and find_spec("vllm") is None:
+                raise UserError(
+                    f"{path}.engine_type: vLLM is not installed; pip install 'rftdask[vllm]' on a machine with a GPU "
+                    "(docs/engines.md says how on a CPU), or use transformers"
+                )
 
 
 def _check_model_folder(path: str, key: str) -> None:

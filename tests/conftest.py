@@ -4,6 +4,7 @@
     tests/crash          a run killed, unplugged and damaged; the quick sample in seconds, the short forms marked slow
     tests/integration    a real Dask cluster in this process or on this machine, seconds
     tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
+    tests/vllm_engine    vLLM on the CPU, minutes, in an environment of its own; marked vllm below
 
 The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
 """
@@ -45,3 +46,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(TESTS / "e2e"):
             item.add_marker("slow")
+        if item.path.is_relative_to(TESTS / "vllm_engine"):
+            item.add_marker("vllm")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from distributed import Client
 
 from rftdask.config import Config
+from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
 
 CONTROL_RESOURCE = "control"
@@ -28,7 +29,9 @@ class WorkerPlan:
     threads: int
     """Cores that the child process of its role may use."""
     gpu: int | None = None
-    """Number of the one GPU it sees; None: there are none."""
+    """Number of the first GPU it sees; None: there are none."""
+    num_gpus: int = 1
+    """How many it sees, where there are any."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     """
     training = [stage for stage in stages if stage.mode in ("both", "train")]
     explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
-    left = max(1, num_gpus - explorers)
+    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
+    left = max(1, num_gpus - explorers * each)
     ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
     roles = ranks + explorers
     if roles > max(num_cpus, 2):
@@ -105,11 +109,13 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"= {roles} processes that compute, and there are {num_cpus} cores (cluster.num_cpus); "
             f"{_advice(ranks, explorers, num_cpus)}"
         )
-    if num_gpus and roles > num_gpus:
+    if num_gpus and ranks + explorers * each > num_gpus:
+        one_each = f"= {roles} processes with a GPU each"
+        more = f"with {each} GPUs each (tensor, pipeline and data_parallel_size) = {ranks + explorers * each} GPUs"
         raise UserError(
             f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, explorer.rollout_model.engine_num) "
-            f"= {roles} processes with a GPU each, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
-            f"{_advice(ranks, explorers, num_gpus)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            f"{one_each if each == 1 else more}, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
+            f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     for stage in training:
         own, trainer = _asked_ranks(stage) or ranks, stage.trainer
@@ -122,12 +128,15 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
     engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(explorers))
-    workers = [replace(worker, gpu=number if num_gpus else None) for number, worker in enumerate((*trainers, *engines))]
+    if num_gpus:
+        trainers = tuple(replace(worker, gpu=number) for number, worker in enumerate(trainers))
+        engines = tuple(replace(engine, gpu=ranks + i * each, num_gpus=each) for i, engine in enumerate(engines))
+    workers = [*trainers, *engines]
     workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     return Layout(tuple(workers))
 
 
-def _advice(ranks: int, explorers: int, places: int) -> str:
-    if explorers and ranks < places:
-        return f"lower engine_num to {places - ranks}"
-    return f"lower num_ranks to {max(1, places - explorers)}"
+def _advice(ranks: int, explorers: int, places: int, each: int = 1) -> str:
+    if explorers and ranks + each <= places:
+        return f"lower engine_num to {(places - ranks) // each}"
+    return f"lower num_ranks to {max(1, places - explorers * each)}"

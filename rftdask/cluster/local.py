@@ -57,8 +57,10 @@ class LocalCluster(Cluster):
 
     @staticmethod
     def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
-        # What the worker sees its child sees, which then finds one GPU and calls it the first.
-        env = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": visible_gpus()[worker.gpu]}
+        # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
+        env = {}
+        if worker.gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus])
         return {
             "cls": Nanny,
             "options": {

@@ -9,6 +9,7 @@ from typing import Any
 
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.base import default_of
+from rftdask.config.engine_keys import engine_problems, engine_warnings
 from rftdask.config.messages import show
 from rftdask.config.mixture import (
     EXPERT_RATIO,
@@ -469,6 +470,11 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
 
 
+@rule("explorer.rollout_model", "explorer.auxiliary_models", "model.lora_configs")
+def _engines_can_do_it(config: Config) -> Iterator[Problem]:
+    yield from engine_problems(config)
+
+
 @rule("mode", "algorithm", "explorer.auxiliary_models")
 def _teacher_is_there(config: Config) -> Iterator[Problem]:
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
@@ -623,6 +629,7 @@ def warn(config: Config) -> Iterator[Problem]:
             f"{config.synchronizer.explorer_sync_interval}: evaluated every {interval} steps",
         )
     yield from _idle_boundaries(config)
+    yield from engine_warnings(config)
     if config.model.critic_model_path and not info.critic:
         yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
     if config.trainer.offload_policy and config.trainer.trainer_strategy != "fsdp2":

@@ -4,11 +4,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Count, Derived, Free, Ignored, Later, Natural, Seconds, Secret, Section, no_items
+from rftdask.config.base import (
+    Aliases,
+    Count,
+    Derived,
+    Free,
+    Ignored,
+    Later,
+    Natural,
+    Seconds,
+    Secret,
+    Section,
+    no_items,
+)
 
-_VLLM = Later("vLLM and SGLang engines")
 _MODEL = Later("lengths and sampling of one engine; set the same key in section model")
-_TUNING = Ignored("it tunes vLLM, which this engine is not")
 _TOOLS = Later("tool parsers")
 _RUNNERS = Ignored("there are no runner processes: rollouts are concurrent coroutines")
 _SERVE = Ignored("only mode serve, which is not available, reads it")
@@ -18,11 +28,13 @@ class InferenceModelConfig(Section):
     """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`: engines that generate text."""
 
     engine_type: Annotated[
-        Literal["transformers", "external", "fake"],
-        Later("this engine", ("vllm", "vllm_async", "sglang", "tinker")),
+        Literal["transformers", "vllm", "external", "fake"],
+        Aliases({"vllm_async": "vllm"}, "vLLM's asynchronous engine is the only one there is"),
+        Later("this engine", ("sglang", "tinker")),
     ] = "transformers"
-    """transformers: PyTorch on CPU or one GPU. external: a model behind an OpenAI-compatible API, whose address and
-    key are in the environment variables that model.external_model names. fake: replies from a table, for tests."""
+    """transformers: PyTorch on CPU or one GPU. vllm: continuous batches on one or several GPUs, or on a CPU; needs the
+    extra `vllm`. external: a model behind an OpenAI-compatible API, whose address and key are in the environment
+    variables that model.external_model names. fake: replies from a table, for tests."""
     engine_num: Count = 1
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -33,26 +45,26 @@ class InferenceModelConfig(Section):
     """Model of an auxiliary engine."""
     name: Annotated[str | None, Later("auxiliary models")] = None
     """Name of an auxiliary engine."""
-    tensor_parallel_size: Annotated[Count, _VLLM] = 1
-    """GPUs of one engine, splitting each layer."""
-    data_parallel_size: Annotated[Count, _VLLM] = 1
-    """Copies inside one engine."""
-    pipeline_parallel_size: Annotated[Count, _VLLM] = 1
-    """GPUs of one engine, splitting the stack of layers."""
-    enable_expert_parallel: Annotated[bool, _VLLM] = False
-    """Split the experts over the GPUs."""
-    extra_engine_args: Annotated[Free, _VLLM] = no_items()
-    """Further arguments of the engine."""
-    use_v1: Annotated[bool, _TUNING] = True
-    """vLLM version 1."""
-    enforce_eager: Annotated[bool, _TUNING] = False
-    """No CUDA graphs."""
-    enable_prefix_caching: Annotated[bool, _TUNING] = True
-    """Reuse the attention cache of equal prefixes."""
-    enable_chunked_prefill: Annotated[bool, _TUNING] = True
-    """Split long prompts."""
-    gpu_memory_utilization: Annotated[float, _TUNING] = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory."""
+    tensor_parallel_size: Count = 1
+    """vLLM: GPUs of one engine, splitting each layer."""
+    data_parallel_size: Count = 1
+    """vLLM: copies inside one engine, each with GPUs of its own."""
+    pipeline_parallel_size: Count = 1
+    """vLLM: GPUs of one engine, splitting the stack of layers."""
+    enable_expert_parallel: bool = False
+    """vLLM: split the experts over the GPUs."""
+    extra_engine_args: Free = no_items()
+    """vLLM: further arguments of its AsyncEngineArgs; they win over those that follow from other keys."""
+    use_v1: Annotated[bool, Ignored("vLLM has no other version any more")] = True
+    """vLLM: version 1."""
+    enforce_eager: bool = False
+    """vLLM: no CUDA graphs; on a CPU there are none."""
+    enable_prefix_caching: bool = True
+    """vLLM: reuse the attention cache of equal prefixes, within one policy version."""
+    enable_chunked_prefill: bool = True
+    """vLLM: split long prompts."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """vLLM: share of the GPU's memory."""
     temperature: Annotated[float | None, _MODEL] = None
     """See `model.temperature`."""
     top_p: Annotated[float | None, _MODEL] = None
@@ -85,7 +97,7 @@ class InferenceModelConfig(Section):
     """Record what passes through the API."""
     enable_openai_api: Annotated[bool, Later("engines behind an OpenAI-compatible API")] = False
     """Serve an OpenAI-compatible API."""
-    enable_log_requests: Annotated[bool, _TUNING] = False
+    enable_log_requests: Annotated[bool, Ignored("what was asked is in the experiences")] = False
     """Log every request."""
     base_port: Annotated[int | None, Ignored("engines open no port")] = None
     """First port of the engines."""

@@ -66,7 +66,7 @@ class ExternalModelConfig(Section):
     """Name of the model at the service."""
 
 
-_VLLM_LORA = Later("LoRA in vLLM")
+_VLLM_LORA = Later("this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it")
 
 
 class ModelConfig(Section):

@@ -16,6 +16,7 @@ from rftdask.config.schema_explorer import AuxiliaryModelConfig
 from rftdask.errors import DataError
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.engines.options import engine_options
 from rftdask.explorer.limits import DynamicTimeout
 from rftdask.explorer.model import PromptLimits
 from rftdask.explorer.remote_model import RemoteSpec
@@ -135,11 +136,9 @@ def _name(model: AuxiliaryModelConfig) -> str:
 
 
 def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> EngineSpec:
-    options: dict[str, Any] = {}
-    if model.engine_type == "transformers":
-        options = {"dtype": model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    options = engine_options(model, config, policy=False)
     env = tuple(sorted(config.explorer.env_vars.items()))
-    return EngineSpec(model.engine_type, model.model_path or "", tuple(sorted(options.items())), threads, None, env)
+    return EngineSpec(model.engine_type, model.model_path or "", options, threads, None, env)
 
 
 def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, timeout_s: float) -> AuxiliaryEngine:

@@ -36,6 +36,7 @@ from rftdask.explorer.companions import (
 )
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.engines.options import engine_options
 from rftdask.explorer.limits import OverRollout, pass_rates
 from rftdask.explorer.model import PromptLimits
 from rftdask.explorer.remote_model import RemoteModel, ServedRemote
@@ -249,13 +250,8 @@ def _load(engine: EngineClient, storage: Storage, published: Published | None) -
 def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine a stage's rollouts run on."""
     model = config.explorer.rollout_model
-    options: dict[str, Any] = {}
-    if model.engine_type == "transformers":
-        options = {"dtype": model.dtype, "trust_remote_code": config.model.trust_remote_code}
     env = tuple(sorted({**config.explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
-    return EngineSpec(
-        model.engine_type, config.model.model_path, tuple(sorted(options.items())), threads, log_file, env
-    )
+    return EngineSpec(model.engine_type, config.model.model_path, engine_options(model, config), threads, log_file, env)
 
 
 def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published | None:

@@ -1,4 +1,4 @@
-"""Engines by name. Importing this package needs neither torch nor transformers."""
+"""Engines by name. Importing this package needs neither torch nor transformers nor vLLM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ def _transformers(model_path: str, **options: Any) -> Engine:
     return TransformersEngine(model_path, **options)
 
 
+def _vllm(model_path: str, **options: Any) -> Engine:
+    from rftdask.explorer.engines.vllm import VllmEngine
+
+    return VllmEngine(model_path, **options)
+
+
 def _fake(model_path: str, **options: Any) -> Engine:
     from rftdask.explorer.engines.fake import FakeEngine
 
     return FakeEngine(model_path, **options)
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"transformers": _transformers, "fake": _fake}
+ENGINES: dict[str, Callable[..., Engine]] = {"transformers": _transformers, "vllm": _vllm, "fake": _fake}
 
 
 def make_engine(engine_type: str, model_path: str, **options: Any) -> Engine:

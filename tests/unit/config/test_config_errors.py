@@ -88,9 +88,21 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
             "algorithm.optimizer.betas[1]: 2 is too large; it must be less than 1",
         ),
         (
-            {"explorer": {"rollout_model": {"engine_type": "vllm"}}},
-            "explorer.rollout_model.engine_type: 'vllm' is not available in this release (this engine); "
-            "use one of transformers, external, fake",
+            {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
+            "explorer.rollout_model.engine_type: 'sglang' is not available in this release (this engine); "
+            "use one of transformers, vllm, external, fake",
+        ),
+        (
+            {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}},
+            "explorer.rollout_model.tensor_parallel_size: engine_type transformers cannot do it; leave it out or use "
+            "vllm",
+        ),
+        (
+            {
+                "explorer": {"rollout_model": {"engine_type": "vllm"}},
+                "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{"use_dora": True}]},
+            },
+            "model.lora_configs[0].use_dora: vLLM has no DoRA; use engine_type transformers",
         ),
         (
             {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},

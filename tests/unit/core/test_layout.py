@@ -31,6 +31,15 @@ def test_every_role_has_a_gpu_of_its_own() -> None:
     assert {worker.threads for worker in workers} == {8}
 
 
+def test_an_engine_on_several_gpus_has_all_of_them_to_itself() -> None:
+    split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
+    workers = plan_layout([stage(2, *split)], 64, num_gpus=8).workers
+    assert [worker.num_gpus for worker in workers] == [1, 1, 1, 1, 2, 2]
+    assert [worker.gpu for worker in workers] == [0, 1, 2, 3, 4, 6]
+    with pytest.raises(UserError, match=r"4 explorers .* with 2 GPUs each .* = 9 GPUs.* lower engine_num to 3"):
+        plan_layout([stage(4, *split, "trainer.num_ranks=1")], 64, num_gpus=8)
+
+
 def test_more_roles_than_gpus_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(
         UserError, match=r"1 trainer \+ 8 explorers .* = 9 processes .* 8 GPUs .* lower engine_num to 7"

@@ -1,0 +1,278 @@
+"""Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
+what it loads it computes with, also where vLLM's own reload does not; a run with it is as sound as with any engine.
+
+One engine, of tied embeddings, serves most tests: starting it takes a minute.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rftdask import Experiment
+from rftdask.algorithm import make_algorithm
+from rftdask.errors import RoleError
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.proof import load_proven
+from rftdask.explorer.engines.transformers import TransformersEngine
+from rftdask.explorer.engines.vllm import VllmEngine
+from rftdask.lora import Lora
+from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.adam import AdamOptions
+from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.model import token_logprobs
+from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.schedule import LearningRate
+from tests.integration.run_cases import RunProcess, assert_sound
+from tests.unit.engines.engine_contract import EngineContract
+from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
+
+ROOT = Path(__file__).parents[2]
+RUN_DEADLINE_S = 500.0
+NUM_EVAL = 4
+# vLLM's imports warn of what they will change.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(550)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of one model with the weights of versions 0 and 1."""
+    root = tmp_path_factory.mktemp("models")
+    return {version: save_qwen2(root / str(version), seed=version, tied=True) for version in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def others(folders: dict[int, Path]) -> dict[int, TransformersEngine]:
+    """What these weights compute, by an engine without surprises."""
+    return {version: TransformersEngine(str(folder)) for version, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
+    if find_spec("vllm") is None:
+        pytest.fail("vLLM is not installed here; tests/vllm_engine/install_vllm.sh VENV makes an environment with it")
+    engine = VllmEngine(str(folders[0]), max_model_len=128)
+    yield engine
+    engine.close()
+    engine.close()
+    with pytest.raises(RoleError, match="was closed"):
+        engine.generate([GenerateRequest((3, 4), SamplingParams(max_tokens=1), 0)])
+
+
+def weights_of(folder: Path) -> list[Path]:
+    return [folder / "model.safetensors"]
+
+
+def fingerprint_of(engine: TransformersEngine) -> Fingerprint:
+    empty = Fingerprint(fixed_sequences(128), (), "float32")
+    return Fingerprint(empty.sequences, tuple(engine.logprobs(empty.pairs)), "float32")
+
+
+def largest_gap(one: Engine, other: Engine) -> float:
+    pairs = [((3, 4), tuple(range(10, 40))), ((9,), (8, 7, 6, 127))]
+    rows = zip(one.logprobs(pairs), other.logprobs(pairs), strict=True)
+    return max(abs(a - b) for row, others in rows for a, b in zip(row, others, strict=True))
+
+
+REQUESTS = [
+    GenerateRequest(
+        tuple(range(3, 3 + length)), SamplingParams(24, temperature, top_p, top_k, repetition_penalty=penalty), seed
+    )
+    for seed, (length, temperature, top_p, top_k, penalty) in enumerate(
+        [
+            (3, 1.0, 1.0, -1, 1.0),
+            (40, 1.0, 1.0, -1, 1.0),
+            (5, 0.7, 0.9, -1, 1.0),
+            (7, 1.3, 1.0, 20, 1.2),
+            (4, 0.0, 1.0, -1, 1.0),
+        ]
+    )
+]
+
+
+class TestContract:
+    """What every engine promises, but for what costs an engine of its own."""
+
+    test_nothing = EngineContract.test_no_requests_no_generations
+    test_order = EngineContract.test_one_generation_for_each_request_in_their_order
+    test_logprobs = EngineContract.test_one_logprob_for_each_token_and_none_above_zero
+    test_scores = EngineContract.test_the_logprobs_of_given_tokens_are_those_of_sampling_them
+    test_max_tokens = EngineContract.test_no_response_exceeds_its_own_max_tokens
+    test_length = EngineContract.test_a_response_that_was_cut_off_says_length
+    test_other_seeds = EngineContract.test_another_seed_gives_other_tokens
+    test_neighbors = EngineContract.test_tokens_do_not_depend_on_the_seeds_of_neighbors
+    test_seeds = EngineContract.test_the_largest_and_negative_seeds_are_seeds
+
+    def test_the_same_call_twice_gives_the_same_tokens(self, engine: Engine) -> None:
+        once, again = ([generation.tokens for generation in engine.generate(REQUESTS)] for _ in range(2))
+        assert once == again
+
+    def test_an_end_token_ends_a_response_and_is_its_last(self, engine: Engine) -> None:
+        sampling = SamplingParams(max_tokens=100, temperature=2.0)
+        answers = engine.generate([GenerateRequest((5, 6), sampling, seed) for seed in range(16)])
+        ended = [answer for answer in answers if answer.finish_reason == "stop"]
+        assert ended and all(answer.tokens[-1] in END_IDS for answer in ended)
+        assert not any(set(answer.tokens[:-1]) & set(END_IDS) for answer in answers)
+
+    def test_a_missing_weights_file_is_refused_by_name(self, engine: Engine, tmp_path: Path) -> None:
+        with pytest.raises(RoleError, match=r"version 3.*absent\.safetensors"):
+            engine.load_weights(3, [tmp_path / "absent.safetensors"])
+
+    def test_a_temperature_that_vllm_would_change_is_refused(self, engine: Engine) -> None:
+        with pytest.raises(RoleError, match=r"temperature is 0\.001"):
+            engine.generate([GenerateRequest((3, 4), SamplingParams(2, temperature=0.001), 0)])
+
+
+def trainer_logprobs(model: torch.nn.Module, answers: Sequence[Generation]) -> list[list[float]]:
+    rows = [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(REQUESTS, answers, strict=True)]
+    prompts = np.array([len(request.prompt_tokens) for request in REQUESTS])
+    temperatures = np.array([request.sampling.temperature for request in REQUESTS])
+    with torch.no_grad():
+        scored_BT, _ = token_logprobs(model, pack_rows(rows, prompts, temperatures))
+    return [row[: len(answer.tokens)].tolist() for row, answer in zip(scored_BT, answers, strict=True)]
+
+
+@pytest.mark.parametrize("sampler", ["vllm", "transformers"])
+def test_both_engines_record_the_logprobs_that_the_trainer_computes(
+    sampler: str, engine: VllmEngine, others: dict[int, TransformersEngine]
+) -> None:
+    answers = (engine if sampler == "vllm" else others[0]).generate(REQUESTS)
+    computed = trainer_logprobs(others[0]._model, answers)
+    gaps = [t - s for row, a in zip(computed, answers, strict=True) for t, s in zip(row, a.logprobs, strict=True)]
+    assert max(map(abs, gaps)) < 1e-4
+    assert sum(math.expm1(gap) - gap for gap in gaps) / len(gaps) < 1e-6
+    pairs = [(r.prompt_tokens, a.tokens) for r, a in zip(REQUESTS, answers, strict=True)]
+    for one, other in zip(engine.logprobs(pairs), others[0].logprobs(pairs), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
+    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+) -> None:
+    prompt = tuple(range(3, 100))  # several blocks of vLLM's cache
+    request = GenerateRequest(prompt, SamplingParams(8, temperature=0.0), 0)
+    engine.generate([request])
+    for version in (1, 0, 1):
+        load_proven(engine, 10 + version, weights_of(folders[version]), fingerprint_of(others[version]))
+        [answer], [expected] = engine.generate([request]), others[version].generate([request])
+        assert (answer.tokens, answer.min_policy_version) == (expected.tokens, 10 + version)
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+class VllmsOwnReload(Engine):
+    """The engine, but for the way it loads: as vLLM documents it."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.num_anew = 0
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return self.engine.generate(requests)
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return self.engine.logprobs(pairs)
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        call = self.engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(files[0].parent)})
+        self.engine._run(call, "its own reload")
+
+    def load_anew(self, version: int, files: Sequence[Path]) -> None:
+        self.num_anew += 1
+        self.engine.load_anew(version, files)
+
+
+def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
+    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+) -> None:
+    """vLLM 0.32 on a CPU, tied embeddings. When it no longer is so, `load_published` can do without its last lines."""
+    load_proven(engine, 20, weights_of(folders[1]), fingerprint_of(others[1]))
+    trusting = VllmsOwnReload(engine)
+    trusting.load_weights(21, weights_of(folders[0]))
+    assert largest_gap(engine, others[0]) > 0.1
+    load_proven(trusting, 21, weights_of(folders[0]), fingerprint_of(others[0]))
+    assert trusting.num_anew == 1
+    assert largest_gap(engine, others[0]) < 1e-4
+    load_proven(engine, 22, weights_of(folders[1]), fingerprint_of(others[1]))  # and it can be loaded into as before
+    assert largest_gap(engine, others[1]) < 1e-4
+
+
+def moved_trainer(folder: Path, lora: Lora) -> Iterator[TorchEngine]:
+    """A trainer of adapters, again and again after the weights have moved; the tokenizer is not asked for anything."""
+    build_toy_model(folder, hidden_size=128, intermediate_size=128, num_layers=2, num_heads=2)
+    adam = AdamOptions(LearningRate(1e-2), (0.9, 0.999), 0.0, 1.0)
+    options = TorchOptions(str(folder), "float32", "cpu", adam, 1000, 6, None, seed=0, deterministic=False, lora=lora)
+    trainer = TorchEngine(options, make_algorithm("grpo"))
+    while True:
+        for number, parameter in enumerate(p for p in trainer._model.parameters() if p.requires_grad):
+            parameter.data += 0.02 * (-1) ** number
+        yield trainer
+
+
+def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
+    """An engine of its own, with `engine` closed to make room: vLLM must know of adapters from the start."""
+    engine.close()
+    trainers = moved_trainer(tmp_path / "model", Lora(rank=4))
+    first = next(trainers)
+    adapted = VllmEngine(str(tmp_path / "model"), max_model_len=64, lora_rank=4)
+    try:
+        for version in (1, 2):
+            trainer = first if version == 1 else next(trainers)
+            fingerprint = trainer.fingerprint()
+            assert fingerprint.problem(adapted.logprobs(fingerprint.pairs), "float32")
+            files = []
+            for name, data in trainer.weights().items():
+                files.append(tmp_path / name)
+                files[-1].write_bytes(data)
+            load_proven(adapted, version, files, fingerprint)
+            assert adapted.logprobs(fingerprint.pairs)[0] == pytest.approx(fingerprint.logprobs[0], abs=1e-4)
+    finally:
+        adapted.close()
+
+
+def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
+    """Untied embeddings; last in the file, since `engine` is closed to make room."""
+    engine.close()
+    data = os.environ.get("RFTDASK_GSM8K")
+    if not data:
+        pytest.fail("set RFTDASK_GSM8K to a folder with train.jsonl and test.jsonl; see tests/e2e/test_real_data.py")
+    build_toy_model(tmp_path / "model", hidden_size=128, intermediate_size=128, num_layers=1, num_heads=2)
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text("".join(Path(data, "test.jsonl").read_text().splitlines(keepends=True)[:NUM_EVAL]))
+    arguments = (
+        f"checkpoint_root_dir={tmp_path}/runs",
+        f"model.model_path={tmp_path}/model",
+        "model.max_prompt_tokens=1024",
+        "model.max_response_tokens=8",
+        "algorithm.repeat_times=4",
+        "algorithm.optimizer.lr=0.01",
+        "algorithm.optimizer.lr_warmup_steps=0",
+        "cluster.num_cpus=2",
+        "explorer.rollout_model.engine_type=vllm_async",
+        "explorer.rollout_model.engine_num=1",
+        "trainer.num_ranks=1",
+        "synchronizer.sync_offset=0",
+        "buffer.batch_size=2",
+        "buffer.explorer_input.default_reward_fn_type=tests.e2e.toy_reward.varied_reward",
+        f"buffer.explorer_input.taskset.path={data}/train.jsonl",
+        f"buffer.explorer_input.eval_tasksets[0].path={held_out}",
+        "trainer.total_steps=3",
+    )
+    with RunProcess("run", str(ROOT / "config" / "gsm8k-grpo.yaml"), *arguments, "--progress", "plain") as run:
+        ended = run.end(RUN_DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    experiment = Experiment.open(tmp_path / "runs" / "gsm8k" / "qwen2.5-1.5b-grpo")
+    status = assert_sound(Path(experiment.url))
+    assert status["checkpoint"] == status["step"] == 3
+    steps = experiment.metrics("trainer")
+    assert steps.staleness_max.tolist() == [0.0, 0.0, 0.0]
+    assert (steps.grad_norm > 0).all(), "the weights moved, and the engine moved with them:"
+    assert (steps.mismatch_kl.abs() < 1e-6).all()
