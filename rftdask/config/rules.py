@@ -632,11 +632,14 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from engine_warnings(config)
     if config.model.critic_model_path and not info.critic:
         yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
-    if config.trainer.offload_policy and config.trainer.trainer_strategy != "fsdp2":
-        yield (
-            "trainer.offload_policy",
-            f"ignored: trainer_strategy {config.trainer.trainer_strategy} keeps all in place",
-        )
+    if (trainer := config.trainer).trainer_strategy != "fsdp2":
+        chosen = {
+            "offload_policy": trainer.offload_policy,
+            "prefetch_layers": trainer.prefetch_layers > 0,
+            "reshard_after_forward": not trainer.reshard_after_forward,
+        }
+        for name in (name for name, is_chosen in chosen.items() if is_chosen):
+            yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":

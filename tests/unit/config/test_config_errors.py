@@ -279,6 +279,14 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
             "trainer.offload_policy: ignored: trainer_strategy ddp keeps all in place",
         ),
         (
+            ["trainer.trainer_strategy=single", "trainer.prefetch_layers=2"],
+            "trainer.prefetch_layers: ignored: trainer_strategy single keeps all in place",
+        ),
+        (
+            ["trainer.trainer_strategy=ddp", "trainer.reshard_after_forward=false"],
+            "trainer.reshard_after_forward: ignored: trainer_strategy ddp keeps all in place",
+        ),
+        (
             [
                 "explorer.eval_interval=10",
                 "synchronizer.sync_interval=4",
