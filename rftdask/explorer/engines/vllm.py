@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM samples at this temperature instead."""
+_STOP_S = 10.0
+"""For what vLLM runs on the event loop to notice that it is over."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be set to."""
 _CPU_DEFAULTS = {
@@ -98,7 +100,8 @@ class VllmEngine(Engine):
         self._adapter: Any = None
         self._llm: Any = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
         self._start(model_path)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -260,16 +263,18 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} failed on {what}: {type(causes[0]).__name__}: {causes[0]}") from error
 
     def _stop(self) -> None:
-        llm, self._llm, self._adapter = self._llm, None, None
-        if llm is not None:
-            self._loop.call_soon_threadsafe(llm.shutdown)
-
-    def close(self) -> None:
         if self._llm is not None:
             self._run(_shut_down(self._llm), "its end")
-            self._llm = None
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._folder.cleanup()
+        self._llm = self._adapter = None
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()  # nothing is left to run
+        self._loop.close()
+        self._folder.cleanup()
 
     def __str__(self) -> str:
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
@@ -277,6 +282,11 @@ class VllmEngine(Engine):
 
 async def _shut_down(llm: Any) -> None:
     llm.shutdown()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_STOP_S)
 
 
 def _mixed(seed: int) -> int:
