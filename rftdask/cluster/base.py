@@ -7,6 +7,7 @@ from __future__ import annotations
 import glob
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
@@ -49,6 +50,34 @@ class Layout:
         return next((worker.threads for worker in self.workers if resource in worker.resources), 1)
 
 
+def scaled(
+    workers: Sequence[WorkerPlan], layout: Layout, role: str, num_workers: int, num_gpus: int, unused: int
+) -> list[WorkerPlan]:
+    """The workers with `num_workers` of a role: new ones are like the layout's last of it, the newest leave first.
+
+    Args: num_gpus: of the machine, 0 for none; unused: a number that no worker's name has had. A name does not come
+    back, because the scheduler refuses it until the worker that had it is declared dead.
+    Raises: UserError: no worker of the layout is like them, or there are fewer GPUs.
+    """
+    like = next((worker for worker in reversed(layout.workers) if role in worker.resources), None)
+    if like is None:
+        raise UserError(f"cluster: no worker of this run is for role {role!r}, so there is none to add more like it")
+    kept = [worker for worker in workers if role in worker.resources][:num_workers]
+    others = [worker for worker in workers if role not in worker.resources]
+    free = [gpu for gpu in range(num_gpus) if gpu not in {worker.gpu for worker in (*others, *kept)}]
+    num_new = num_workers - len(kept)
+    if like.gpu is not None and num_new > len(free):
+        raise UserError(
+            f"cluster: {num_workers} workers for role {role!r} beside {len(others)} others need "
+            f"{num_workers + len(others)} GPUs, and there are {num_gpus}; ask for {len(kept) + len(free)}"
+        )
+    gpus = free if like.gpu is not None else [None] * num_new
+    new = (
+        replace(like, name=f"{role}-{unused + i}", resources=(role,), gpu=gpu) for i, gpu in enumerate(gpus[:num_new])
+    )
+    return [*others, *kept, *new]
+
+
 def num_ranks(stage: Config, layout: Layout) -> int:
     """Ranks of a stage's trainer: as configured, else all that the layout has workers for."""
     return _asked_ranks(stage) or max(1, sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers))
@@ -60,9 +89,26 @@ def _asked_ranks(stage: Config) -> int | None:
 
 
 class Cluster(ABC):
-    """A running set of workers. Use as a context manager; `close` is idempotent and leaves no process."""
+    """A running set of workers. Use as a context manager; `close` is idempotent and leaves no process.
+
+    Example: cluster.scale(EXPLORER_RESOURCE, 4)
+    """
 
     client: Client
+    worker_deadline_s: float = 300.0
+    """How long the workers of a role may take to join; on a batch system that is the time in its queue."""
+
+    @abstractmethod
+    def scale(self, role: str, num_workers: int) -> None:
+        """Ask for `num_workers` workers that hold the resource `role`, 0 or more. Returns before they joined or left.
+
+        Those that leave are the newest; what they had not finished runs elsewhere. Idempotent, from any thread.
+        Raises: UserError: there are no cores, GPUs or quota for so many, or the cluster cannot be scaled.
+        """
+
+    @abstractmethod
+    def num_asked(self, role: str) -> int:
+        """Workers of the role that were asked for, whether or not they are there."""
 
     @abstractmethod
     def close(self) -> None: ...

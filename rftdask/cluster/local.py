@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from rftdask.cluster.base import Cluster, Layout, WorkerPlan, visible_gpus
+from rftdask.cluster.base import Cluster, Layout, WorkerPlan, scaled, visible_gpus
 from rftdask.errors import WaitTimeout
 
 _START_DEADLINE_S = 120
@@ -46,7 +47,11 @@ class LocalCluster(Cluster):
                 "dashboard_address": dashboard_address or "127.0.0.1:0",
             },
         }
-        workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
+        self._layout = layout
+        self._plans = list(layout.workers)
+        self._num_named = len(self._plans)
+        self._scaling = threading.Lock()
+        workers = {worker.name: self._worker_spec(worker) for worker in self._plans}
         self._cluster = SpecCluster(scheduler=scheduler, workers=workers, silence_logs=40, shutdown_on_close=True)
         self.client = Client(self._cluster)  # the default client: actor calls look for it
         try:
@@ -77,6 +82,26 @@ class LocalCluster(Cluster):
                 "env": env,
             },
         }
+
+    def scale(self, role: str, num_workers: int) -> None:
+        with self._scaling:
+            num_gpus = len(visible_gpus()) if any(plan.gpu is not None for plan in self._plans) else 0
+            before = {plan.name for plan in self._plans}
+            self._plans = scaled(self._plans, self._layout, role, num_workers, num_gpus, self._num_named)
+            self._num_named += sum(plan.name not in before for plan in self._plans)
+            spec = {plan.name: self._worker_spec(plan) for plan in self._plans}
+            self._cluster.loop.add_callback(self._apply, spec)
+
+    def num_asked(self, role: str) -> int:
+        return sum(role in plan.resources for plan in self._plans)
+
+    def _apply(self, spec: dict[str, Any]) -> None:
+        """In the loop of the cluster, which reads the dict there."""
+        for name in self._cluster.worker_spec.keys() - spec.keys():
+            del self._cluster.worker_spec[name]
+        for name in spec.keys() - self._cluster.worker_spec.keys():
+            self._cluster.worker_spec[name] = spec[name]
+        self._cluster._correct_state()
 
     def close(self) -> None:
         self.client.close(timeout=5)

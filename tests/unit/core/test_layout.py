@@ -1,12 +1,12 @@
 """Promises of the layout: roles that work at the same time share neither cores nor GPUs, or it is refused with the
-arithmetic.
+arithmetic; scaling a role adds workers like those it has, under names that were never used, and removes the newest.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_layout, visible_gpus
+from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_layout, scaled, visible_gpus
 from rftdask.config import Config, load_config
 from rftdask.errors import UserError
 
@@ -87,3 +87,25 @@ def test_ranks_that_work_together_make_whole_groups() -> None:
     cut = stage(1, "trainer.tensor_parallel_size=2", "trainer.trainer_strategy=ddp")
     with pytest.raises(UserError, match=r"groups of 2 ranks .*tensor.* the trainer would have 3 ranks"):
         plan_layout([cut], 64, num_gpus=4)
+
+
+def test_a_role_is_scaled_by_workers_with_new_names_and_free_gpus() -> None:
+    layout = plan_layout([stage(2, "trainer.num_ranks=1")], 64, num_gpus=4)
+    fewer = scaled(layout.workers, layout, "explorer", 1, num_gpus=4, unused=3)
+    assert [worker.name for worker in fewer] == ["trainer-0", "explorer-0"]
+    more = scaled(fewer, layout, "explorer", 3, num_gpus=4, unused=3)
+    assert [(worker.name, worker.gpu) for worker in more[2:]] == [("explorer-3", 2), ("explorer-4", 3)]
+    with pytest.raises(UserError, match=r"4 workers for role 'explorer' beside 1 others need 5 GPUs.* 4; ask for 3"):
+        scaled(more, layout, "explorer", 4, num_gpus=4, unused=5)
+    none = scaled(more, layout, "explorer", 0, num_gpus=4, unused=5)
+    assert none == [layout.workers[0]]
+    assert [worker.name for worker in scaled(none, layout, "explorer", 1, num_gpus=4, unused=5)][1:] == ["explorer-5"]
+
+
+def test_a_trainer_that_is_added_does_not_control() -> None:
+    layout = plan_layout([stage(1)], 2)
+    workers = scaled(layout.workers, layout, "trainer", 2, num_gpus=0, unused=2)
+    assert [(w.name, w.resources) for w in workers if "trainer" in w.resources] == [
+        ("trainer-0", ("trainer", "control")),
+        ("trainer-2", ("trainer",)),
+    ]
