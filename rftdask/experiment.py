@@ -12,7 +12,6 @@ files, so it tells the same of a run that another process makes, or that ended l
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from rftdask.buffer.log_open import open_log
 from rftdask.checks import check_inputs
-from rftdask.cluster.base import Layout, count_gpus, plan_layout
+from rftdask.cluster.base import Layout
+from rftdask.cluster.start import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
-from rftdask.errors import DataError, RftError, RoleError
+from rftdask.errors import DataError, RoleError
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.report import write_report
 from rftdask.monitor.summary import RunSummary
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
-from rftdask.run_folder import check_run, open_run, read_run, record_run
+from rftdask.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
 from rftdask.stage import Event, StageResult, StageRun
 from rftdask.storage import Storage, open_storage
 from rftdask.summarize import StageFolder, summarize
@@ -39,6 +39,7 @@ from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_vali
 if TYPE_CHECKING:
     import dask.dataframe as dd
     import pandas as pd
+    from distributed import Client
     from matplotlib.figure import Figure
 
     from rftdask.cluster.base import Cluster
@@ -60,6 +61,8 @@ class Experiment:
         self.config = config if config is not None else load_config(sections)
         self.summary: RunSummary | None = None
         """Of the last `run` in this process."""
+        self.client: Client | None = None
+        """Of the cluster of an attached run; close it after use."""
         self._stage: StageRun | None = None
         self._progress = Progress(stage=self.config.name)
         self._thread: threading.Thread | None = None
@@ -76,6 +79,18 @@ class Experiment:
         """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
         tree = read_run(open_storage(url))
         return cls(load_config(tree["config"]))
+
+    @classmethod
+    def attach(cls, url: str | Path) -> Experiment:
+        """The run in a folder, and as `client` a distributed.Client of the cluster that it has now, for a notebook.
+
+        Raises: DataError: it is no run folder; UserError: it has no cluster now; WaitTimeout: that does not answer.
+        """
+        from rftdask.control import connect  # late: only who attaches needs a client
+
+        experiment = cls.open(url)
+        experiment.client = connect(str(url))
+        return experiment
 
     @property
     def url(self) -> str:
@@ -96,19 +111,21 @@ class Experiment:
             check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
         storage = open_storage(self.url)
         record_run(storage, self.config)
+        storage.remove(END_FILE)
         logs = LogFolder(storage)
         setup_logging("driver", self.config.log.level, logs.path)
-        layout = plan_layout(stages, self.config.cluster.num_cpus or num_cores(), count_gpus(self.config))
+        layout = plan_cluster(self.config, stages)
         folders: list[StageFolder] = []
         status, error = "failed", ""
         try:
-            with ProgressView.create(progress) as view, _make_cluster(self.config, layout) as cluster:
+            with ProgressView.create(progress) as view, start_cluster(self.config, layout, storage) as cluster:
                 status = self._run_stages(stages, sizes, cluster, layout, view, folders)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
             self._stop_requested = False
+            note_end(storage, status, error)
             logs.close()
             if folders:
                 self.summary, frames = summarize(
@@ -379,15 +396,6 @@ class _Feed:
         self._feed.close()
 
 
-def _make_cluster(config: Config, layout: Layout) -> Cluster:
-    if config.cluster.type != "local":
-        raise RftError(f"cluster.type {config.cluster.type!r} cannot be started by this version")
-    # Late: Dask takes most of a second to import, and looking at a run does not need it.
-    from rftdask.cluster.local import LocalCluster
-
-    return LocalCluster(layout)
-
-
 def _trained_model(stage: Config) -> str:
     storage = open_storage(stage.checkpoint_job_dir)
     step = newest_valid_checkpoint(storage)
@@ -402,8 +410,3 @@ def _trained_model(stage: Config) -> str:
 def _local_folder(storage: Storage, name: str) -> str | None:
     """A folder of the run as a local path, None when the run is on remote storage."""
     return None if "://" in storage.url else f"{storage.url}/{name}"
-
-
-def num_cores() -> int:
-    """Cores of this machine that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,10 +19,11 @@ from rftdask.buffer.log_open import open_log
 from rftdask.buffer.parent import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
 from rftdask.buffer.replayed import copied_entry
 from rftdask.checks import check_inputs
-from rftdask.cluster.base import TRAINER_RESOURCE, count_gpus, plan_layout
+from rftdask.cluster.base import TRAINER_RESOURCE
+from rftdask.cluster.start import plan_cluster
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, FencedError, RoleError, UserError
-from rftdask.experiment import Experiment, num_cores
+from rftdask.experiment import Experiment
 from rftdask.monitor.progress import ViewKind
 from rftdask.rules import train_step_limit
 from rftdask.run_folder import read_run
@@ -142,7 +143,7 @@ def _config_of(parent: Config, storage: Storage, name: str, last: int, overrides
     tree["trainer"]["total_steps"] = last
     tree["buffer"]["explorer_input"]["eval_tasksets"] = []
     # The ranks and threads that the trainer had beside the explorers: sums in another order would give other bits.
-    layout = plan_layout([parent], parent.cluster.num_cpus or num_cores(), count_gpus(parent))
+    layout = plan_cluster(parent, [parent])
     threads = [worker.threads for worker in layout.workers if TRAINER_RESOURCE in worker.resources]
     tree["trainer"]["num_ranks"] = len(threads)
     tree["cluster"]["num_cpus"] = sum(threads)

@@ -26,6 +26,7 @@ from rftdask.storage import Storage
 
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
+END_FILE = "control/END.json"
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
@@ -139,6 +140,20 @@ def read_run(storage: Storage) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
     return tree
+
+
+def note_end(storage: Storage, status: str, error: str) -> None:
+    """The last words of a run, for who asks later why it does not run; a run that was killed leaves none."""
+    storage.put(END_FILE, json.dumps({"status": status, "error": error, "time_s": time.time()}).encode())
+
+
+def read_end(storage: Storage) -> str | None:
+    """How the run said that it ended: "failed: RoleError: ..."; None: it said nothing."""
+    try:
+        end = json.loads(storage.get(END_FILE))
+        return f"{end['status']}: {end['error']}" if end["error"] else str(end["status"])
+    except (NotFoundError, ValueError, KeyError):
+        return None
 
 
 def package_versions() -> dict[str, str]:

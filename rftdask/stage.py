@@ -21,7 +21,7 @@ from rftdask.buffer.retention import RetentionRule, apply_retention
 from rftdask.buffer.schedule import num_explore_steps
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
-from rftdask.errors import DamagedError, DataError, FencedError
+from rftdask.errors import DamagedError, DataError, FencedError, RoleError
 from rftdask.explorer.evaluations import eval_tasksets
 from rftdask.explorer.explorer import ExplorePlan, Explorer
 from rftdask.explorer.tasks import TaskOrder, task_order
@@ -109,6 +109,7 @@ class StageRun:
         """on_event: called in the thread of `run` with what the roles say."""
         self._config = config
         self._storage = storage
+        self._cluster = cluster
         self._client = cluster.client
         self._layout = layout
         self._sizes = sizes
@@ -207,7 +208,7 @@ class StageRun:
             self._rank_spec,
             world_size=self._num_ranks,
             max_restarts=self._config.trainer.max_restarts,
-            worker_deadline_s=WORKER_DEADLINE_S,
+            worker_deadline_s=self._cluster.worker_deadline_s,
             note=self._note,
             cancelled=self._over.is_set,
         )
@@ -353,6 +354,10 @@ class StageRun:
         self._watched = now
         if any(lease.lost for lease in leases):
             self._errors.append(FencedError(f"another process took over {self._storage.url}; this one stops"))
+        try:
+            self._cluster.check()
+        except RoleError as error:
+            self._errors.append(error)
         workers = {a: info["name"] for a, info in self._client.scheduler_info(n_workers=-1)["workers"].items()}
         for address, name in self._workers.items():
             if address not in workers:

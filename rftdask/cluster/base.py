@@ -7,7 +7,7 @@ from __future__ import annotations
 import glob
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
@@ -110,6 +110,10 @@ class Cluster(ABC):
     def num_asked(self, role: str) -> int:
         """Workers of the role that were asked for, whether or not they are there."""
 
+    def check(self) -> None:
+        """Raises: RoleError: the workers that were asked for can no longer be had, so the run is to end."""
+        return
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -163,14 +167,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"{one_each if each == 1 else more}, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
             f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
-    for stage in training:
-        own, trainer = _asked_ranks(stage) or ranks, stage.trainer
-        for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
-            if own % (size := getattr(trainer, key)):
-                raise UserError(
-                    f"cluster: groups of {size} ranks work together (trainer.{key}), and the trainer would have {own} "
-                    f"ranks; set trainer.num_ranks to a multiple of {size}"
-                )
+    check_groups(training, ranks)
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
     engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(explorers))
@@ -180,6 +177,34 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     workers = [*trainers, *engines]
     workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     return Layout(tuple(workers))
+
+
+def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | None = None) -> Layout:
+    """The workers of a run whose roles have a machine or a job each: trainer ranks and explorers.
+
+    Args: threads: cores of a worker of each role; num_gpus: in all, of which a trainer without `num_ranks` takes what
+    the explorers leave; None: it is not known, and such a trainer has one rank.
+    Raises: UserError: ranks that are to work together are no whole number of groups.
+    """
+    training = [stage for stage in stages if stage.mode in ("both", "train")]
+    explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
+    left = max(1, (num_gpus or 0) - explorers)
+    ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
+    check_groups(training, ranks)
+    counts = ((TRAINER_RESOURCE, ranks), (EXPLORER_RESOURCE, explorers))
+    return Layout(tuple(WorkerPlan(f"{role}-{i}", (role,), threads[role]) for role, n in counts for i in range(n)))
+
+
+def check_groups(training: Sequence[Config], ranks: int) -> None:
+    """Raises: UserError: `ranks` is no whole number of the groups of ranks that work together."""
+    for stage in training:
+        own, trainer = _asked_ranks(stage) or ranks, stage.trainer
+        for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+            if own % (size := getattr(trainer, key)):
+                raise UserError(
+                    f"cluster: groups of {size} ranks work together (trainer.{key}), and the trainer would have {own} "
+                    f"ranks; set trainer.num_ranks to a multiple of {size}"
+                )
 
 
 def _advice(ranks: int, explorers: int, places: int, each: int = 1) -> str:

@@ -38,27 +38,29 @@ class LocalCluster(Cluster):
     def __init__(self, layout: Layout, dashboard_address: str | None = None) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
         self._restore = dask.config.set(DASK_CONFIG)
-        dashboard = dashboard_address is not None
-        scheduler = {
-            "cls": Scheduler,
-            "options": {
-                "host": "127.0.0.1",
-                "dashboard": dashboard,
-                "dashboard_address": dashboard_address or "127.0.0.1:0",
-            },
-        }
         self._layout = layout
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)
         self._scaling = threading.Lock()
-        workers = {worker.name: self._worker_spec(worker) for worker in self._plans}
-        self._cluster = SpecCluster(scheduler=scheduler, workers=workers, silence_logs=40, shutdown_on_close=True)
+        self._cluster = self._start(layout, dashboard_address)
         self.client = Client(self._cluster)  # the default client: actor calls look for it
         try:
-            self.client.wait_for_workers(len(workers), timeout=_START_DEADLINE_S)
+            self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)
         except TimeoutError as error:
             self.close()
-            raise WaitTimeout(f"the {len(workers)} local workers did not start in {_START_DEADLINE_S} s") from error
+            raise WaitTimeout(f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s") from error
+
+    def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
+        scheduler = {
+            "cls": Scheduler,
+            "options": {
+                "host": "127.0.0.1",
+                "dashboard": dashboard_address is not None,
+                "dashboard_address": dashboard_address or "127.0.0.1:0",
+            },
+        }
+        workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
+        return SpecCluster(scheduler=scheduler, workers=workers, silence_logs=40, shutdown_on_close=True)
 
     @staticmethod
     def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
@@ -90,7 +92,8 @@ class LocalCluster(Cluster):
             self._plans = scaled(self._plans, self._layout, role, num_workers, num_gpus, self._num_named)
             self._num_named += sum(plan.name not in before for plan in self._plans)
             spec = {plan.name: self._worker_spec(plan) for plan in self._plans}
-            self._cluster.loop.add_callback(self._apply, spec)
+            loop: Any = self._cluster.loop
+            loop.add_callback(self._apply, spec)
 
     def num_asked(self, role: str) -> int:
         return sum(role in plan.resources for plan in self._plans)

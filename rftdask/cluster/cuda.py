@@ -1,0 +1,82 @@
+"""A cluster on this machine that dask-cuda starts: a worker for each GPU, on the cores that are near it.
+
+Each worker sees its own GPU first, and so does the child process of its role, which calls it the first. Nothing else of
+dask-cuda is used: no tensor passes through Dask, so there is nothing to spill, and the worker itself opens no GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rftdask.cluster.base import Layout, visible_gpus
+from rftdask.cluster.local import LocalCluster
+from rftdask.errors import UserError
+
+
+class LocalCudaCluster(LocalCluster):
+    """Example: with LocalCudaCluster(layout) as cluster: cluster.client.submit(...)"""
+
+    def __init__(self, layout: Layout, dashboard_address: str | None = None, base: Any = None) -> None:
+        """base: dask_cuda.LocalCUDACluster, or what takes its place in a test.
+
+        Raises: UserError: dask-cuda is not installed, or a role has no GPU.
+        """
+        self._base = base or _local_cuda_cluster()
+        gpus = visible_gpus()
+        if len(layout.workers) > len(gpus):
+            raise UserError(
+                f"cluster.type local-cuda has one worker for each GPU: {len(layout.workers)} are needed, and "
+                f"{len(gpus)} GPUs can be seen; use cluster.type local"
+            )
+        super().__init__(layout, dashboard_address)
+
+    def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
+        return placed(self._base, layout)(
+            CUDA_VISIBLE_DEVICES=visible_gpus(),
+            n_workers=len(layout.workers),
+            threads_per_worker=1,
+            memory_limit=None,
+            device_memory_limit=None,
+            host="127.0.0.1",
+            dashboard_address=dashboard_address,
+            silence_logs=logging.ERROR,
+        )
+
+    def scale(self, role: str, num_workers: int) -> None:
+        if num_workers != self.num_asked(role):
+            raise UserError(
+                "cluster.type local-cuda has a worker for each GPU and is not scaled; use cluster.type local"
+            )
+
+
+def placed(base: Any, layout: Layout) -> Any:
+    """`base` with workers that have the names and resources of the layout, in its order."""
+
+    class Placed(base):
+        num_placed = 0
+
+        def new_worker_spec(self) -> dict[Any, Any]:
+            worker = layout.workers[self.num_placed]
+            self.num_placed += 1
+            ((device, spec),) = super().new_worker_spec().items()
+            own = {
+                "name": worker.name,
+                "resources": dict.fromkeys(worker.resources, 1),
+                # Not dask-cuda's own, which takes GPU memory for the worker.
+                "preload": ["rftdask.cluster.preload"],
+                "preload_argv": [],
+                "dashboard": False,
+                "dashboard_address": None,
+            }
+            return {device: {**spec, "options": {**spec["options"], **own}}}
+
+    return Placed
+
+
+def _local_cuda_cluster() -> Any:
+    try:
+        from dask_cuda import LocalCUDACluster  # late: an extra
+    except ImportError as error:
+        raise UserError(f"cluster.type local-cuda needs the extra gpu: rftdask[gpu] ({error})") from None
+    return LocalCUDACluster

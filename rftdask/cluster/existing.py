@@ -1,0 +1,116 @@
+"""A Dask cluster that somebody else started and will end. Its workers get the roles of a run, unless they have them.
+
+A worker that holds one of our resources was meant for that role (`dask worker --resources explorer=1`), and keeps it.
+If none does, roles are given out in the order of the workers' names; a worker that joins later has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dask
+from distributed import Client, Worker
+from distributed.security import Security
+
+from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout
+from rftdask.cluster.local import DASK_CONFIG
+from rftdask.config import Config
+from rftdask.errors import UserError
+
+_CONNECT_S = 60.0
+_OPTIONS = ("address", "scheduler_file", "tls_ca_file", "tls_cert", "tls_key")
+
+
+class ExistingCluster(Cluster):
+    """Example: with ExistingCluster(config, layout) as cluster: cluster.client.submit(...)"""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        """Raises: UserError: it is not named well, does not answer, or has too few workers."""
+        options = dict(config.cluster.options)
+        if unknown := sorted(set(options) - set(_OPTIONS)):
+            raise UserError(f"cluster.options: {', '.join(unknown)} is not known; there are {', '.join(_OPTIONS)}")
+        if ("address" in options) == ("scheduler_file" in options):
+            raise UserError("cluster.options: cluster.type existing needs either address or scheduler_file")
+        self._layout = layout
+        self._restore = dask.config.set(DASK_CONFIG)
+        try:
+            # The default client: actor calls look for it.
+            self.client = Client(
+                options.get("address"),
+                scheduler_file=options.get("scheduler_file"),
+                security=_security(options),
+                timeout=_CONNECT_S,
+            )
+        except (OSError, ValueError) as error:
+            self._restore.__exit__(None, None, None)
+            raise UserError(f"cluster.options: no Dask scheduler answers at {_where(options)}: {error}") from error
+        try:
+            self._place(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def scale(self, role: str, num_workers: int) -> None:
+        if num_workers != self.num_asked(role):
+            raise UserError("cluster.type existing: start or stop workers where you started the cluster")
+
+    def num_asked(self, role: str) -> int:
+        return sum(role in worker.resources for worker in self._layout.workers)
+
+    def close(self) -> None:
+        self.client.close(timeout=5)
+        self._restore.__exit__(None, None, None)
+
+    def _place(self, layout: Layout) -> None:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        for address, resources in assign(workers, layout).items():
+            self.client.run(_set_resources, resources, workers=[address])
+
+
+def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str, dict[str, float]]:
+    """Resources to give to workers, by address; empty where they have roles already.
+
+    Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.
+    """
+    roles = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+    needed = {role: sum(role in worker.resources for worker in layout.workers) for role in roles}
+    there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in roles}
+    if any(there.values()):
+        for role in roles:
+            if there[role] < needed[role]:
+                raise UserError(
+                    f"cluster: {needed[role]} workers for role {role} are needed, and {there[role]} of the "
+                    f"{len(workers)} workers hold that resource (dask worker --resources {role}=1)"
+                )
+        return {}
+    if len(workers) < sum(needed.values()):
+        raise UserError(
+            f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers = "
+            f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
+        )
+    order: Sequence[str] = [role for role in roles for _ in range(needed[role])]
+    addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
+    given: dict[str, dict[str, float]] = {}
+    for address, role in zip(addresses, order, strict=False):
+        given[address] = {role: 1.0, **({} if given else {CONTROL_RESOURCE: 1.0})}
+    return given
+
+
+async def _set_resources(resources: dict[str, float], dask_worker: Worker) -> None:
+    await dask_worker.set_resources(**resources)
+
+
+def _security(options: Mapping[str, Any]) -> Security | None:
+    if "tls_ca_file" not in options:
+        return None
+    return Security(
+        tls_ca_file=options["tls_ca_file"],
+        tls_client_cert=options.get("tls_cert"),
+        tls_client_key=options.get("tls_key"),
+        require_encryption=True,
+    )
+
+
+def _where(options: Mapping[str, Any]) -> str:
+    return str(options.get("address") or options.get("scheduler_file"))

@@ -1,0 +1,103 @@
+"""Jobs: which of a role's jobs to submit and which to cancel, and the lists of them on storage.
+
+The rule is pure. `control/submitted.json` has the jobs of `rftdask submit`, `control/jobs-<mode>.json` those that the
+driver of that mode asked for: each is written by one process, read by `rftdask status`, and a cache of what the batch
+system knows. The next start cancels what is left of the latter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rftdask.errors import NotFoundError
+from rftdask.storage import Storage
+
+SUBMITTED_FILE = "control/submitted.json"
+CONFIG_FILE = "submitted.yaml"
+"""In the run's private folder: the config as submitted."""
+CANCELLED_FILE = "cancelled"
+"""There, too: a submitted job that is about to start ends at once."""
+MAX_FAILED_STARTS = 5
+"""Jobs of a role in a row that ended without their worker having joined, before the run fails."""
+MAX_FAILED_SUBMITS = 8
+"""Times in a row that the batch system refuses a job, before the run fails; with the pauses between, some minutes."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job of a run.
+
+    Example: JobRecord("explorer", "explorer-0", "1234", "slurm", submitted_s=1763772000.0)
+    """
+
+    role: str
+    """controller, trainer or explorer; explore and train in a chain."""
+    name: str
+    job_id: str
+    system: str
+    """Batch system, as cluster.type."""
+    submitted_s: float
+    """Unix time."""
+    joined: bool = False
+    """Its worker has joined."""
+    missing_since_s: float | None = None
+    """Since when the worker that had joined is gone."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to do so that a role has the jobs it should have."""
+
+    lost: tuple[JobRecord, ...]
+    """Ended by themselves, or not worth waiting for."""
+    cancel: tuple[JobRecord, ...]
+    num_new: int
+    num_failed_starts: int
+    """In a row, now."""
+
+
+def plan_change(jobs: Sequence[JobRecord], alive: frozenset[str], num_asked: int, num_failed_starts: int) -> Change:
+    """For one role. Args: jobs: oldest first; alive: ids of those that wait or run."""
+    lost = tuple(job for job in jobs if job.job_id not in alive)
+    kept = [job for job in jobs if job.job_id in alive]
+    failed = num_failed_starts
+    for job in lost:
+        failed = 0 if job.joined else failed + 1
+    if any(job.joined for job in kept):
+        failed = 0
+    return Change(lost, tuple(kept[num_asked:]), max(0, num_asked - len(kept)), failed)
+
+
+def note_workers(job: JobRecord, is_there: bool, now_s: float) -> JobRecord:
+    """The record after a look at the scheduler's workers."""
+    if is_there:
+        return replace(job, joined=True, missing_since_s=None)
+    if job.joined and job.missing_since_s is None:
+        return replace(job, missing_since_s=now_s)
+    return job
+
+
+def jobs_file(mode: str) -> str:
+    """Of the jobs that a driver asked for."""
+    return f"control/jobs-{mode}.json"
+
+
+def write_jobs(storage: Storage, jobs: Sequence[JobRecord], file: str) -> None:
+    storage.put(file, json.dumps([asdict(job) for job in jobs], indent=1).encode())
+
+
+def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:
+    """The jobs as last noted, of all lists or of one; empty where there are none."""
+    drivers = [f"control/{name}" for name in storage.list("control") if name.startswith("jobs-")]
+    files = [file] if file else [SUBMITTED_FILE, *sorted(drivers)]
+    return [job for file in files for job in _read(storage, file)]
+
+
+def _read(storage: Storage, file: str) -> list[JobRecord]:
+    try:
+        rows: list[Mapping[str, object]] = json.loads(storage.get(file))
+        return [JobRecord(**row) for row in rows]  # type: ignore[arg-type]
+    except (NotFoundError, ValueError, TypeError):
+        return []

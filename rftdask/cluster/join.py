@@ -1,0 +1,71 @@
+"""Join: a worker for one role, on this machine, of a run whose scheduler is somewhere else. Scripts and srun start it.
+
+It outlives a scheduler that is killed: the worker ends, and another one is started as soon as there is a scheduler
+again. It ends well with the run, which takes its address back, or when there is none for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from rftdask.cluster.private import PrivateFolder
+from rftdask.config import Config
+from rftdask.errors import RoleError
+
+_LOOK_S = 0.5
+MAX_FAILURES = 3
+"""Workers in a row that ended with an error."""
+
+log = logging.getLogger(__name__)
+
+
+def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) -> int:
+    """Work until the run is over; the number of workers that were started, one for each scheduler.
+
+    Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
+    Raises: RoleError: workers cannot be started here.
+    """
+    started, failures = 0, 0
+    while _wait_for(lambda: folder.read_address() is not None, patience_s):
+        started += 1
+        code = subprocess.run(_command(config, folder, role, started, patience_s), check=False).returncode
+        failures = failures + 1 if code else 0
+        if folder.read_address() is None:
+            break  # it said that the run is over; one that was killed would have said nothing
+        if failures >= MAX_FAILURES:
+            raise RoleError(
+                f"{failures} workers for role {role} in a row ended with an error (the last with code {code}); what "
+                "they said is above"
+            )
+    return started
+
+
+def _command(config: Config, folder: PrivateFolder, role: str, number: int, patience_s: float) -> list[str]:
+    job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
+    name = f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}-{number}"
+    cluster = config.cluster
+    command = [
+        sys.executable,
+        "-m",
+        "distributed.cli.dask_worker",
+        *folder.worker_options(cluster.tls, cluster.interface),
+    ]
+    command += ["--name", name, "--resources", f"{role}=1", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]
+    command += ["--preload", "rftdask.cluster.preload", "--death-timeout", f"{patience_s:.0f}"]
+    command += ["--local-directory", os.environ.get("TMPDIR", "/tmp")]
+    return command
+
+
+def _wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK_S)
+    return True

@@ -1,0 +1,16 @@
+"""A run on a Dask cluster that somebody else started: its workers get the roles, the run trains, the cluster stays."""
+
+from pathlib import Path
+
+from distributed import Client, LocalCluster
+
+from tests.integration.run_cases import assert_sound, finish, run_folder, write_config
+
+
+def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        finish(config, "cluster.type=existing", f"cluster.options={{address: '{cluster.scheduler_address}'}}")
+        assert assert_sound(run_folder(config))["step"] == 10
+        with Client(cluster, set_as_default=False) as client:
+            assert client.submit(lambda: 1).result(timeout=60) == 1

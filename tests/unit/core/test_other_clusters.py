@@ -1,0 +1,95 @@
+"""Promises of clusters that others start.
+
+- the workers of an existing cluster get roles only if none has one, and too few are refused with the arithmetic;
+- dask-cuda is asked for one worker for each GPU, with the layout's names and resources, and for nothing that takes GPU
+  memory. Its class is a stand-in here, whose arguments are those of dask-cuda 26.10: no test has run it on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from rftdask.cluster.base import Layout, WorkerPlan
+from rftdask.cluster.cuda import LocalCudaCluster, placed
+from rftdask.cluster.existing import ExistingCluster, assign
+from rftdask.config import load_config
+from rftdask.errors import UserError
+
+LAYOUT = Layout(
+    (
+        WorkerPlan("trainer-0", ("trainer", "control"), 1, gpu=0),
+        WorkerPlan("trainer-1", ("trainer",), 1, gpu=1),
+        WorkerPlan("explorer-0", ("explorer",), 1, gpu=2),
+    )
+)
+
+
+def workers(*resources: dict[str, float]) -> dict[str, dict[str, Any]]:
+    return {f"tcp://{i}": {"name": f"w{i}", "resources": held} for i, held in enumerate(resources)}
+
+
+def test_workers_without_roles_get_them_in_the_order_of_their_names() -> None:
+    assert assign(workers({}, {}, {}, {}), LAYOUT) == {
+        "tcp://0": {"trainer": 1.0, "control": 1.0},
+        "tcp://1": {"trainer": 1.0},
+        "tcp://2": {"explorer": 1.0},
+    }
+
+
+def test_workers_with_roles_keep_them() -> None:
+    assert assign(workers({"trainer": 1}, {"trainer": 1}, {"explorer": 1}, {}), LAYOUT) == {}
+    with pytest.raises(UserError, match="2 workers for role trainer are needed, and 1 of the 2 workers hold"):
+        assign(workers({"trainer": 1}, {"explorer": 1}), LAYOUT)
+
+
+def test_too_few_workers_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(UserError, match=r"2 trainer \+ 1 explorers = 3 workers are needed, and .* has 2"):
+        assign(workers({}, {}), LAYOUT)
+
+
+def test_an_existing_cluster_is_named_in_one_way() -> None:
+    tree = {
+        "model": {"model_path": "m", "max_model_len": 64},
+        "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "cluster": {"type": "existing", "options": {"adress": "tcp://x"}},
+    }
+    with pytest.raises(UserError, match="adress is not known; there are address, scheduler_file"):
+        ExistingCluster(load_config(tree), LAYOUT)
+    with pytest.raises(UserError, match="needs either address or scheduler_file"):
+        ExistingCluster(load_config({**tree, "cluster": {"type": "existing"}}), LAYOUT)
+
+
+class StandIn:
+    """As much of dask_cuda.LocalCUDACluster as makes the specs of its workers."""
+
+    def __init__(self, CUDA_VISIBLE_DEVICES: list[str], n_workers: int, **options: Any) -> None:
+        self.options = options
+        self.devices = CUDA_VISIBLE_DEVICES
+        self.worker_spec: dict[Any, Any] = {}
+        for _ in range(n_workers):
+            self.worker_spec.update(self.new_worker_spec())
+
+    def new_worker_spec(self) -> dict[Any, Any]:
+        device = min(set(self.devices) - set(self.worker_spec))
+        at = self.devices.index(device)
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[at:] + self.devices[:at])}
+        own = {"preload": ["dask_cuda.initialize"], "preload_argv": ["--create-cuda-context"], "env": env}
+        return {device: {"cls": object, "options": copy.deepcopy(own)}}
+
+
+def test_dask_cuda_places_each_role_on_a_gpu_of_its_own() -> None:
+    made = placed(StandIn, LAYOUT)(CUDA_VISIBLE_DEVICES=["0", "1", "2"], n_workers=3)
+    options = [spec["options"] for spec in made.worker_spec.values()]
+    assert [each["name"] for each in options] == ["trainer-0", "trainer-1", "explorer-0"]
+    assert [each["resources"] for each in options] == [{"trainer": 1, "control": 1}, {"trainer": 1}, {"explorer": 1}]
+    assert [each["env"]["CUDA_VISIBLE_DEVICES"][0] for each in options] == ["0", "1", "2"]
+    assert {tuple(each["preload"]) for each in options} == {("rftdask.cluster.preload",)}
+
+
+def test_fewer_gpus_than_roles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match="one worker for each GPU: 3 are needed, and 2 GPUs can be seen"):
+        LocalCudaCluster(LAYOUT, base=StandIn)
