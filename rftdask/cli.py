@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Annotated
 
 import typer
 
-from rftdask.config import load_config, make_plan
+from rftdask.config import Config, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run"
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_STOPPED = 130
+_LOOK_S = 1.0
 
 
 @app.command()
@@ -40,6 +42,7 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C ends with a checkpoint (exit code 130)."""
     checked = load_config(config, overrides or [])
@@ -52,6 +55,7 @@ def run(
 
     experiment = Experiment(checked)
     try:
+        _wait_for_owner(checked, patience)
         summary = experiment.run(progress=progress)  # type: ignore[arg-type]
     except KeyboardInterrupt:
         typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
@@ -95,15 +99,108 @@ def estimate(
 
 
 @app.command()
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts; write and submit nothing")] = False,
+    single_allocation: Annotated[
+        bool, typer.Option("--single-allocation", help="All roles in one job, where jobs may submit none")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Explore and train in turns, as jobs in a chain")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Of --offline")] = 1,
+    explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
+) -> None:
+    """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
+    from rftdask.submit import plan_submission
+
+    if offline and single_allocation:
+        raise UserError("--offline makes jobs of its own; leave out --single-allocation")
+    checked = load_config(config, overrides or [])
+    _warn(checked.warnings)
+    submission = plan_submission(
+        checked, single_allocation=single_allocation, offline=offline, rounds=rounds, explore_jobs=explore_jobs
+    )
+    if dry_run:
+        typer.echo(submission.render())
+        return
+    # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
+    from rftdask.checks import check_inputs
+
+    check_inputs(checked.stage_configs())
+    for job in submission.submit():
+        typer.echo(f"submitted {job.name} as job {job.job_id}")
+    typer.echo(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
+
+
+@app.command()
+def join(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    role: Annotated[str, typer.Option(help="trainer or explorer")] = "explorer",
+    patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for the run to have a scheduler")] = 120,
+) -> None:
+    """Work for a run whose cluster.type is joined, as one more worker, until it is over."""
+    from rftdask.cluster.join import join as work
+    from rftdask.cluster.private import PrivateFolder
+    from rftdask.storage import open_storage
+
+    if role not in ("trainer", "explorer"):
+        raise UserError(f"--role {role}: a worker is for trainer or explorer")
+    checked = load_config(config, overrides or [])
+    work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
+
+
+@app.command()
+def logs(
+    run: Run,
+    role: Annotated[str, typer.Argument(help="controller, driver, trainer, explorer, engine; all without it")] = "",
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Of the end of each log")] = 20,
+) -> None:
+    """Print the end of the logs of a run and its jobs, also when it is dead."""
+    from rftdask.control import read_logs
+
+    for name, tail in read_logs(run, role, lines):
+        typer.echo(f"==> {name} <==")
+        typer.echo("\n".join(tail))
+
+
+@app.command()
+def cancel(
+    run: Run,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait before its jobs are killed")] = 600,
+) -> None:
+    """End a run with a checkpoint, wherever it runs; rftdask submit continues it."""
+    from rftdask.control import cancel as end_run
+
+    end_run(run, timeout, typer.echo)
+
+
+@app.command()
+def attach(run: Run) -> None:
+    """Look into the cluster of a run: its workers and what they do now. In a notebook: Experiment.attach(RUN)."""
+    from rftdask.control import connect
+
+    with connect(run) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        typer.echo(f"scheduler {client.scheduler.address}")
+        for address, info in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
+            busy = ", ".join(client.processing().get(address, ())) or "idle"
+            typer.echo(f"  {info['name']:<28} {', '.join(info['resources']):<10} {address:<28} {busy}")
+        typer.echo(f"dashboard {client.dashboard_link}" if client.dashboard_link else "no dashboard")
+
+
+@app.command()
 def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
     """Say where a run stands, from its files: works from anywhere, also when the run is dead. Exit code 1 if its
     experiences do not add up.
     """
     from rftdask.status import read_status, to_json
 
-    stages = read_status(run)
     if as_json:
+        stages = read_status(run)
         typer.echo(json.dumps(to_json(stages), indent=1))
+    else:
+        stages = read_status(run) if _say_jobs(run) else []
     for stage in stages if not as_json else ():
         typer.echo(f"{stage.name}  {stage.mode}  {stage.algorithm}  {stage.state}  {stage.folder}")
         for label, value in _status_lines(stage):
@@ -291,6 +388,34 @@ def _status_lines(stage: object) -> list[tuple[str, str]]:
         ("PROBLEMS", "; ".join(stage.problems)),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _say_jobs(run: str) -> bool:
+    """Say what its batch system knows; whether the run has begun."""
+    # Late: the other commands do not need Dask's scheduler.
+    from rftdask.control import read_run_jobs
+
+    found = read_run_jobs(run)
+    for job in found.jobs:
+        typer.echo(f"job {job.job_id:<8} {job.name:<14} {job.state}")
+    if found.why:
+        typer.echo(f"not running: {found.why}")
+    return found.has_begun
+
+
+def _wait_for_owner(config: Config, patience_s: float) -> None:
+    """Until nobody works on the run: an owner that was killed on another machine is seen to be dead after a while."""
+    from rftdask.run_folder import check_run
+    from rftdask.storage import open_storage
+
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        try:
+            for stage in config.stage_configs():
+                check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",))
+            return
+        except FencedError:
+            time.sleep(_LOOK_S)
 
 
 def _warn(warnings: tuple[str, ...]) -> None:

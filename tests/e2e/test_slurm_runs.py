@@ -1,0 +1,208 @@
+"""Runs on a real SLURM, with fake models. Promises:
+
+- the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
+- near its walltime the controller writes a checkpoint and is queued again;
+- an explorer job that is lost is replaced;
+- in one allocation a run goes on where it was when its driver is killed with -9;
+- a chain of jobs explores and trains over one log, in rounds;
+- what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind.
+
+Skipped where SLURM does not answer (`sinfo -h`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rftdask import Experiment
+from rftdask.cluster import slurm
+from rftdask.cluster.jobs import read_jobs
+from rftdask.errors import RftError
+from rftdask.run_folder import lease_holder
+from rftdask.storage import open_storage
+from tests.integration.run_cases import assert_sound, call_cli, num_steps, write_config
+
+DEADLINE_S = 300.0
+GUIDE = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+
+
+def has_slurm() -> bool:
+    try:
+        return subprocess.run(["sinfo", "-h"], capture_output=True, timeout=30, check=False).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_slurm(), reason="no SLURM answers here (sinfo -h)")
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen in {DEADLINE_S:.0f} s"
+        time.sleep(0.2)
+
+
+class Demo:
+    """A run in a folder of its own, with the cluster section of the guide."""
+
+    def __init__(self, folder: Path, *overrides: tuple[str, str, object]) -> None:
+        tree = yaml.safe_load(write_config(folder).read_text())
+        tree.update(name="demo", checkpoint_root_dir=str(folder / "runs"), **yaml.safe_load(block("yaml")))
+        tree["cluster"]["interface"] = "lo"  # all nodes of the tests are this machine
+        for role in tree["cluster"]["slurm"].values():
+            role.update(walltime="00:10:00", prologue=[f"export PYTHONPATH={Path.cwd()} OMP_NUM_THREADS=1"])
+        for section, key, value in overrides:
+            tree[section][key] = value
+        self.config = folder / "run.yaml"
+        self.config.write_text(yaml.safe_dump(tree))
+        self.folder = folder / "runs" / "rftdask" / "demo"
+
+    def job_ids(self, *roles: str) -> list[str]:
+        return [job.job_id for job in read_jobs(open_storage(self.folder)) if not roles or job.role in roles]
+
+    def alive(self, *roles: str) -> dict[str, str]:
+        return slurm.states(self.job_ids(*roles))
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.folder / "log").glob("*.log")))
+
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not self.alive(), f"the end of jobs {self.job_ids()}")
+
+    def cancel_all(self) -> None:
+        if self.folder.exists():
+            with contextlib.suppress(RftError):
+                slurm.cancel(self.job_ids("controller", "explore", "train"))
+                wait_until(lambda: not self.alive("controller", "explore", "train"), "the cancellation")
+                slurm.cancel(self.job_ids())
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    made = Demo(tmp_path, ("trainer", "total_steps", 100_000), ("buffer", "total_epochs", 100_000))
+    yield made
+    made.cancel_all()
+
+
+def shell(command: str, folder: Path) -> str:
+    """A line of the guide, as a person types it in the folder of its configuration."""
+    done = subprocess.run(
+        ["bash", "-c", f'rftdask() {{ {sys.executable} -m rftdask.cli "$@"; }}; {command}'],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(tmp_path: Path, demo: Demo) -> None:
+    submit, status, cancel, again, report = block("bash").splitlines()
+    assert "submitted controller as job" in shell(submit, tmp_path)
+    assert call_cli("submit", str(demo.config)).code == 2  # it is queued already
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+
+    told = shell(status, tmp_path)
+    assert re.search(r"job \d+ +controller +RUNNING", told) and re.search(r"job \d+ +explorer-\d+ +RUNNING", told)
+    experiment = Experiment.attach(demo.folder)
+    assert experiment.client is not None
+    with experiment.client as client:
+        assert client.scheduler.address.startswith("tls://")
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        assert {role for info in workers for role in info["resources"]} == {"control", "trainer", "explorer"}
+
+    # SLURM's warning before the walltime: a checkpoint, and the same job again.
+    (controller,) = demo.job_ids("controller")
+    slurm.call("scancel", "--batch", "--signal=USR1", controller)
+    wait_until(lambda: "queued again before the walltime" in demo.log(), "the requeue")
+    before = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) > before, "a step of the second life")
+
+    shell(cancel, tmp_path)
+    assert demo.alive() == {}
+    assert "not running: stopped" in call_cli("status", str(demo.folder)).out
+    stopped_at = assert_sound(demo.folder)["checkpoint"]
+    assert stopped_at >= before
+
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["trainer"]["total_steps"] = stopped_at + 20
+    demo.config.write_text(yaml.safe_dump(tree))
+    shell(again, tmp_path)
+    wait_until(lambda: num_steps(demo.folder) > stopped_at, "a step of the third life")
+    lost = demo.job_ids("explorer")
+    slurm.cancel(lost)  # its partition wants it back
+    demo.wait_for_end()
+    shell(report, tmp_path)
+    assert (demo.folder / "report.html").exists()
+    assert assert_sound(demo.folder)["step"] == stopped_at + 20
+    assert "not running: finished" in call_cli("status", str(demo.folder)).out
+    logs = call_cli("logs", str(demo.folder), "driver", "-n", "1000").out
+    assert f"job {lost[0]} (explorer-" in logs and "ended: CANCELLED" in logs
+
+
+def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    shown = call_cli("submit", str(demo.config), "--dry-run")
+    assert shown.code == 0, shown
+    assert shown.out.count("#!/usr/bin/env bash") == 3 and "#SBATCH --gres=gpu:1" in shown.out
+    assert not demo.folder.exists()
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, ("explorer", "rollout_model", {"engine_type": "fake", "engine_num": 1000}))
+    refused = call_cli("submit", str(demo.config))
+    assert refused.code == 2 and re.search(r"1000 explorer x 1 = 1000 GPUs, and partition spot has", refused.err)
+    assert not demo.folder.exists()
+
+
+def test_one_allocation_holds_all_roles_and_comes_back_when_its_driver_is_killed(tmp_path: Path, demo: Demo) -> None:
+    ended = call_cli("submit", str(demo.config), "--single-allocation", "explorer.rollout_model.engine_num=2")
+    assert ended.code == 0, ended
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    driver = lease_holder(open_storage(demo.folder), "trainer")
+    assert driver is not None
+    os.kill(driver["pid"], signal.SIGKILL)
+    wait_until(lambda: "queued again after it was killed (exit code 137)" in demo.log(), "the requeue")
+    before = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) > before, "a step of the second life")
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    assert demo.alive() == {}
+    assert assert_sound(demo.folder)["checkpoint"] > before
+
+
+def test_a_chain_of_jobs_explores_and_trains_in_rounds(tmp_path: Path) -> None:
+    demo = Demo(
+        tmp_path,
+        ("buffer", "total_steps", 4),
+        ("trainer", "total_steps", None),
+        ("synchronizer", "sync_style", "fully_async"),
+    )
+    try:
+        ended = call_cli("submit", str(demo.config), "--offline", "--rounds", "2", "--explore-jobs", "2")
+        assert ended.code == 0, ended
+        demo.wait_for_end()
+        status = assert_sound(demo.folder)
+        assert (status["step"], status["explore_step"]) == (4, 4), demo.log()
+    finally:
+        demo.cancel_all()
