@@ -64,18 +64,36 @@ def scaled(
         raise UserError(f"cluster: no worker of this run is for role {role!r}, so there is none to add more like it")
     kept = [worker for worker in workers if role in worker.resources][:num_workers]
     others = [worker for worker in workers if role not in worker.resources]
-    free = [gpu for gpu in range(num_gpus) if gpu not in {worker.gpu for worker in (*others, *kept)}]
+    placed = [worker for worker in (*others, *kept) if worker.gpu is not None]
+    used = {(worker.gpu or 0) + i for worker in placed for i in range(worker.num_gpus)}
+    free = [gpu for gpu in range(num_gpus) if gpu not in used]
     num_new = num_workers - len(kept)
-    if like.gpu is not None and num_new > len(free):
+    places = _runs(free, like.num_gpus) if like.gpu is not None else [None] * num_new
+    if num_new > len(places):
         raise UserError(
-            f"cluster: {num_workers} workers for role {role!r} beside {len(others)} others need "
-            f"{num_workers + len(others)} GPUs, and there are {num_gpus}; ask for {len(kept) + len(free)}"
+            f"cluster: {num_workers} workers for role {role!r} with {like.num_gpus} GPUs each do not fit beside "
+            f"{len(others)} others on {num_gpus} GPUs; ask for {len(kept) + len(places)}"
         )
-    gpus = free if like.gpu is not None else [None] * num_new
     new = (
-        replace(like, name=f"{role}-{unused + i}", resources=(role,), gpu=gpu) for i, gpu in enumerate(gpus[:num_new])
+        replace(like, name=f"{role}-{unused + i}", resources=(role,), gpu=gpu)
+        for i, gpu in enumerate(places[: max(0, num_new)])
     )
     return [*others, *kept, *new]
+
+
+def _runs(free: Sequence[int], length: int) -> list[int | None]:
+    """First numbers of disjoint runs of `length` neighbors; `free` is sorted.
+
+    >>> _runs([1, 2, 3, 5, 6], 2)
+    [1, 5]
+    """
+    found: list[int | None] = []
+    end = 0
+    for gpu in free:
+        if gpu >= end and all(gpu + i in free for i in range(length)):
+            found.append(gpu)
+            end = gpu + length
+    return found
 
 
 def num_ranks(stage: Config, layout: Layout) -> int:
@@ -188,7 +206,8 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     """
     training = [stage for stage in stages if stage.mode in ("both", "train")]
     explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
-    left = max(1, (num_gpus or 0) - explorers)
+    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
+    left = max(1, (num_gpus or 0) - explorers * each)
     ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
     check_groups(training, ranks)
     counts = ((TRAINER_RESOURCE, ranks), (EXPLORER_RESOURCE, explorers))

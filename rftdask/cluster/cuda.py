@@ -29,6 +29,8 @@ class LocalCudaCluster(LocalCluster):
                 f"cluster.type local-cuda has one worker for each GPU: {len(layout.workers)} are needed, and "
                 f"{len(gpus)} GPUs can be seen; use cluster.type local"
             )
+        if any(worker.num_gpus > 1 for worker in layout.workers):
+            raise UserError("cluster.type local-cuda has one GPU for each worker; use cluster.type local for more")
         super().__init__(layout, dashboard_address)
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> Any:

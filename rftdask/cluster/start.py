@@ -15,6 +15,7 @@ from rftdask.cluster.base import (
     plan_layout,
 )
 from rftdask.config import Config
+from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
 from rftdask.storage import Storage
 
@@ -49,6 +50,12 @@ def _plan_slurm(config: Config, stages: list[Config]) -> Layout:
     layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
     counts = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
     slurm.check_fit(counts, jobs, limited)
+    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
+    if each > max(1, slurm.count_gres(jobs[EXPLORER_RESOURCE].gres)):
+        raise UserError(
+            f"cluster.slurm.explorer.gres is {jobs[EXPLORER_RESOURCE].gres}, and an engine works on {each} GPUs "
+            f"(tensor, pipeline and data_parallel_size of explorer.rollout_model); set gpu:{each}"
+        )
     return layout
 
 

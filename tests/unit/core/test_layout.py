@@ -95,11 +95,22 @@ def test_a_role_is_scaled_by_workers_with_new_names_and_free_gpus() -> None:
     assert [worker.name for worker in fewer] == ["trainer-0", "explorer-0"]
     more = scaled(fewer, layout, "explorer", 3, num_gpus=4, unused=3)
     assert [(worker.name, worker.gpu) for worker in more[2:]] == [("explorer-3", 2), ("explorer-4", 3)]
-    with pytest.raises(UserError, match=r"4 workers for role 'explorer' beside 1 others need 5 GPUs.* 4; ask for 3"):
+    with pytest.raises(
+        UserError, match=r"4 workers for role 'explorer' with 1 GPUs each .* beside 1 .* 4 GPUs; ask for 3"
+    ):
         scaled(more, layout, "explorer", 4, num_gpus=4, unused=5)
     none = scaled(more, layout, "explorer", 0, num_gpus=4, unused=5)
     assert none == [layout.workers[0]]
     assert [worker.name for worker in scaled(none, layout, "explorer", 1, num_gpus=4, unused=5)][1:] == ["explorer-5"]
+
+
+def test_engines_on_several_gpus_are_added_where_neighbors_are_free() -> None:
+    split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
+    layout = plan_layout([stage(2, *split, "trainer.num_ranks=1")], 64, num_gpus=8)
+    more = scaled(layout.workers, layout, "explorer", 3, num_gpus=8, unused=3)
+    assert [(worker.gpu, worker.num_gpus) for worker in more] == [(0, 1), (1, 2), (3, 2), (5, 2)]
+    with pytest.raises(UserError, match=r"4 workers for role 'explorer' with 2 GPUs each .* ask for 3"):
+        scaled(more, layout, "explorer", 4, num_gpus=8, unused=4)
 
 
 def test_a_trainer_that_is_added_does_not_control() -> None:
