@@ -21,7 +21,7 @@ from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
 from rftdask.cluster.batch import job_class, job_options, log_folder
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.private import PrivateFolder
-from rftdask.cluster.start import plan_cluster
+from rftdask.cluster.start import check_chain, plan_cluster
 from rftdask.config import Config, make_plan, replace
 from rftdask.config.schema_model import JobConfig
 from rftdask.errors import FencedError, UserError
@@ -112,17 +112,21 @@ def plan_submission(
     if config.cluster.type != "slurm":
         raise UserError(f"cluster.type is {config.cluster.type}, and rftdask submit is for slurm; use rftdask run")
     stages = config.stage_configs()
-    layout = plan_cluster(config, stages)
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
     _check_not_queued(storage)
     folder = PrivateFolder.base_of(config, storage)
     if offline:
+        check_chain(config)
         scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
         return Submission(config, storage, folder, scripts)
+    layout = plan_cluster(config, stages)
     if single_allocation:
-        config = replace(config, {"cluster.type": "joined"})
+        # The run is to find as many ranks as there are parts for.
+        ranks = sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers)
+        pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
+        config = replace(config, {"cluster.type": "joined", **pinned})
         return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
     controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
     return Submission(config, storage, folder, (controller,), _worker_scripts(config, layout, folder, storage))
@@ -196,7 +200,8 @@ def offline_scripts(
         )
         after = f"train-{number - 1}" if number > 1 else None
         scripts.append(Script(f"explore-{number}", "explore", text, after))
-        learn = _rftdask(*run, "mode=train", "cluster.type=local")
+        cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
+        learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
         text = _text(
             [
                 *_header(config, f"train-{number}", train, logs, warning),

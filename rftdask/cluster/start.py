@@ -33,8 +33,11 @@ def plan_cluster(config: Config, stages: list[Config]) -> Layout:
         return _plan_slurm(config, stages)
     threads = cluster.num_cpus or 1
     num_gpus = cluster.node_num * cluster.gpu_per_node or None
-    if cluster.type in ("joined", "existing"):
+    if cluster.type == "existing":
         return plan_jobs(stages, dict.fromkeys(ROLES, threads), num_gpus)
+    if cluster.type == "joined":
+        cpus = {role: cluster.num_cpus or getattr(cluster.slurm, role).cpus for role in ROLES}
+        return plan_jobs(stages, cpus, num_gpus)
     cores = {role: int({**cluster.options, **cluster.options.get(role, {})}.get("cores", threads)) for role in ROLES}
     return plan_jobs(stages, cores, num_gpus)
 
@@ -42,21 +45,43 @@ def plan_cluster(config: Config, stages: list[Config]) -> Layout:
 def _plan_slurm(config: Config, stages: list[Config]) -> Layout:
     cluster = config.cluster
     jobs = {role: getattr(cluster.slurm, role) for role in ROLES}
-    there = {role: slurm.read_capacity(job.partition) for role, job in jobs.items()}
-    limited = {role: slurm.limit(found, cluster.node_num, cluster.gpu_per_node) for role, found in there.items()}
+    limited = slurm_capacities(config)
     known = limited[TRAINER_RESOURCE].num_nodes * limited[TRAINER_RESOURCE].gpus
     # What a whole partition has is nobody's to take; a number of nodes is.
     num_gpus = known if cluster.node_num and slurm.count_gres(jobs[TRAINER_RESOURCE].gres) else None
     layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
     counts = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
     slurm.check_fit(counts, jobs, limited)
+    _check_engines(config, stages)
+    return layout
+
+
+def slurm_capacities(config: Config) -> dict[str, slurm.Capacity]:
+    """What each role may use of its partition. Raises: UserError: the config wants more than there is, or no SLURM."""
+    cluster = config.cluster
+    there = {role: slurm.read_capacity(getattr(cluster.slurm, role).partition) for role in ROLES}
+    return {role: slurm.limit(found, cluster.node_num, cluster.gpu_per_node) for role, found in there.items()}
+
+
+def check_chain(config: Config) -> None:
+    """Whether the jobs of an offline chain fit: one that explores, which others help if they can, or one that trains.
+
+    Raises: UserError: one of them cannot run, with the arithmetic.
+    """
+    jobs, there = {role: getattr(config.cluster.slurm, role) for role in ROLES}, slurm_capacities(config)
+    for role in ROLES:
+        slurm.check_fit({role: 1}, jobs, there)
+    _check_engines(config, config.stage_configs())
+
+
+def _check_engines(config: Config, stages: list[Config]) -> None:
+    gres = config.cluster.slurm.explorer.gres
     each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
-    if each > max(1, slurm.count_gres(jobs[EXPLORER_RESOURCE].gres)):
+    if each > max(1, slurm.count_gres(gres)):
         raise UserError(
-            f"cluster.slurm.explorer.gres is {jobs[EXPLORER_RESOURCE].gres}, and an engine works on {each} GPUs "
+            f"cluster.slurm.explorer.gres is {gres}, and an engine works on {each} GPUs "
             f"(tensor, pipeline and data_parallel_size of explorer.rollout_model); set gpu:{each}"
         )
-    return layout
 
 
 def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:

@@ -166,6 +166,11 @@ def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
     shown = call_cli("submit", str(demo.config), "--dry-run")
     assert shown.code == 0, shown
     assert shown.out.count("#!/usr/bin/env bash") == 3 and "#SBATCH --gres=gpu:1" in shown.out
+    chain = call_cli("submit", str(demo.config), "--dry-run", "--offline", "--rounds", "2", "trainer.num_ranks=8")
+    assert chain.code == 0, chain
+    assert chain.out.count("--dependency=afterok:") == 3 and chain.out.count("--kill-on-invalid-dep=yes") == 3
+    one = call_cli("submit", str(demo.config), "--dry-run", "--single-allocation", "trainer.num_ranks=2")
+    assert one.code == 0 and one.out.count("#SBATCH hetjob") == 2
     assert not demo.folder.exists()
 
 
