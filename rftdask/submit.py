@@ -137,7 +137,7 @@ def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> 
     job = config.cluster.slurm.controller
     run = _rftdask("run", str(folder.path / CONFIG_FILE), "--progress", "plain", "--patience", str(PATIENCE_S))
     lines = _header(config, _CONTROLLER, job, log_folder(storage, folder), f"--signal=B:USR1@{WARNING_S}")
-    return _text([*lines, "", *job.prologue, *_driven(folder, run)])
+    return _text([*lines, "", *job.prologue, *driver_shell(folder, run)])
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
@@ -159,7 +159,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
                 f"--open-mode=append bash -c {shlex.quote(prologue)} &"
             )
     run = _rftdask("run", str(folder.path / CONFIG_FILE), "--progress", "plain", "--patience", str(PATIENCE_S))
-    text = _text([*lines, "", *roles.controller.prologue, *_driven(folder, run, steps)])
+    text = _text([*lines, "", *roles.controller.prologue, *driver_shell(folder, run, steps)])
     return Script(_CONTROLLER, _CONTROLLER, text)
 
 
@@ -195,7 +195,7 @@ def offline_scripts(
                 *explore.prologue,
                 "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
                 f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
-                *_driven(folder, drive, [f"{work} &"], [end]),
+                *driver_shell(folder, drive, [f"{work} &"], [end]),
             ]
         )
         after = f"train-{number - 1}" if number > 1 else None
@@ -207,14 +207,14 @@ def offline_scripts(
                 *_header(config, f"train-{number}", train, logs, warning),
                 "",
                 *train.prologue,
-                *_driven(folder, learn),
+                *driver_shell(folder, learn),
             ]
         )
         scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
     return tuple(scripts)
 
 
-def _driven(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
+def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
     """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
     walltime is near) too, and then the job is queued again.
     """

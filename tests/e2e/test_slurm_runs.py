@@ -1,7 +1,6 @@
 """Runs on a real SLURM, with fake models. Promises:
 
 - the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
-- near its walltime the controller writes a checkpoint and is queued again;
 - an explorer job that is lost is replaced;
 - in one allocation a run goes on where it was when its driver is killed with -9;
 - a chain of jobs explores and trains over one log, in rounds;
@@ -132,18 +131,13 @@ def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(t
         workers = client.scheduler_info(n_workers=-1)["workers"].values()
         assert {role for info in workers for role in info["resources"]} == {"control", "trainer", "explorer"}
 
-    # SLURM's warning before the walltime: a checkpoint, and the same job again.
-    (controller,) = demo.job_ids("controller")
-    slurm.call("scancel", "--batch", "--signal=USR1", controller)
-    wait_until(lambda: "queued again before the walltime" in demo.log(), "the requeue")
-    before = num_steps(demo.folder)
-    wait_until(lambda: num_steps(demo.folder) > before, "a step of the second life")
+    assert re.search(r"trainer-\d+-\d+-0 +trainer +tls://", call_cli("attach", str(demo.folder)).out)
 
     shell(cancel, tmp_path)
     assert demo.alive() == {}
     assert "not running: stopped" in call_cli("status", str(demo.folder)).out
     stopped_at = assert_sound(demo.folder)["checkpoint"]
-    assert stopped_at >= before
+    assert stopped_at >= 2
 
     tree = yaml.safe_load(demo.config.read_text())
     tree["trainer"]["total_steps"] = stopped_at + 20

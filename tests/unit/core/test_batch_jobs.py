@@ -3,14 +3,23 @@
 - a role has as many jobs as were asked for: what ended is replaced, the newest are cancelled first;
 - jobs that end again and again before their worker has joined are counted, and one that joined ends the count;
 - layouts that a partition cannot hold are refused with the arithmetic;
-- what a job asks for is what the config says, and a controller's script is the one shown.
+- what a job asks for is what the config says, and a controller's script is the one shown;
+- a controller ends with a checkpoint when it is told to, and is queued again near its walltime or if it was killed.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed.security import Security
 
@@ -23,7 +32,7 @@ from rftdask.config import Config, load_config
 from rftdask.config.schema_model import JobConfig
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
-from rftdask.submit import allocation_script, controller_text, offline_scripts
+from rftdask.submit import CANCELLED_FILE, allocation_script, controller_text, driver_shell, offline_scripts
 
 
 def job(number: int, joined: bool = False) -> JobRecord:
@@ -203,6 +212,62 @@ def test_an_offline_chain_divides_the_steps_into_rounds(tmp_path: Path) -> None:
     assert "#SBATCH --array=0-2\n" in scripts[0].text
     with pytest.raises(UserError, match="into 10 rounds, and there are 9"):
         offline_scripts(config, private(config), open_storage(config.checkpoint_job_dir), 10, 1)
+
+
+DRIVER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "to_driver", "cancelled", "code", "requeued"),
+    [
+        (signal.SIGUSR1, False, False, 130, True),  # the walltime is near
+        (signal.SIGINT, False, False, 130, False),  # rftdask cancel, or scancel by hand
+        (signal.SIGUSR1, False, True, 130, False),  # both at once
+        (signal.SIGKILL, True, False, 137, True),  # the driver ran out of memory, say
+    ],
+)
+def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
+    tmp_path: Path, sent: signal.Signals, to_driver: bool, cancelled: bool, code: int, requeued: bool
+) -> None:
+    commands = {"scontrol": f'echo "$@" >{tmp_path}/requeued', "sleep": ":"}  # in the place of SLURM's
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
+    script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(
+        ["bash", "-c", script], env=env, stdout=subprocess.PIPE, start_new_session=True
+    ) as controller:
+        wait_for((tmp_path / "ready").exists)
+        if cancelled:
+            (tmp_path / CANCELLED_FILE).touch()
+        target = psutil.Process(controller.pid).children()[0].pid if to_driver else controller.pid
+        os.kill(target, sent)
+        assert controller.wait(60) == code
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def test_a_controller_that_was_cancelled_before_it_started_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / CANCELLED_FILE).touch()
+    script = "\n".join(driver_shell(PrivateFolder(tmp_path), f"touch {tmp_path}/ran"))
+    assert subprocess.run(["bash", "-c", script], capture_output=True, check=False).returncode == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # ---- the private folder
