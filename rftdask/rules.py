@@ -11,6 +11,7 @@ from rftdask.synchronizer.styles import SyncRules, SyncStyle
 __all__ = [
     "TASKS_PER_BATCH",
     "demonstrations",
+    "explorer_workers",
     "make_sync_rules",
     "max_uses",
     "num_batches",
@@ -41,10 +42,19 @@ def make_sync_rules(config: Config) -> SyncRules:
 
 
 def tasks_per_batch(config: Config) -> int:
-    """Tasks of a rollout batch: as configured, else an even share for every engine, at most TASKS_PER_BATCH."""
+    """Tasks of a rollout batch: as configured, else an even share for every engine that there may be, at most
+    TASKS_PER_BATCH.
+    """
     if config.explorer.tasks_per_batch is not None:
         return min(config.explorer.tasks_per_batch, config.buffer.batch_size)
-    return min(-(-config.buffer.batch_size // config.explorer.rollout_model.engine_num), TASKS_PER_BATCH)
+    return min(-(-config.buffer.batch_size // explorer_workers(config)[1]), TASKS_PER_BATCH)
+
+
+def explorer_workers(config: Config) -> tuple[int, int]:
+    """Fewest and most explorer workers of a stage."""
+    explorer, usual = config.explorer, config.explorer.rollout_model.engine_num
+    fewest = explorer.min_workers or min(usual, explorer.max_workers or usual)
+    return fewest, explorer.max_workers or max(usual, fewest)
 
 
 def num_batches(num_tasks: int, tasks: int) -> int:

@@ -43,6 +43,8 @@ _FREE_KEYS = {
     "explorer.rollout_model.pipeline_parallel_size",
     "explorer.rollout_model.data_parallel_size",
     "explorer.rollout_model.gpu_memory_utilization",
+    "explorer.min_workers",
+    "explorer.max_workers",
     "explorer.eval_interval",
     "explorer.eval_on_startup",
     "explorer.bench_on_latest_checkpoint",

@@ -22,11 +22,12 @@ from rftdask.buffer.schedule import num_explore_steps
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError
+from rftdask.explorer.elastic import ScaleRule
 from rftdask.explorer.evaluations import eval_tasksets
 from rftdask.explorer.explorer import ExplorePlan, Explorer
 from rftdask.explorer.tasks import TaskOrder, task_order
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch
+from rftdask.rules import explorer_workers, make_sync_rules, num_batches, tasks_per_batch
 from rftdask.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
@@ -255,7 +256,13 @@ class StageRun:
             trainer_ended_at=lambda: int(self._trainer_result["step"]) if self._trainer_result is not None else None,
             learned=self._make_learned_order() if learns else None,
             remove_old_shards=self._remove_old_shards,
+            scale_rule=self._scale_rule(),
+            scale=lambda num_workers: self._cluster.scale(EXPLORER_RESOURCE, num_workers),
         )
+
+    def _scale_rule(self) -> ScaleRule:
+        fewest, most = explorer_workers(self._config)
+        return ScaleRule(fewest, most, asked=self._cluster.num_asked(EXPLORER_RESOURCE))
 
     def _remove_old_shards(self) -> int:
         kept = self._config.buffer.trainer_input.experience_buffer.retention

@@ -36,6 +36,7 @@ class Status(StrEnum):
     FAILED = "failed"  # the workflow, the reward or the engine raised; see `error`
     TIMEOUT = "timeout"  # the attempt's deadline passed
     FILTERED = "filtered"  # an operator set it aside; see `error`
+    POISONED = "poisoned"  # its task killed the workers that ran it, time after time, and was set aside; see `error`
 
     @property
     def trainable(self) -> bool:

@@ -15,10 +15,12 @@ from distributed import Client
 from rftdask.config import Config
 from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
+from rftdask.rules import explorer_workers
 
 CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
+_EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 
 
 @dataclass(frozen=True)
@@ -161,19 +163,22 @@ def count_gpus(config: Config) -> int:
 def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layout:
     """The workers that all stages need, sharing `num_cpus` cores: roles that work at the same time get cores of their
     own, and each a GPU of its own where there are any. A trainer without `num_ranks` takes the GPUs that are left.
+    Explorers are as many as a run starts with, and share with those that may join later.
 
     The light control role (synchronizer) shares the trainer's worker, which only watches its child.
     Raises: UserError: more roles than cores or GPUs.
     """
     training = [stage for stage in stages if stage.mode in ("both", "train")]
-    explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
+    limits = [explorer_workers(stage) for stage in stages if stage.mode != "train"]
+    explorers = max((most for _, most in limits), default=0)
+    first = max((fewest for fewest, _ in limits), default=0)
     each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
     left = max(1, num_gpus - explorers * each)
     ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
     roles = ranks + explorers
     if roles > max(num_cpus, 2):
         raise UserError(
-            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, explorer.rollout_model.engine_num) "
+            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) "
             f"= {roles} processes that compute, and there are {num_cpus} cores (cluster.num_cpus); "
             f"{_advice(ranks, explorers, num_cpus)}"
         )
@@ -181,14 +186,14 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
         one_each = f"= {roles} processes with a GPU each"
         more = f"with {each} GPUs each (tensor, pipeline and data_parallel_size) = {ranks + explorers * each} GPUs"
         raise UserError(
-            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, explorer.rollout_model.engine_num) "
+            f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) "
             f"{one_each if each == 1 else more}, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
             f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     check_groups(training, ranks)
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
-    engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(explorers))
+    engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(first))
     if num_gpus:
         trainers = tuple(replace(worker, gpu=number) for number, worker in enumerate(trainers))
         engines = tuple(replace(engine, gpu=ranks + i * each, num_gpus=each) for i, engine in enumerate(engines))

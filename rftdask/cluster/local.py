@@ -15,8 +15,9 @@ from rftdask.errors import WaitTimeout
 _START_DEADLINE_S = 120
 
 DASK_CONFIG: dict[str, Any] = {
-    # A preempted worker is not a poisonous task: attempts are counted by us.
-    "distributed.scheduler.allowed-failures": 100,
+    # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
+    # them again without a word (explorer/suspects.py tells preemption from poison).
+    "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": "120s",
     # Idle workers must not take the cores from those who compute.
     "distributed.worker.profile.enabled": False,

@@ -508,6 +508,13 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
         yield f"{at}.model_name", "required: the model's name at the service"
 
 
+@rule("explorer")
+def _workers_are_between_limits(config: Config) -> Iterator[Problem]:
+    fewest, most = config.explorer.min_workers, config.explorer.max_workers
+    if fewest is not None and most is not None and fewest > most:
+        yield "explorer.min_workers", f"{fewest}: more than explorer.max_workers, {most}; lower one or raise the other"
+
+
 @rule("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
 def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
     """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""

@@ -174,9 +174,15 @@ class ExplorerConfig(Section):
 
     name: str = Field(default="explorer", pattern=r"^[^/\\]+$")
     """Name in file names and metrics."""
+    min_workers: Count | None = None
+    """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
+    if that is less."""
+    max_workers: Count | None = None
+    """Explorer workers that a run asks for at most, as long as there are rollout batches for them. None:
+    rollout_model.engine_num, or min_workers if that is more."""
     tasks_per_batch: Count | None = None
     """Tasks in one rollout batch, the unit of work sent to an engine. None: an even share of
-    an explore step for each engine, 64 at most."""
+    an explore step for each engine there may be, 64 at most."""
     flush_age_s: float | None = Field(default=0.25, gt=0)
     """Seconds that the finished rollouts of a task wait for the other tasks of their rollout batch before they are
     committed without them. None: a batch is committed as a whole."""

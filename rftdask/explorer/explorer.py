@@ -15,13 +15,12 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future, KilledWorker
 
 from rftdask.buffer.backpressure import SettledGroups
-from rftdask.buffer.experience import Status
 from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.progress import NOTE_EVERY, first_open_step, note_complete
@@ -29,9 +28,20 @@ from rftdask.buffer.schedule import TaskRef, explore_tasks
 from rftdask.buffer.shard import done_batches
 from rftdask.config import Config
 from rftdask.errors import FencedError, RftError, RoleError, UserError
+from rftdask.explorer.blame import STRIKES, Trial
+from rftdask.explorer.elastic import ScaleRule, Seen
 from rftdask.explorer.evaluations import EvalTaskset, evaluation_metrics
-from rftdask.explorer.rollouts import EXPLORER_RESOURCE, RolloutResult, RolloutSpec, run_rollouts
+from rftdask.explorer.rollouts import (
+    BEGAN_TOPIC,
+    EXPLORER_RESOURCE,
+    RolloutResult,
+    RolloutSpec,
+    run_rollouts,
+    set_aside,
+)
+from rftdask.explorer.suspects import Suspects
 from rftdask.explorer.tasks import TaskOrder
+from rftdask.explorer.totals import StepTotals
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
 from rftdask.storage import Storage
@@ -42,11 +52,13 @@ if TYPE_CHECKING:
     from rftdask.explorer.difficulty import LearnedOrder  # which needs torch
 
 MAX_ATTEMPTS = 4
-"""Of one rollout batch, when its engine or worker fails; a rollout's own failures never count."""
+"""Of one rollout batch that raises, such as for storage; its rollouts' own failures and lost workers do not count."""
 _TICK_S = 0.25
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
 _AUDIT_EVERY_S = 2.0
+_SCALE_EVERY_S = 1.0
+_ASK_AGAIN_S = 10.0
 _EVAL_PRIORITY = 1_000_000
 
 log = logging.getLogger(__name__)
@@ -65,44 +77,6 @@ class ExplorePlan:
     evals: tuple[EvalTaskset, ...]
     eval_versions: tuple[int, ...] = ()
     """Versions to evaluate whatever is published (bench)."""
-
-
-@dataclass
-class _StepTotals:
-    """Sums over the rollout batches of one step or evaluation."""
-
-    results: list[RolloutResult] = field(default_factory=list)
-
-    def metrics(self) -> dict[str, float]:
-        total = lambda name: float(sum(getattr(r, name) for r in self.results))  # noqa: E731
-        rewards = max(1.0, total("num_rewards"))
-        metrics = {
-            "reward": total("reward_sum") / rewards,
-            "num_rollouts": total("num_rollouts"),
-            "response_length": total("num_tokens") / rewards,
-            "wait_s": total("time_wait_s"),
-            "load_s": total("time_load_s"),
-            "generate_s": total("time_generate_s"),
-            "step_s": total("time_s"),
-            "policy_version": float(max(r.version for r in self.results)),
-        }
-        metrics["tokens_per_s"] = total("num_tokens") / max(1e-9, total("time_s") - total("time_wait_s"))
-        statuses: dict[str, int] = {}
-        for result in self.results:
-            for status, count in result.num_by_status.items():
-                statuses[status] = statuses.get(status, 0) + count
-            for name, value in result.metric_sums.items():
-                metrics[name] = metrics.get(name, 0.0) + value / rewards
-        rollouts = max(1.0, metrics["num_rollouts"])
-        for name in sorted({name for result in self.results for name in result.rollout_time_sums}):
-            # Per rollout: where its time went, such as rollout/tool_s.
-            metrics[f"rollout/{name}"] = sum(r.rollout_time_sums.get(name, 0.0) for r in self.results) / rollouts
-        for name in sorted({name for result in self.results for name in result.pass_rates}):
-            told = [(r.pass_rates[name], r.num_rollouts) for r in self.results if name in r.pass_rates]
-            metrics[name] = sum(rate * count for rate, count in told) / max(1, sum(count for _, count in told))
-        metrics["truncated"] = statuses.get(Status.TRUNCATED, 0) / rewards
-        metrics["failed"] = (statuses.get(Status.FAILED, 0) + statuses.get(Status.TIMEOUT, 0)) / rollouts
-        return metrics
 
 
 class Explorer:
@@ -126,11 +100,15 @@ class Explorer:
         trainer_ended_at: Callable[[], int | None],
         learned: LearnedOrder | None = None,
         remove_old_shards: Callable[[], int] = lambda: 0,
+        scale_rule: ScaleRule | None = None,
+        scale: Callable[[int], None] = lambda num_workers: None,
+        task: Callable[[RolloutSpec], RolloutResult] = run_rollouts,
     ) -> None:
         """learned: chooses the tasks in place of the plan's order; remove_old_shards: what retention does not keep.
 
         metrics: writers of the roles "explorer" and "eval"; trainer_ended_at: last policy version once there will be
-        no newer.
+        no newer; scale_rule: how many workers to ask for, by way of `scale`; None: never for others; task: what runs
+        on the workers (benchmarks have another).
         """
         self._client = client
         self._storage = storage
@@ -145,11 +123,16 @@ class Explorer:
         self._trainer_ended_at = trainer_ended_at
         self._learned = learned
         self._remove_old_shards = remove_old_shards
+        self._scale_rule = scale_rule
+        self._scale = scale
+        self._asked_s = 0.0
+        self._task = task
         self._rules = make_sync_rules(config)
         self._follows_trainer = config.mode == "both"
         self._per_batch = tasks_per_batch(config)
         self._batches_per_step = num_batches(config.buffer.batch_size, self._per_batch)
         self._log = open_log(storage, config)
+        self._suspects = Suspects(self._log.takes_parts)
         self._unread_limit = unread_limit(config)
         self._settled = SettledGroups(Ledger(storage, MAIN_LINEAGE))
         self._num_settled = 0
@@ -161,9 +144,11 @@ class Explorer:
         self._pinned = 0
         self._outstanding: dict[str, tuple[RolloutSpec, Future]] = {}
         self._attempts: dict[tuple[str, int, int], int] = {}
+        self._set_aside: set[tuple[tuple[str, int, int], int]] = set()
+        """(rollout batch, place of the task) whose rollouts are committed as poisoned, of batches under way."""
         self._finished: queue.Queue[str] = queue.Queue()
         self._retry: list[RolloutSpec] = []
-        self._totals: dict[tuple[str, int], _StepTotals] = {}
+        self._totals: dict[tuple[str, int], StepTotals] = {}
         self._evaluated: set[tuple[int, int]] = set()
         self._evals_under_way: dict[tuple[int, int], int] = {}
         self._newest = 0
@@ -189,17 +174,20 @@ class Explorer:
             self._log.unseal()
         pending = self._pending_batches()
         upcoming = next(pending, None)
+        self._client.subscribe_topic(BEGAN_TOPIC, lambda event: self._suspects.began(*event[1]))
         try:
             while not self._cancelled():
                 self._submit_evals()
                 upcoming = self._submit_steps(upcoming, pending)
                 if self._is_over(upcoming):
                     break
+                self._ask_for_workers(upcoming)
                 self._collect()
                 if time.monotonic() - self._audited > _AUDIT_EVERY_S and self._audit():
                     pending = self._pending_batches()
                     upcoming = next(pending, None)
         finally:
+            self._client.unsubscribe_topic(BEGAN_TOPIC)
             self._client.cancel([future for _, future in self._outstanding.values()], force=True)
             for writer in self._metrics.values():
                 writer.flush()
@@ -270,7 +258,8 @@ class Explorer:
             tasks = self._tasks(step, admission)
             if tasks is None:
                 break
-            self._submit(self._spec(step, batch, tasks, admission))
+            spec = self._spec(step, batch, tasks, admission)
+            self._go_on(spec, self._suspects.begin(spec))
             upcoming = next(pending, None)
         return upcoming
 
@@ -344,7 +333,7 @@ class Explorer:
     def _submit(self, spec: RolloutSpec) -> None:
         key = f"rollouts-{spec.folder.replace('/', '-')}-{spec.explore_step}-{spec.batch}-{time.time_ns()}"
         future = self._client.submit(
-            run_rollouts,
+            self._task,
             spec,
             key=key,
             resources={EXPLORER_RESOURCE: 1},
@@ -357,9 +346,42 @@ class Explorer:
 
     def _window(self) -> int:
         """Batches that may be under way: one and a half per engine, so that no engine waits for the driver."""
+        return math.ceil(1.5 * self._num_slots()) + 1
+
+    def _num_slots(self) -> int:
+        """Rollout batches that the workers which are there can run at once."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-        slots = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
-        return math.ceil(1.5 * slots) + 1
+        return sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
+
+    def _ask_for_workers(self, upcoming: tuple[int, int] | None) -> None:
+        now = time.monotonic()
+        before = self._scale_rule
+        if before is None or now - before.seen_s < _SCALE_EVERY_S:
+            return
+        seen = Seen(now, self._num_slots(), self._backlog(upcoming, before.max_workers))
+        self._scale_rule = before.after(seen)
+        target = self._scale_rule.target
+        if target != before.target:
+            why = f"{seen.num_workers} are there, and {seen.backlog} rollout batches to run"
+            self._note(f"asks for {target} explorer workers: {why}")
+        elif seen.num_workers >= target or now - self._asked_s < _ASK_AGAIN_S:
+            return
+        # Again while some are missing: a worker that died while it started is not started again by its nanny.
+        self._asked_s = now
+        self._scale(target)
+
+    def _backlog(self, upcoming: tuple[int, int] | None, enough: int) -> int:
+        """Rollout batches that are under way or could run this moment; `enough` or more are all the same."""
+        ready = sum(spec.version <= self._newest for spec, _ in self._outstanding.values()) + len(self._retry)
+        if upcoming is None or self._trainer_has_enough():
+            return ready
+        step, batch = upcoming
+        while step <= self._plan.num_steps and ready < enough and self._has_room(step, batch):
+            if self._follows_trainer and self._rules.admit(step).version > self._newest:
+                break
+            ready += self._batches_per_step - batch
+            step, batch = step + 1, 0
+        return ready
 
     def _collect(self) -> None:
         """Take in what finished; wait a tick for the first."""
@@ -378,34 +400,83 @@ class Explorer:
     def _take(self, spec: RolloutSpec, future: Future) -> None:
         result, error, cause = _outcome(future)
         if result is not None:
-            self._count(spec, result)
+            self._suspects.ended(result.worker, str(future.key))
+            self._add(spec, result)
+            self._go_on(spec, self._suspects.finished(spec, result.num_rollouts))
             return
         if self._cancelled():
             return
         if isinstance(error, UserError | FencedError):
             raise error
+        if isinstance(error, KilledWorker) or type(error) is RoleError:
+            self._take_loss(spec, str(future.key), error, cause)
+            return
         attempts = self._attempts[spec.key] = self._attempts.get(spec.key, 0) + 1
-        if error is not None and not isinstance(error, RftError | KilledWorker | OSError):
+        if error is not None and not isinstance(error, RftError | OSError):
             raise RoleError(f"rollout batch {spec.key} failed: {cause}") from error
         if attempts >= MAX_ATTEMPTS:
             raise RoleError(f"rollout batch {spec.key} failed {attempts} times; the last time: {cause}") from error
         log.warning("rollout batch %s failed: %s", spec.key, cause)
         first_line = cause.partition("\n")[0]
         text = f"rollout batch {spec.key} runs again ({attempts} of {MAX_ATTEMPTS}): {first_line}"
-        self._emit({"event": "note", "text": text})
+        self._note(text)
         self._retry.append(spec)
 
-    def _count(self, spec: RolloutSpec, result: RolloutResult) -> None:
-        totals = self._totals.setdefault((spec.folder, spec.explore_step), _StepTotals())
+    def _take_loss(self, spec: RolloutSpec, key: str, error: BaseException, cause: str) -> None:
+        """The batch's worker was lost, or its engine, which is as good as that."""
+        was_running = not isinstance(error, KilledWorker) or self._suspects.was_running(
+            key, on=error.last_worker.address
+        )
+        if isinstance(error, KilledWorker):
+            cause = f"its worker {error.last_worker.address} was lost"
+        trial = self._suspects.lost(spec, was_running, cause)
+        log.warning("rollout batch %s runs again: %s (%s)", spec.key, cause, trial)
+        first_line = cause.partition("\n")[0]
+        what = f"rollout batch {spec.key}"
+        if was_running and trial.is_whole:
+            self._note(f"{what} runs again ({trial.strikes} of {STRIKES} losses in a row): {first_line}")
+        elif was_running:
+            self._note(f"{what} runs in pieces, to find out whether a task of it ends workers: {first_line}")
+        self._go_on(spec, trial)
+
+    def _go_on(self, spec: RolloutSpec, trial: Trial) -> None:
+        """Run what the trial says is next; the batch is done when nothing is."""
+        found = tuple(slot for slot in trial.poisonous if (spec.key, slot) not in self._set_aside)
+        if found:
+            self._set_poison_aside(spec, found)
+        if trial.is_whole:
+            self._submit(spec)
+        elif trial.pieces:
+            self._submit(replace(spec, slots=trial.next_piece))
+        else:
+            self._set_aside -= {(spec.key, slot) for slot in trial.poisonous}
+            self._complete_batch(spec)
+
+    def _set_poison_aside(self, spec: RolloutSpec, slots: tuple[int, ...]) -> None:
+        error = f"{STRIKES} workers in a row were lost while it ran, and nothing beside it"
+        self._add(spec, set_aside(open_log(self._storage, self._config, spec.folder), spec, self._config, slots, error))
+        self._set_aside.update((spec.key, slot) for slot in slots)
+        self._suspects.set_aside(spec, slots)
+
+    def _note(self, text: str) -> None:
+        self._emit({"event": "note", "text": text})
+
+    def _add(self, spec: RolloutSpec, result: RolloutResult) -> None:
+        """Count what was committed of a batch."""
+        totals = self._totals.setdefault((spec.folder, spec.explore_step), StepTotals())
         if result.num_rollouts:
             totals.results.append(result)
         if result.note:
-            self._emit({"event": "note", "text": result.note})
+            self._note(result.note)
+        if not spec.is_eval:
+            self._num_committed += result.num_rollouts
+            self._num_bytes += result.num_bytes
+
+    def _complete_batch(self, spec: RolloutSpec) -> None:
         if spec.is_eval:
             self._count_eval(spec)
             return
-        self._num_committed += result.num_rollouts
-        self._num_bytes += result.num_bytes
+        totals = self._totals.setdefault((spec.folder, spec.explore_step), StepTotals())
         self._done.add((spec.explore_step, spec.batch))
         self._advance()
         step = spec.explore_step
@@ -467,9 +538,9 @@ class Explorer:
             for batch in range(batches):
                 size = self._per_eval_batch(taskset)
                 part = refs[batch * size : (batch + 1) * size]
-                self._submit(
-                    self._make_spec(folder, version, batch, part, taskset.repeat_times, Admission(version, exact=True))
-                )
+                admission = Admission(version, exact=True)
+                spec = self._make_spec(folder, version, batch, part, taskset.repeat_times, admission)
+                self._go_on(spec, self._suspects.begin(spec))
 
     def _per_eval_batch(self, taskset: EvalTaskset) -> int:
         """As many rollouts as a training batch has, so that evaluating needs no more memory."""

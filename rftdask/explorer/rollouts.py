@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distributed import get_client, get_worker
 
-from rftdask.buffer.experience import Experience
+from rftdask.buffer.experience import Experience, Status
+from rftdask.buffer.log import ExperienceLog
 from rftdask.buffer.log_open import open_log
 from rftdask.buffer.schedule import TaskRef
-from rftdask.buffer.shard import done_batches
+from rftdask.buffer.shard import Part, done_batches
 from rftdask.buffer.tasksets import Taskset
 from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.buffer.writer import BatchWriter
@@ -48,6 +49,8 @@ from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.weights import Published, read_checkpoint_weights, read_published
 
 EXPLORER_RESOURCE = "explorer"
+BEGAN_TOPIC = "rftdask-began"
+"""Where a worker says which task it has begun: (address, key). So it is known what was running when it is lost."""
 _EXTRA_TIME_S = 60.0
 _MAX_WAIT_S = 0.25
 """For rollouts that are busy elsewhere, before a call of the engine goes out without them; see Batcher."""
@@ -77,6 +80,8 @@ class RolloutSpec:
     """True: with that version and no other; False: with it or any newer."""
     threads: int
     log_file: str | None
+    slots: tuple[int, ...] | None = None
+    """Places of the only tasks to run, of those that are not committed; None: all, so that they sample side by side."""
 
     @property
     def is_eval(self) -> bool:
@@ -189,7 +194,9 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
     Raises: WaitTimeout: its weights were not published in time; RoleError: the engine failed; OperatorError;
     StorageError; UserError.
     """
+    worker = get_worker()
     with _resources.lock:
+        worker.log_event(BEGAN_TOPIC, (worker.address, worker.get_current_task()))
         began = time.perf_counter()
         storage = open_storage(spec.url)
         config = _resources.open(spec)
@@ -197,7 +204,12 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
         committed = log.find_all(spec.explore_step, spec.batch)
         if done_batches(committed):
             version = max(name.max_policy_version for name in committed)
-            return RolloutResult(spec.key, tuple(name.text for name in committed), version, get_worker().address)
+            return RolloutResult(spec.key, tuple(name.text for name in committed), version, worker.address)
+        held = {slot for name in committed if name.part is not None for slot in name.part.slots}
+        # All of them run again all the same: what an engine samples depends on what it samples beside it.
+        slots = tuple(range(len(spec.tasks)) if spec.slots is None else (s for s in spec.slots if s not in held))
+        if not slots:
+            return RolloutResult(spec.key, (), spec.version, worker.address)
         engine = tokenizer = None
         started = waited = time.perf_counter()
         if not config.is_external:
@@ -215,11 +227,10 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             batch=spec.batch,
             num_tasks=len(spec.tasks),
             flush_age_s=None if spec.is_eval else config.explorer.flush_age_s,
-            # Their tasks run again all the same: what an engine samples depends on what it samples beside it.
-            committed=[slot for name in committed if name.part is not None for slot in name.part.slots],
+            committed=held,
         ) as writer:
             pipeline = _Pipeline(spec, config, writer.add)
-            outcome, time_generate_s = _run(spec, config, engine, tokenizer, pipeline.add)
+            outcome, time_generate_s = _run(spec, slots, config, engine, tokenizer, pipeline.add)
             outcome = replace(outcome, experiences=pipeline.finish())
             names = writer.finish()
         return _result(
@@ -285,6 +296,7 @@ def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published |
 
 def _run(
     spec: RolloutSpec,
+    slots: tuple[int, ...],
     config: Config,
     engine: EngineClient | None,
     tokenizer: Any,
@@ -292,7 +304,8 @@ def _run(
 ) -> tuple[BatchOutcome, float]:
     """engine: None: the policy is a model behind an API."""
     tasksets = _names(spec, config)
-    tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in spec.tasks]
+    refs = [spec.tasks[slot] for slot in slots]
+    tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
     generating = _Seconds()
     companions, explorer = _resources.companions, config.explorer
     # An evaluation's tasks are no measure of the others', and all of them count.
@@ -313,7 +326,7 @@ def _run(
             weights=weights,
             max_wait_s=_MAX_WAIT_FIXED_S if config.synchronizer.sync_style == "fixed" else _MAX_WAIT_S,
             over_rollout=over_rollout,
-            on_group=on_group,
+            on_group=lambda number, experiences: on_group(slots[number], experiences),
             nursery=companions.nursery,
         )
 
@@ -387,7 +400,41 @@ class _Pipeline:
         return [experience for slot in sorted(self._groups) for experience in self._groups[slot]]
 
 
+def set_aside(log: ExperienceLog, spec: RolloutSpec, config: Config, slots: Sequence[int], error: str) -> RolloutResult:
+    """Commit, without running them, the rollouts of the tasks at `slots` as poisoned, with the reason."""
+    names = _names(spec, config)
+    experiences = [
+        Experience(
+            taskset=names[spec.tasks[slot].taskset_number],
+            epoch=spec.tasks[slot].epoch,
+            task_index=spec.tasks[slot].index,
+            rollout=rollout,
+            explore_step=spec.explore_step,
+            status=Status.POISONED,
+            min_policy_version=spec.version,
+            max_policy_version=spec.version,
+            error=error,
+        )
+        for slot in slots
+        for rollout in range(spec.repeat_times + spec.greedy_baseline)
+    ]
+    whole = len(slots) == len(spec.tasks)
+    part = None if whole else Part(tuple(slots), len(spec.tasks))
+    name = log.commit(experiences, explore_step=spec.explore_step, batch=spec.batch, part=part)
+    tasks = sorted({experience.group_id for experience in experiences})
+    return RolloutResult(
+        spec.key,
+        (name.text,),
+        spec.version,
+        "",
+        num_rollouts=len(slots) * spec.repeat_times,
+        num_by_status={str(Status.POISONED): len(slots) * spec.repeat_times},
+        note=f"task {', '.join(tasks)} is poisonous and was set aside: {error}",
+    )
+
+
 def _names(spec: RolloutSpec, config: Config) -> list[str]:
+    """Of the tasksets, by their number."""
     source = config.buffer.explorer_input
     return [t.name for t in (source.eval_tasksets if spec.is_eval else source.train_tasksets)]
 
@@ -463,4 +510,13 @@ def _payload_bytes(experience: Experience) -> int:
     return numbers + len(experience.prompt_text) + len(experience.response_text) + len(experience.truth)
 
 
-__all__ = ["EXPLORER_RESOURCE", "RolloutResult", "RolloutSpec", "WaitTimeout", "engine_spec", "run_rollouts"]
+__all__ = [
+    "BEGAN_TOPIC",
+    "EXPLORER_RESOURCE",
+    "RolloutResult",
+    "RolloutSpec",
+    "WaitTimeout",
+    "engine_spec",
+    "run_rollouts",
+    "set_aside",
+]

@@ -370,6 +370,8 @@ OUR_KEYS = {
     "cluster.slurm.explorer.memory",
     "cluster.slurm.explorer.directives",
     "cluster.slurm.explorer.prologue",
+    "explorer.min_workers",
+    "explorer.max_workers",
     "explorer.tasks_per_batch",
     "trainer.num_ranks",
     "trainer.tensor_parallel_size",

@@ -379,3 +379,10 @@ def test_only_parquet_shards_are_compacted_and_whoever_needs_results_again_finds
     assert problems(grpo(), compact, f"{buffer}.storage_type={kind}") == [
         f"{buffer}.retention.keep: compact merges Parquet shards, and storage_type {kind} has none; use queue, or all"
     ]
+
+
+def test_fewest_explorer_workers_are_not_more_than_most() -> None:
+    source = grpo()
+    source["explorer"] = {"min_workers": 5, "max_workers": 4}
+    (line,) = problems(source)
+    assert line == "explorer.min_workers: 5: more than explorer.max_workers, 4; lower one or raise the other"

@@ -9,6 +9,7 @@ import pytest
 from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_layout, scaled, visible_gpus
 from rftdask.config import Config, load_config
 from rftdask.errors import UserError
+from rftdask.rules import explorer_workers
 
 
 def stage(engines: int, *overrides: str) -> Config:
@@ -120,3 +121,26 @@ def test_a_trainer_that_is_added_does_not_control() -> None:
         ("trainer-0", ("trainer", "control")),
         ("trainer-2", ("trainer",)),
     ]
+
+
+def test_a_layout_has_the_explorers_to_begin_with_and_leaves_cores_for_those_that_may_join() -> None:
+    elastic = stage(2, "explorer.min_workers=1", "explorer.max_workers=3")
+    workers = plan_layout([elastic], 8).workers
+    assert [(worker.name, worker.threads) for worker in workers] == [("trainer-0", 2), ("explorer-0", 2)]
+    with pytest.raises(UserError, match=r"1 trainer \+ 3 explorers .* = 4 processes .* there are 3 cores"):
+        plan_layout([elastic], 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        ((), (2, 2)),
+        (("explorer.min_workers=1",), (1, 2)),
+        (("explorer.min_workers=4",), (4, 4)),
+        (("explorer.max_workers=6",), (2, 6)),
+        (("explorer.max_workers=1",), (1, 1)),
+        (("explorer.min_workers=1", "explorer.max_workers=9"), (1, 9)),
+    ],
+)
+def test_workers_that_are_not_told_are_the_engines(overrides: tuple[str, ...], limits: tuple[int, int]) -> None:
+    assert explorer_workers(stage(2, *overrides)) == limits

@@ -1,0 +1,76 @@
+"""Elastic: how many explorer workers a run asks for. A pure rule of counters and times; knows no cluster.
+
+What there is to do decides: a worker runs one rollout batch at a time, so more workers than batches that could run
+this moment are of no use. The staleness bound is in that number: a batch that has to wait for newer weights cannot run.
+More are asked for at once; fewer only after a time in which nobody missed them, because an engine takes long to load
+and because the explorer of a run in lock-step has nothing to do in every other moment. What the cluster gives decides,
+too: of workers that were asked for and have not come there are never more than twice as many as have.
+
+Invariant: min_workers <= target <= max_workers, whatever is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+IDLE_S = 60.0
+"""A worker is let go after so long without use: about what it takes to load an engine again."""
+OPEN_REQUESTS = 8
+"""So many may be asked for and not there, however few have come: a queue that gives nothing is not flooded."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the explorer sees at one moment."""
+
+    at_s: float
+    """On any clock that does not go back."""
+    num_workers: int
+    """Explorer workers that are there."""
+    backlog: int
+    """Rollout batches under way or ready to run this moment."""
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """The target of a run, from what was seen until now.
+
+    Example:
+        rule = ScaleRule(min_workers=2, max_workers=16)
+        rule = rule.after(Seen(at_s=10.0, num_workers=2, backlog=40))
+        rule.target == 10   # 8 more than there are
+    """
+
+    min_workers: int
+    max_workers: int
+    idle_s: float = IDLE_S
+    asked: int = 0
+    """What was asked for last; 0: nothing yet."""
+    needed: int = 0
+    """Most that were of use at any moment since `since_s`, of those that were asked for."""
+    since_s: float = 0.0
+    seen_s: float = 0.0
+    """When it was last told."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_workers <= self.max_workers:
+            raise ValueError(f"min_workers {self.min_workers} and max_workers {self.max_workers}: 0 < min <= max")
+
+    @property
+    def target(self) -> int:
+        return self._bounded(self.asked)
+
+    def after(self, seen: Seen) -> ScaleRule:
+        """The rule once `seen` is known."""
+        wanted = self._bounded(seen.backlog)
+        if wanted >= self.target:
+            given = seen.num_workers + max(OPEN_REQUESTS, seen.num_workers)
+            asked = max(self.target, min(wanted, given))
+            return replace(self, asked=asked, needed=0, since_s=seen.at_s, seen_s=seen.at_s)
+        needed = max(self.needed, wanted)
+        if seen.at_s - self.since_s < self.idle_s:
+            return replace(self, asked=self.target, needed=needed, seen_s=seen.at_s)
+        return replace(self, asked=self._bounded(needed), needed=0, since_s=seen.at_s, seen_s=seen.at_s)
+
+    def _bounded(self, count: int) -> int:
+        return max(self.min_workers, min(count, self.max_workers))

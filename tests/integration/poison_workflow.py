@@ -1,0 +1,22 @@
+"""Workflows that end the worker they run on; POISON_FILE gets a line for each time.
+
+They run on the worker's own event loop (explorer.sandbox.mode=never), as a library that crashes would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from rftdask.explorer.workflows.base import PolicyModel, Task
+
+
+async def poisonous(task: Task, model: PolicyModel) -> float:
+    answer = await model.generate(task.prompt)
+    if task.index == 5:
+        await asyncio.sleep(1.0)  # a nanny does not start a worker again that dies while it starts
+        with open(os.environ["POISON_FILE"], "a") as file:
+            file.write(f"{task.epoch}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(len(answer.tokens) % 3)
