@@ -21,7 +21,7 @@ from rftdask.buffer.retention import RetentionRule, apply_retention
 from rftdask.buffer.schedule import num_explore_steps
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
-from rftdask.errors import DamagedError, DataError, FencedError, RoleError
+from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
 from rftdask.explorer.elastic import ScaleRule
 from rftdask.explorer.evaluations import eval_tasksets
 from rftdask.explorer.explorer import ExplorePlan, Explorer
@@ -127,6 +127,7 @@ class StageRun:
         self._sync: SyncHandle | None = None
         self._actor: Any = None
         self._generation = 0
+        self._can_scale = True
         self._retention: threading.Thread | None = None
         self._ended = threading.Event()
         """Set when the roles are over, so that compaction stops."""
@@ -257,8 +258,17 @@ class StageRun:
             learned=self._make_learned_order() if learns else None,
             remove_old_shards=self._remove_old_shards,
             scale_rule=self._scale_rule(),
-            scale=lambda num_workers: self._cluster.scale(EXPLORER_RESOURCE, num_workers),
+            scale=self._ask_for_explorers,
         )
+
+    def _ask_for_explorers(self, num_workers: int) -> None:
+        if not self._can_scale:
+            return
+        try:
+            self._cluster.scale(EXPLORER_RESOURCE, num_workers)
+        except UserError as error:  # workers of such a cluster are somebody else's to start; who joins is taken
+            self._can_scale = False
+            self._note(f"explorer workers are not asked for: {error}")
 
     def _scale_rule(self) -> ScaleRule:
         fewest, most = explorer_workers(self._config)
