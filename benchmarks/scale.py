@@ -1,0 +1,256 @@
+"""How the explorer's loop scales: the real loop and Dask scheduler, and workers that do nothing but take their time.
+
+    OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 10] [--quick]
+
+A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a batch side by side; lengths are
+lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its CPU seconds are those of
+the scheduler, the driver and all workers together: an upper bound of what a scheduler has to do. Prints:
+
+- experiences/s for each number of workers, against as many times what one worker can do, and CPU per experience;
+- the time from a published policy version until the last worker knows;
+- what the end of a log costs with 1,000 and with 1,000,000 shards in it (the storage of benchmarks/buffer.py);
+- asynchronous against lock-step, on equal workers and experiences: the wall time of one over that of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import numpy as np
+from buffer import measure_long_log
+from distributed import Client, LocalCluster, get_client
+
+from rftdask.cluster.local import DASK_CONFIG
+from rftdask.config import load_config
+from rftdask.explorer.explorer import ExplorePlan, Explorer
+from rftdask.explorer.rollouts import RolloutResult, RolloutSpec
+from rftdask.explorer.tasks import TaskOrder
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
+from rftdask.synchronizer.weights import publish_weights
+
+TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
+MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384
+"""Of responses: a reasoning model's, whose longest are some ten times the usual ones."""
+TOKENS_PER_S = 2_000
+"""Of one rollout: 50 to 100 times what engines do, so that a batch takes seconds and not minutes."""
+
+
+def batch_seconds(step: int, batch: int) -> float:
+    """Time of a rollout batch: that of its longest response."""
+    lengths = np.random.default_rng((step, batch)).lognormal(
+        np.log(MEDIAN_TOKENS), SIGMA, TASKS_PER_BATCH * REPEAT_TIMES
+    )
+    return float(min(lengths.max(), MAX_TOKENS)) / TOKENS_PER_S
+
+
+def simulate(spec: RolloutSpec) -> RolloutResult:
+    """A rollout batch that takes its time, with the weights that it asks for, and leaves nothing."""
+    began = time.perf_counter()
+    if spec.version:
+        SyncHandle(open_storage(spec.url), None, 0.02).wait_for_version(spec.version, 600)
+    waited = time.perf_counter()
+    seconds = batch_seconds(spec.explore_step, spec.batch)
+    time.sleep(seconds)
+    num = len(spec.tasks) * spec.repeat_times
+    return RolloutResult(
+        spec.key, (), spec.version, "", num_rollouts=num, num_rewards=num, time_s=seconds, time_wait_s=waited - began
+    )
+
+
+class Finished(NamedTuple):
+    """A rollout batch that came back."""
+
+    at: float
+    took_s: float
+    num: int
+    """Experiences."""
+
+
+class CountingExplorer(Explorer):
+    """The loop, which also remembers when it was told of each rollout batch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.finished: list[Finished] = []
+
+    def _add(self, spec: RolloutSpec, result: RolloutResult) -> None:
+        self.finished.append(Finished(time.perf_counter(), result.time_s, result.num_rollouts))
+        super()._add(spec, result)
+
+
+class Simulation:
+    """The explorer's loop on simulated workers, with a trainer that takes `train_s` a step, or none."""
+
+    def __init__(self, client: Client, workers: int, style: str, steps: int, train_s: float | None) -> None:
+        self.storage: Storage = open_storage(f"memory://scale-{uuid.uuid4().hex}")
+        self._train_s, self._steps = train_s, steps
+        batch_size = TASKS_PER_BATCH * workers
+        config = load_config(
+            {
+                "name": "scale",
+                "mode": "explore" if train_s is None else "both",
+                "checkpoint_root_dir": self.storage.url,
+                "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
+                "algorithm": {"algorithm_type": "grpo", "repeat_times": REPEAT_TIMES, "kl_loss_fn": "none"},
+                "buffer": {
+                    "batch_size": batch_size,
+                    "total_epochs": 1,
+                    "explorer_input": {
+                        "taskset": {"path": tasks_file(), "format": {"prompt_type": "plaintext"}},
+                        "default_reward_fn_type": "exact_reward",
+                    },
+                },
+                "explorer": {"tasks_per_batch": TASKS_PER_BATCH, "rollout_model": {"engine_type": "fake"}},
+                "trainer": {"trainer_type": "fake"},
+                "synchronizer": {"sync_style": style, **({"sync_offset": 0} if style == "fixed" else {})},
+                "monitor": {"monitor_type": "none"},
+            }
+        )
+        self._trained: int | None = None
+        self._batches_per_step = workers
+        self.explorer = CountingExplorer(
+            client,
+            self.storage,
+            config,
+            ExplorePlan(num_steps=steps, sizes=(1 << 16,), order=TaskOrder(), evals=()),
+            {role: MetricsWriter(self.storage, role) for role in ("explorer", "eval")},
+            threads=1,
+            log_file=None,
+            emit=lambda event: None,
+            cancelled=lambda: False,
+            trainer_ended_at=lambda: self._trained,
+            task=simulate,
+        )
+        self.finished = self.explorer.finished
+
+    def run(self) -> float:
+        """Wall seconds to the end."""
+        began = time.perf_counter()
+        if self._train_s is not None:
+            threading.Thread(target=self._train, daemon=True).start()
+        self.explorer.run()
+        return time.perf_counter() - began
+
+    def _train(self) -> None:
+        assert self._train_s is not None
+        for step in range(1, self._steps + 1):
+            while len(self.finished) < step * self._batches_per_step:
+                time.sleep(0.005)
+            time.sleep(self._train_s)
+            publish_weights(self.storage, step, b"weights", "main")
+            if step == self._steps:
+                self._trained = step
+            self.explorer.wake(step)
+
+
+def tasks_file() -> str:
+    path = Path(tempfile.gettempdir()) / "rftdask-scale-tasks.jsonl"
+    path.write_text(json.dumps({"prompt": "1=", "response": "1"}) + "\n")
+    return str(path)
+
+
+@contextmanager
+def simulated_workers(count: int) -> Iterator[Client]:
+    with (
+        dask.config.set(DASK_CONFIG),
+        LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            processes=False,
+            resources={"explorer": 1},
+            dashboard_address=None,
+            silence_logs=50,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(count, timeout=120)
+        yield client
+
+
+def wait_in_worker(url: str, version: int) -> float:
+    SyncHandle(open_storage(url), get_client()).wait_for_version(version, 60)
+    return time.perf_counter()
+
+
+def measure_notice(client: Client, workers: int, publishes: int) -> float:
+    """Median seconds from a moved pointer until the last of all workers knows."""
+    storage = open_storage(f"memory://notice-{uuid.uuid4().hex}")
+    names = list(client.scheduler_info(n_workers=-1)["workers"])
+    actor = start_synchronizer(client, storage.url, 0.05, uuid.uuid4().hex, names[:1])
+    delays = []
+    for version in range(1, publishes + 1):
+        futures = [client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in names]
+        time.sleep(0.5 + workers / 200)  # until all of them wait
+        publish_weights(storage, version, b"weights", "main")
+        moved = time.perf_counter()
+        delays.append(max(future.result(timeout=120) for future in futures) - moved)
+    client.unpublish_dataset("rftdask-synchronizer")
+    actor.release()
+    return statistics.median(delays)
+
+
+def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, float]:
+    mean_s = statistics.mean(batch_seconds(step, batch) for step in range(1, 40) for batch in range(50))
+    linear = workers * TASKS_PER_BATCH * REPEAT_TIMES / mean_s
+    with simulated_workers(workers) as client:
+        notice_s = measure_notice(client, workers, publishes)
+        simulation = Simulation(client, workers, "fixed", round(seconds / mean_s) + 1, None)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        simulation.run()
+        cpu_s = time.process_time() - began_cpu
+    # How busy the workers were in the middle of the run, when there was work for all of them.
+    first, last = began + 0.2 * seconds, began + 0.6 * seconds
+    busy_s = sum(max(0.0, min(each.at, last) - max(each.at - each.took_s, first)) for each in simulation.finished)
+    efficiency = busy_s / (workers * (last - first))
+    total = sum(each.num for each in simulation.finished)
+    return {"rate": efficiency * linear, "efficiency": efficiency, "cpu_s": cpu_s / total, "notice_s": notice_s}
+
+
+def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, float]:
+    """Wall seconds of lock-step and of asynchronous training, on the same batches."""
+    times: list[float] = []
+    for style in ("fixed", "fully_async"):
+        with simulated_workers(workers) as client:
+            times.append(Simulation(client, workers, style, steps, train_s).run())
+    return times[0], times[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", default="1,4,16,64,256")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of work for each number of workers")
+    parser.add_argument("--quick", action="store_true", help="see that it works")
+    args = parser.parse_args()
+    counts = [1, 8] if args.quick else [int(text) for text in args.workers.split(",")]
+    seconds = 6.0 if args.quick else args.seconds
+    print("workers  experiences/s  of linear  CPU per experience  all know a new version", flush=True)
+    for workers in counts:
+        found: dict[str, Any] = measure_workers(workers, seconds, 2 if args.quick else 10)
+        print(
+            f"{workers:7}  {found['rate']:13,.1f}  {found['efficiency']:9.0%}  {1e3 * found['cpu_s']:15.2f} ms  "
+            f"{1e3 * found['notice_s']:19.0f} ms",
+            flush=True,
+        )
+    for num_shards in (1_000, 1_000_000):
+        measure_long_log(num_shards, "local", 0.001, 0, everything=False)
+    workers, steps = (4, 3) if args.quick else (16, 8)
+    lock_step_s, async_s = measure_async(workers, steps, train_s=1.0)
+    ratio = lock_step_s / async_s
+    print(f"{workers} workers, {steps} steps: lock-step {lock_step_s:.1f} s, async {async_s:.1f} s: {ratio:.2f} times")
+
+
+if __name__ == "__main__":
+    main()
