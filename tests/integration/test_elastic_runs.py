@@ -16,10 +16,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from run_cases import RunProcess, assert_sound, final_weights, ledger_of, num_steps, run_folder, write_config
+from run_cases import ENGINE, RunProcess, assert_sound, final_weights, ledger_of, num_steps, run_folder, write_config
 
-from rftdask.buffer.log_files import ParquetLog
 from rftdask.checks import check_inputs
 from rftdask.cluster.base import plan_layout
 from rftdask.cluster.local import LocalCluster
@@ -61,9 +61,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(config)
 
 
-def writers(folder: Path) -> set[str]:
-    """The processes that committed shards."""
-    return {name.writer for name in ParquetLog(open_storage(folder)).shards()} if folder.exists() else set()
+def has_engine(worker: psutil.Process) -> bool:
+    """Whether the worker has taken a rollout batch, at the first of which it starts an engine."""
+    try:
+        return any(ENGINE in " ".join(child.cmdline()) for child in worker.children())
+    except psutil.Error:
+        return False
 
 
 def assert_same_end(folder: Path, undisturbed: Path) -> None:
@@ -77,10 +80,8 @@ def test_a_run_grows_from_min_workers_to_max_workers_and_loses_one(tmp_path: Pat
     folder = run_folder(config)
     workers = ("explorer.min_workers=1", "explorer.max_workers=2")
     with RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
-        run.wait_until(lambda: len(writers(folder)) >= 2)
-        engines = run.children("rftdask.explorer.engines.host:serve")
-        assert len(engines) == 2
-        worker = engines[-1].parent()
+        run.wait_until(lambda: len(run.children(ENGINE)) == 2)
+        worker = run.children(ENGINE)[-1].parent()
         assert worker is not None
         worker.kill()
         ended = run.end()
@@ -117,7 +118,7 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
     options = ("--resources", "explorer=1", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", "late")
     late = subprocess.Popen([sys.executable, "-m", WORKER, address, *options], stderr=subprocess.DEVNULL)
     try:
-        while len(writers(folder)) < 2 and running.is_alive():
+        while not has_engine(psutil.Process(late.pid)) and running.is_alive():
             running.join(0.05)
         assert num_steps(folder) < STEPS, "it joined too late"
     finally:
