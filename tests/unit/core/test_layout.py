@@ -144,3 +144,14 @@ def test_a_layout_has_the_explorers_to_begin_with_and_leaves_cores_for_those_tha
 )
 def test_workers_that_are_not_told_are_the_engines(overrides: tuple[str, ...], limits: tuple[int, int]) -> None:
     assert explorer_workers(stage(2, *overrides)) == limits
+
+
+def test_engines_of_several_gpus_are_scaled_to_gpus_that_lie_together() -> None:
+    like = WorkerPlan("explorer-1", ("explorer",), 2, gpu=1, num_gpus=2)
+    layout = Layout((WorkerPlan("trainer-0", ("trainer", "control"), 2, gpu=0), like))
+    more = scaled(layout.workers, layout, "explorer", 3, num_gpus=7, unused=2)
+    assert [(worker.name, worker.gpu, worker.num_gpus) for worker in more[1:]] == [
+        ("explorer-1", 1, 2),
+        ("explorer-2", 3, 2),
+        ("explorer-3", 5, 2),
+    ]
