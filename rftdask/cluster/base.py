@@ -206,16 +206,18 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     """The workers of a run whose roles have a machine or a job each: trainer ranks and explorers.
 
     Args: threads: cores of a worker of each role; num_gpus: in all, of which a trainer without `num_ranks` takes what
-    the explorers leave; None: it is not known, and such a trainer has one rank.
+    as many explorers as there may be leave; None: it is not known, and such a trainer has one rank.
     Raises: UserError: ranks that are to work together are no whole number of groups.
     """
     training = [stage for stage in stages if stage.mode in ("both", "train")]
-    explorers = max((stage.explorer.rollout_model.engine_num for stage in stages if stage.mode != "train"), default=0)
+    limits = [explorer_workers(stage) for stage in stages if stage.mode != "train"]
+    explorers = max((most for _, most in limits), default=0)
+    first = max((fewest for fewest, _ in limits), default=0)
     each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
     left = max(1, (num_gpus or 0) - explorers * each)
     ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
     check_groups(training, ranks)
-    counts = ((TRAINER_RESOURCE, ranks), (EXPLORER_RESOURCE, explorers))
+    counts = ((TRAINER_RESOURCE, ranks), (EXPLORER_RESOURCE, first))
     return Layout(tuple(WorkerPlan(f"{role}-{i}", (role,), threads[role]) for role, n in counts for i in range(n)))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_layout, scaled, visible_gpus
+from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_jobs, plan_layout, scaled, visible_gpus
 from rftdask.config import Config, load_config
 from rftdask.errors import UserError
 from rftdask.rules import explorer_workers
@@ -155,3 +155,10 @@ def test_engines_of_several_gpus_are_scaled_to_gpus_that_lie_together() -> None:
         ("explorer-2", 3, 2),
         ("explorer-3", 5, 2),
     ]
+
+
+def test_jobs_are_those_to_begin_with_and_their_gpus_are_kept_for_those_that_may_join() -> None:
+    elastic = stage(2, "explorer.min_workers=1", "explorer.max_workers=3")
+    workers = plan_jobs([elastic], {"trainer": 4, "explorer": 2}, num_gpus=8).workers
+    assert [worker.name for worker in workers if "explorer" in worker.resources] == ["explorer-0"]
+    assert sum("trainer" in worker.resources for worker in workers) == 5
