@@ -117,7 +117,8 @@ def main() -> None:
         done = subprocess.run(
             [sys.executable, __file__, "--bare", *command], check=True, stdout=subprocess.PIPE, text=True
         )
-        alone = float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+        found = next(line for line in done.stdout.splitlines() if line.startswith('{"tokens_per_s"'))  # vLLM logs there
+        alone = float(json.loads(found)["tokens_per_s"])
         whole = ours(arguments)
     print(f"vllm.LLM.generate {alone:8.0f} tokens/s   rollouts {whole:8.0f} tokens/s   ratio {whole / alone:.2f}")
 

@@ -160,11 +160,13 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
     prompt = tuple(range(3, 100))  # several blocks of vLLM's cache
     request = GenerateRequest(prompt, SamplingParams(8, temperature=0.0), 0)
     engine.generate([request])
+    served_by = engine._llm
     for version in (1, 0, 1):
         load_proven(engine, 10 + version, weights_of(folders[version]), fingerprint_of(others[version]))
         [answer], [expected] = engine.generate([request]), others[version].generate([request])
         assert (answer.tokens, answer.min_policy_version) == (expected.tokens, 10 + version)
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert engine._llm is served_by, "loaded in place, tied embeddings and all, not started again"
 
 
 class VllmsOwnReload(Engine):
