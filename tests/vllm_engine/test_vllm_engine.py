@@ -140,6 +140,12 @@ def trainer_logprobs(model: torch.nn.Module, answers: Sequence[Generation]) -> l
     return [row[: len(answer.tokens)].tolist() for row, answer in zip(scored_BT, answers, strict=True)]
 
 
+def test_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(engine: VllmEngine) -> None:
+    prompts = [(3 + number, *range(20, 120)) for number in range(90)]  # 9,000 tokens; no two begin alike
+    answers = engine.generate([GenerateRequest(prompt, SamplingParams(2), prompt[0]) for prompt in prompts])
+    assert all(1 <= len(answer.tokens) <= 2 for answer in answers) and len(answers) == 90
+
+
 @pytest.mark.parametrize("sampler", ["vllm", "transformers"])
 def test_both_engines_record_the_logprobs_that_the_trainer_computes(
     sampler: str, engine: VllmEngine, others: dict[int, TransformersEngine]

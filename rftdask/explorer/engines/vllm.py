@@ -94,6 +94,8 @@ class VllmEngine(Engine):
         }
         if device == "cpu":
             self._args["enforce_eager"] = True  # compiling takes minutes there
+            # Of a prompt that it takes in parts vLLM turns back the generator, which that of a CPU cannot: it dies.
+            self._args["enable_chunked_prefill"] = False
         self._end_ids = _end_ids(model_path, trust_remote_code)
         self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-")
         self._num_requests = self._num_adapters = 0
