@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from distributed import Client, Future, Worker, get_worker
+from distributed import Client, Future, KilledWorker, Worker, get_worker
 
 from rftdask.child import LOG_LEVEL, Child
 from rftdask.dask_task import make_called_off
@@ -254,6 +254,9 @@ def _result(future: Future) -> dict[str, Any]:
 def _cause(rank: int, future: Future) -> BaseException:
     if future.status == "error":
         error = future.exception()
+        if isinstance(error, KilledWorker):
+            lost = error.last_worker
+            return RoleError(f"rank {rank} on worker {lost.name} ({lost.address}) was lost with its worker")
         return (
             error if isinstance(error, RftError) else RoleError(f"rank {rank} failed: {type(error).__name__}: {error}")
         )
