@@ -135,7 +135,6 @@ def encode_shard(
         use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,
         data_page_size=_PAGE_BYTES,
         row_group_size=1 << 20,
-        write_page_checksum=True,
     )
     data: bytes = sink.getvalue().to_pybytes()
     low = min((e.min_policy_version for e in experiences), default=0)
