@@ -168,13 +168,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     The light control role (synchronizer) shares the trainer's worker, which only watches its child.
     Raises: UserError: more roles than cores or GPUs.
     """
-    training = [stage for stage in stages if stage.mode in ("both", "train")]
-    limits = [explorer_workers(stage) for stage in stages if stage.mode != "train"]
-    explorers = max((most for _, most in limits), default=0)
-    first = max((fewest for fewest, _ in limits), default=0)
-    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
-    left = max(1, num_gpus - explorers * each)
-    ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
+    ranks, first, explorers, each = _demand(stages, num_gpus)
     roles = ranks + explorers
     if roles > max(num_cpus, 2):
         raise UserError(
@@ -190,7 +184,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"{one_each if each == 1 else more}, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
             f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
-    check_groups(training, ranks)
+    check_groups(stages, ranks)
     threads = max(1, num_cpus // max(1, roles))
     trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
     engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(first))
@@ -209,21 +203,30 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     as many explorers as there may be leave; None: it is not known, and such a trainer has one rank.
     Raises: UserError: ranks that are to work together are no whole number of groups.
     """
-    training = [stage for stage in stages if stage.mode in ("both", "train")]
-    limits = [explorer_workers(stage) for stage in stages if stage.mode != "train"]
-    explorers = max((most for _, most in limits), default=0)
-    first = max((fewest for fewest, _ in limits), default=0)
-    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
-    left = max(1, (num_gpus or 0) - explorers * each)
-    ranks = max((_asked_ranks(stage) or left for stage in training), default=0)
-    check_groups(training, ranks)
+    ranks, first, _, _ = _demand(stages, num_gpus or 0)
+    check_groups(stages, ranks)
     counts = ((TRAINER_RESOURCE, ranks), (EXPLORER_RESOURCE, first))
     return Layout(tuple(WorkerPlan(f"{role}-{i}", (role,), threads[role]) for role, n in counts for i in range(n)))
 
 
-def check_groups(training: Sequence[Config], ranks: int) -> None:
+def _demand(stages: Sequence[Config], num_gpus: int) -> tuple[int, int, int, int]:
+    """(trainer ranks, explorers at first, explorers at most, GPUs of each explorer) that all stages can do with."""
+    exploring = [stage for stage in stages if stage.mode != "train"]
+    limits = [explorer_workers(stage) for stage in exploring]
+    first = max((fewest for fewest, _ in limits), default=0)
+    most = max((most for _, most in limits), default=0)
+    each = max((gpus_of(stage.explorer.rollout_model) for stage in exploring), default=1)
+    left = max(1, num_gpus - most * each)
+    return max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0), first, most, each
+
+
+def _trains(stage: Config) -> bool:
+    return stage.mode in ("both", "train")
+
+
+def check_groups(stages: Sequence[Config], ranks: int) -> None:
     """Raises: UserError: `ranks` is no whole number of the groups of ranks that work together."""
-    for stage in training:
+    for stage in filter(_trains, stages):
         own, trainer = _asked_ranks(stage) or ranks, stage.trainer
         for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
             if own % (size := getattr(trainer, key)):
