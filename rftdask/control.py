@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from rftdask.config import Config, load_config
 from rftdask.errors import DataError, RftError, UserError, WaitTimeout
 from rftdask.run_folder import RUN_FILE, lease_holder, read_end, read_run
 from rftdask.storage import Storage, open_storage
+from rftdask.waiting import wait_for
 
 _DRIVERS = ("controller", "explore", "train")
 """Jobs that hold a driver; the others are its workers."""
@@ -119,7 +119,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
         elif state is not None:
             say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
             slurm.cancel([job.job_id])
-    in_time = _wait_for(lambda: not slurm.states([job.job_id for job in drivers]), deadline_s)
+    in_time = wait_for(lambda: not slurm.states([job.job_id for job in drivers]), deadline_s, _LOOK_S)
     # Its workers, if it could not cancel them itself.
     for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in _DRIVERS)):
         cancel_job(job)
@@ -190,12 +190,3 @@ def _config_of(storage: Storage) -> Config:
     if not submitted.exists():
         read_run(storage)
     return load_config(submitted)
-
-
-def _wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_LOOK_S)
-    return True

@@ -11,12 +11,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 from rftdask.cluster.private import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import RoleError
+from rftdask.waiting import wait_for
 
 _LOOK_S = 0.5
 MAX_FAILURES = 3
@@ -32,7 +31,7 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     Raises: RoleError: workers cannot be started here.
     """
     started, failures = 0, 0
-    while _wait_for(lambda: folder.read_address() is not None, patience_s):
+    while wait_for(lambda: folder.read_address() is not None, patience_s, _LOOK_S):
         started += 1
         code = subprocess.run(_command(config, folder, role, started, patience_s), check=False).returncode
         failures = failures + 1 if code else 0
@@ -60,12 +59,3 @@ def _command(config: Config, folder: PrivateFolder, role: str, number: int, pati
     command += ["--preload", "rftdask.cluster.preload", "--death-timeout", f"{patience_s:.0f}"]
     command += ["--local-directory", os.environ.get("TMPDIR", "/tmp")]
     return command
-
-
-def _wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_LOOK_S)
-    return True

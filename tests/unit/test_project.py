@@ -28,7 +28,7 @@ PROJECT = PYPROJECT["project"]
 
 LAYERS = (
     {"errors"},
-    {"config", "storage", "algorithm", "child", "dask_task", "lora", "model_shape", "toy"},
+    {"config", "storage", "algorithm", "child", "dask_task", "lora", "model_shape", "toy", "waiting"},
     {"buffer", "synchronizer", "monitor"},
     {"rules", "pipeline"},
     {"run_folder"},
