@@ -5,10 +5,12 @@ resource.
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distributed import Client
 
@@ -21,6 +23,10 @@ CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
+_CLOSE_S = 60.0
+"""Longer than the start of a worker on a busy machine: one that is starting has to be up before it can be stopped."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,18 @@ class Cluster(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def close_in_turn(*parts: Any) -> None:
+    """Close Dask's clients and clusters; one that takes too long is told of, and its workers end with this process.
+
+    By then all that the run came to is on storage: closing slowly is not a failure of it, nor may it hide one.
+    """
+    for part in parts:
+        try:
+            part.close(timeout=_CLOSE_S)
+        except TimeoutError:
+            log.warning("Dask's %s did not close in %.0f s; its workers end with this process", part, _CLOSE_S)
 
 
 def visible_gpus() -> list[str]:

@@ -13,7 +13,7 @@ import dask
 from distributed import Client, Worker
 from distributed.security import Security
 
-from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout
+from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, close_in_turn
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import Config
 from rftdask.errors import UserError
@@ -59,7 +59,7 @@ class ExistingCluster(Cluster):
         return sum(role in worker.resources for worker in self._layout.workers)
 
     def close(self) -> None:
-        self.client.close(timeout=5)
+        close_in_turn(self.client)
         self._restore.__exit__(None, None, None)
 
     def _place(self, layout: Layout) -> None:

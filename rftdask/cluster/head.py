@@ -13,7 +13,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.utils import get_ip, get_ip_interface
 
-from rftdask.cluster.base import CONTROL_RESOURCE, Cluster, Layout
+from rftdask.cluster.base import CONTROL_RESOURCE, Cluster, Layout, close_in_turn
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.cluster.private import PrivateFolder
 from rftdask.config import Config
@@ -85,8 +85,7 @@ class HeadCluster(Cluster):
 
     def close(self) -> None:
         self._folder.remove_address(self.address)
-        self.client.close(timeout=5)
-        self._cluster.close(timeout=10)
+        close_in_turn(self.client, self._cluster)
         self._restore.__exit__(None, None, None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from rftdask.cluster.base import Cluster, Layout, WorkerPlan, scaled, visible_gpus
+from rftdask.cluster.base import Cluster, Layout, WorkerPlan, close_in_turn, scaled, visible_gpus
 from rftdask.errors import WaitTimeout
 
 _START_DEADLINE_S = 120
@@ -108,6 +108,5 @@ class LocalCluster(Cluster):
         self._cluster._correct_state()
 
     def close(self) -> None:
-        self.client.close(timeout=5)
-        self._cluster.close(timeout=10)
+        close_in_turn(self.client, self._cluster)
         self._restore.__exit__(None, None, None)

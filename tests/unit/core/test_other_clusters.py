@@ -2,7 +2,8 @@
 
 - the workers of an existing cluster get roles only if none has one, and too few are refused with the arithmetic;
 - dask-cuda is asked for one worker for each GPU, with the layout's names and resources, and for nothing that takes GPU
-  memory. Its class is a stand-in here, whose arguments are those of dask-cuda 26.10: no test has run it on a GPU.
+  memory. Its class is a stand-in here, whose arguments are those of dask-cuda 26.10: no test has run it on a GPU;
+- a cluster that closes slowly, as when a worker is just starting on a busy machine, does not fail the run that ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan
+from rftdask.cluster.base import Layout, WorkerPlan, close_in_turn
 from rftdask.cluster.cuda import LocalCudaCluster, placed
 from rftdask.cluster.existing import ExistingCluster, assign
 from rftdask.config import load_config
@@ -93,3 +94,25 @@ def test_fewer_gpus_than_roles_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match="one worker for each GPU: 3 are needed, and 2 GPUs can be seen"):
         LocalCudaCluster(LAYOUT, base=StandIn)
+
+
+class Slow:
+    """A client or cluster of Dask that takes its time."""
+
+    def __init__(self, seconds: float, closed: list[float]) -> None:
+        self.seconds, self.closed = seconds, closed
+
+    def close(self, timeout: float) -> None:
+        self.closed.append(self.seconds)
+        if self.seconds > timeout:
+            raise TimeoutError
+
+
+def test_a_cluster_that_closes_too_slowly_fails_no_run_and_the_next_part_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed: list[float] = []
+    close_in_turn(Slow(1e6, closed), Slow(12, closed))
+    assert closed == [1e6, 12]
+    (warning,) = caplog.messages
+    assert "did not close in" in warning
