@@ -2,8 +2,8 @@
 
 The parent and the child speak over the child's stdin and stdout: frames of 4 bytes length and msgpack. The child ends
 when its stdin closes, whatever it is doing, so no orphan outlives its worker. What the child prints goes to stderr,
-which goes to a log file whose tail is part of the error when it dies. This module knows neither Dask nor what the child
-does.
+which goes to a log file whose tail is part of the error when it dies. A process can be started ahead of its Child, to
+have done its imports by then. This module knows neither Dask nor what the child does.
 
 Parent:
     child = Child("rftdask.explorer.engines.host:serve", {"model_path": ...}, threads=1)
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,6 +62,55 @@ def _write_frame(stream: IO[bytes], message: Any) -> None:
     stream.flush()
 
 
+_ahead: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+"""Processes that wait for their Child, by target and threads."""
+
+
+def start_ahead(target: str, threads: int, modules: Sequence[str] = ()) -> None:
+    """Start the process of the next Child of this target and these threads now; it imports `target` and `modules`.
+
+    One that no Child takes ends with this process; one that waits already is enough.
+    """
+    waiting = _take_ahead(target, threads)
+    _ahead[target, threads] = waiting or _start_process(target, threads, subprocess.DEVNULL, {}, modules)
+
+
+def _take_ahead(target: str, threads: int) -> subprocess.Popen[bytes] | None:
+    process = _ahead.pop((target, threads), None)
+    if process is not None and process.poll() is not None:
+        process.communicate()  # it died; this closes its pipes
+        return None
+    return process
+
+
+def end_ahead() -> None:
+    """End the processes that no Child took."""
+    while _ahead:
+        _, process = _ahead.popitem()
+        process.kill()
+        process.communicate()
+
+
+def _start_process(
+    target: str, threads: int, stderr: int | IO[bytes], env: Mapping[str, str], modules: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
+    environment = {**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env}
+    # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
+    # activation, and a third of the time.
+    environment.pop("MALLOC_TRIM_THRESHOLD_", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rftdask.child", target, *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=environment,
+        # Ctrl-C in the terminal is for the driver; a child ends when its stdin closes.
+        start_new_session=True,
+    )
+
+
 class Child:
     """The parent's end of one child process. `close` is idempotent; so is the child's death."""
 
@@ -75,30 +124,22 @@ class Child:
         env: Mapping[str, str] | None = None,
         log_file: Path | None = None,
     ) -> None:
-        """Start `target` ("module:function") in a new interpreter with `threads` for its math libraries."""
+        """Run `target` ("module:function") in an interpreter of its own, with `threads` for its math libraries.
+
+        env: for a process that was started ahead it is set after the imports.
+        """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
         self._log_file = log_file or Path(self._own_folder.name if self._own_folder else "") / f"{name}.log"
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-        # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
-        environment = {**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **(env or {})}
-        # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
-        # activation, and a third of the time.
-        environment.pop("MALLOC_TRIM_THRESHOLD_", None)
-        with self._log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rftdask.child", target],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                # Ctrl-C in the terminal is for the driver; a child ends when its stdin closes.
-                start_new_session=True,
-            )
+        process = _take_ahead(target, threads)
+        if process is None:
+            with self._log_file.open("ab") as log:
+                process = _start_process(target, threads, log, env or {})
+        self._process = process
         self._messages: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
-        self.send(dict(spec))
+        self.send({"spec": dict(spec), "env": dict(env or {}), "log": str(self._log_file.absolute())})
 
     @property
     def pid(self) -> int:
@@ -198,19 +239,29 @@ class Channel:
             _write_frame(self._sink, message)
 
 
-def main(target: str) -> None:
-    """Entry of the child process: first message is the spec, then `target(spec, channel)` runs."""
+def main(target: str, *modules: str) -> None:
+    """Entry of the child process: the first message has the spec, then `target(spec, channel)` runs.
+
+    modules: imported before that message is waited for, and so is the target's, if there are any.
+    """
     # Libraries print to stdout; the frames need it to themselves, so stdout becomes stderr.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the last lines before a kill are those one wants to see
-    logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), format=_LOG_FORMAT, stream=sys.stderr)
     channel = Channel(sys.stdin.buffer, sink)
-    spec = next(iter(channel))
     module, _, function = target.partition(":")
+    if modules:
+        for name in (module, *modules):
+            importlib.import_module(name)
+    first = next(iter(channel))
+    os.environ.update(first["env"])
+    with open(first["log"], "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), format=_LOG_FORMAT, stream=sys.stderr, force=True)
     try:
-        getattr(importlib.import_module(module), function)(spec, channel)
+        getattr(importlib.import_module(module), function)(first["spec"], channel)
     except Exception as error:
         # The decision: every failure becomes a message to the parent and a non-zero exit; the traceback is in the log.
         import traceback
@@ -224,4 +275,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

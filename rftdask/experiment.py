@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rftdask.ahead import HeadStart
 from rftdask.buffer.log_open import open_log
 from rftdask.checks import check_inputs
 from rftdask.cluster.base import Layout
@@ -253,37 +254,39 @@ class Experiment:
     ) -> str:
         """Run the stages in order; "finished" or "stopped"."""
         model_path = ""
-        for number, stage in enumerate(stages):
-            if model_path:
-                stage = replace(stage, {"model.model_path": model_path})
-            result = self._run_stage(stage, number, len(stages), sizes[number], cluster, layout, view, folders)
-            if result.stopped or self._stop_requested:
-                return "stopped"
-            if number + 1 < len(stages) and stage.mode in ("both", "train"):
-                model_path = _trained_model(stage)
+        with HeadStart(cluster.client, layout, stages) as ahead:
+            for number, stage in enumerate(stages):
+                if model_path:
+                    stage = replace(stage, {"model.model_path": model_path})
+                result = self._run_stage(stage, number, sizes[number], cluster, layout, view, folders, ahead)
+                if result.stopped or self._stop_requested:
+                    return "stopped"
+                if number + 1 < len(stages) and stage.mode in ("both", "train"):
+                    model_path = _trained_model(stage)
         return "finished"
 
     def _run_stage(
         self,
         stage: Config,
         number: int,
-        num_stages: int,
         sizes: Mapping[str, int],
         cluster: Cluster,
         layout: Layout,
         view: ProgressView,
         folders: list[StageFolder],
+        ahead: HeadStart,
     ) -> StageResult:
         began = time.monotonic()
         storage = open_storage(stage.checkpoint_job_dir)
         stage = open_run(storage, stage)
-        shown = _Shown(stage, number + 1, num_stages, cluster)
+        shown = _Shown(stage, number + 1, ahead.num_stages, cluster)
         feed, logs = _Feed(storage, stage), LogFolder(storage)
 
         def on_event(event: Event) -> None:
             if event.get("event") == "note":
                 view.note(event["text"])
             self._progress = shown.after(event)
+            ahead.after(number, event)
             view.update(self._progress)
             feed.poll()
             logs.poll()

@@ -37,6 +37,9 @@ _FAILED = ("error", "cancelled", "lost")
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
 
+RANK = "rftdask.trainer.rank:serve"
+"""What the child process of a rank runs."""
+
 log = logging.getLogger(__name__)
 
 
@@ -100,7 +103,7 @@ def _supervise(worker: Worker, spec: RankSpec, address: str) -> dict[str, Any]:
     called_off = make_called_off()
     interface = interface_of(_host(address))
     child = Child(
-        "rftdask.trainer.rank:serve",
+        RANK,
         asdict(spec),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,

@@ -34,7 +34,7 @@ LAYERS = (
     {"run_folder"},
     {"explorer", "trainer"},
     {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage", "crashtest", "compact"},
-    {"stage", "submit"},
+    {"ahead", "stage", "submit"},
     {"control"},
     {"experiment"},
     {"replay"},

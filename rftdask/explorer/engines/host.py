@@ -27,6 +27,9 @@ from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.synchronizer.manifest import check_file
 from rftdask.synchronizer.weights import Published
 
+TARGET = "rftdask.explorer.engines.host:serve"
+"""What the child process of an engine runs."""
+
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
@@ -105,7 +108,7 @@ class EngineClient:
         """What the engine serves now; version 0 is the model folder as it is."""
         self._lock = threading.Lock()
         self._child = Child(
-            "rftdask.explorer.engines.host:serve",
+            TARGET,
             {**asdict(spec), "options": dict(spec.options)},
             name=f"engine-{spec.engine_type}",
             threads=spec.threads,
