@@ -1,167 +1,264 @@
 """Batch: the bookkeeping of generating for several requests at once. Knows no model.
 
-Prompts are padded on the left, so that the next token of every row is the last column.
+Rows leave when they have finished, and waiting requests enter while others are under way. Sequences are padded on the
+left, so that the next token of every row is the last column, however long ago it entered.
 
-Shapes: N = requests, B = rows (requests not dropped), D = distinct prompts, P = longest prompt, T = longest response,
-L = P + T, V = vocabulary.
+Shapes: B = rows in the batch, D = distinct prompts of those that enter, P = longest of them, T = longest response,
+W = columns: the longest sequence so far, V = vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rftdask.explorer.engines.base import GenerateRequest, Generation
 from rftdask.explorer.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
 
 
+class Prompts:
+    """The distinct prompts of some requests, as the model takes them."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
+        index_of: dict[tuple[int, ...], int] = {}
+        prompt_B = [index_of.setdefault(request.prompt_tokens, len(index_of)) for request in requests]
+        self.longest = max(map(len, index_of))
+        tokens_DP = np.zeros((len(index_of), self.longest), dtype=np.int64)
+        mask_DP = np.zeros(tokens_DP.shape, dtype=np.int64)
+        for prompt, index in index_of.items():
+            tokens_DP[index, -len(prompt) :] = prompt
+            mask_DP[index, -len(prompt) :] = 1
+        positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
+        self.prompt_B = torch.tensor(prompt_B, device=device)
+        """Which of the prompts each request has."""
+        self.tokens_DP = torch.from_numpy(tokens_DP).to(device)
+        self.positions_DP = torch.from_numpy(positions_DP).to(device)
+        # No mask is the fast path of attention; it is exact when nothing is padded.
+        self.mask_DP = None if mask_DP.all() else torch.from_numpy(mask_DP).to(device)
+
+
 @dataclass
 class _Rows:
-    """What each row of the batch carries; `select` keeps some of them."""
+    """What each row has come to. One column more than T: rows that have finished go on writing there."""
 
-    request_B: Tensor
-    """Index of the request."""
+    start_B: Tensor
+    """First column that is no padding."""
+    length_B: Tensor
+    """Tokens sampled; no longer counted once the row has finished."""
+    done_B: Tensor
     uniforms_BT: Tensor
-    prompt_length_B: Tensor
-    max_tokens_B: Tensor
-    ignore_end_B: Tensor
-    mask_BL: Tensor | None
-    """Attention mask of all P + T columns; None when no prompt is padded."""
+    tokens_BT: Tensor
+    logprobs_BT: Tensor
     seen_BV: Tensor | None
     """Tokens that occurred; None when no row has a repetition penalty."""
-    sampling: SamplingRows
+
+    @classmethod
+    def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
+        params = [request.sampling for request in requests]
+        uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
+        for row, request in enumerate(requests):
+            if request.sampling.temperature > 0:
+                uniforms_BT[row, : request.sampling.max_tokens] = draw_uniforms(
+                    request.seed, request.sampling.max_tokens
+                )
+        seen_BV = None
+        if any(param.repetition_penalty != 1 for param in params):
+            seen = np.zeros((len(requests), vocab_size), dtype=bool)
+            for row, request in enumerate(requests):
+                seen[row, list(request.prompt_tokens)] = True
+            seen_BV = torch.from_numpy(seen).to(device)
+        return cls(
+            start_B=torch.tensor([columns - len(request.prompt_tokens) for request in requests], device=device),
+            length_B=torch.zeros(len(requests), dtype=torch.int64, device=device),
+            done_B=torch.zeros(len(requests), dtype=torch.bool, device=device),
+            uniforms_BT=torch.from_numpy(uniforms_BT).to(device),
+            tokens_BT=torch.zeros(uniforms_BT.shape, dtype=torch.int64, device=device),
+            logprobs_BT=torch.zeros(uniforms_BT.shape, dtype=torch.float32, device=device),
+            seen_BV=seen_BV,
+        )
 
     def select(self, index_B: Tensor) -> _Rows:
-        return _Rows(
-            request_B=self.request_B[index_B],
-            uniforms_BT=self.uniforms_BT[index_B],
-            prompt_length_B=self.prompt_length_B[index_B],
-            max_tokens_B=self.max_tokens_B[index_B],
-            ignore_end_B=self.ignore_end_B[index_B],
-            mask_BL=None if self.mask_BL is None else self.mask_BL[index_B],
-            seen_BV=None if self.seen_BV is None else self.seen_BV[index_B],
-            sampling=self.sampling.select(index_B),
-        )
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = None if value is None else value[index_B]
+        return _Rows(**values)
+
+    def joined(self, others: _Rows) -> _Rows:
+        """These rows and then the others; `start_B` of both counts the same columns."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            pair = [getattr(self, field.name), getattr(others, field.name)]
+            if field.name == "seen_BV" and (pair[0] is None) != (pair[1] is None):
+                width = next(seen_BV.shape[1] for seen_BV in pair if seen_BV is not None)
+                pair = [
+                    rows.done_B.new_zeros(len(rows.done_B), width) if seen_BV is None else seen_BV
+                    for rows, seen_BV in zip((self, others), pair, strict=True)
+                ]
+            if pair[0] is not None and pair[0].dim() == 2:
+                longest = max(value.shape[1] for value in pair)
+                pair = [pad(value, (0, longest - value.shape[1])) for value in pair]
+            values[field.name] = None if pair[0] is None else torch.cat(pair)
+        return _Rows(**values)
 
 
 class Batch:
-    """Padded prompts, sampled tokens, who has finished.
+    """The rows under way, the requests that wait, and what was sampled for those that have left.
 
-    Finished rows go on sampling until they are dropped; `generations` cuts what came after their end.
+    Example (of the calls; the model is between them):
+        batch = Batch(requests, end_ids, vocab_size, device)
+        prompts = batch.enter(batch.num_fitting(max_tokens))
+        while True:
+            tokens_B = batch.sample(logits_BV)
+            if batch.counts()[0] ...:
+                index_B, num_columns = batch.drop_done(trim=True)
+                prompts = batch.enter(batch.num_fitting(max_tokens))
+
+    Finished rows go on sampling until they are dropped; nothing of that is kept.
     """
 
     def __init__(
         self, requests: Sequence[GenerateRequest], end_ids: Tensor, vocab_size: int, device: torch.device
     ) -> None:
-        self.end_ids = end_ids
-        self.step = 0
-        """Tokens sampled so far."""
-        self._set_prompts(requests, device)
-        self.rows = self._make_rows(requests, vocab_size, device)
-        num_requests, longest = self.rows.uniforms_BT.shape
-        self.tokens_NT = torch.zeros(num_requests, longest, dtype=torch.int64, device=device)
-        self.logprobs_NT = torch.zeros(num_requests, longest, dtype=torch.float32, device=device)
-        self.length_N = torch.zeros(num_requests, dtype=torch.int64, device=device)
-        self.stopped_N = torch.zeros(num_requests, dtype=torch.bool, device=device)
-        self.done_B = torch.zeros(num_requests, dtype=torch.bool, device=device)
-        self.bad_B = self.done_B
+        self.columns = 0
+        """W: of the cache and the newest token together."""
+        self.numbers: list[int] = []
+        """Of each row, the number of its request."""
+        self._requests = requests
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_entered = 0
+        self._done: dict[int, tuple[list[int], list[float]]] = {}
+        self._rows: _Rows
+        self._padded = False
 
-    def _set_prompts(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
-        index_of: dict[tuple[int, ...], int] = {}
-        prompt_N = [index_of.setdefault(request.prompt_tokens, len(index_of)) for request in requests]
-        self.longest_prompt = max(map(len, index_of))
-        prompts_DP = np.zeros((len(index_of), self.longest_prompt), dtype=np.int64)
-        mask_DP = np.zeros(prompts_DP.shape, dtype=np.int64)
-        for prompt, index in index_of.items():
-            prompts_DP[index, -len(prompt) :] = prompt
-            mask_DP[index, -len(prompt) :] = 1
-        positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
-        self.prompt_N = torch.tensor(prompt_N, device=device)
-        self.prompts_DP = torch.from_numpy(prompts_DP).to(device)
-        self.prompt_positions_DP = torch.from_numpy(positions_DP).to(device)
-        # No mask is the fast path of attention; it is exact when nothing is padded.
-        self.prompt_mask_DP = None if mask_DP.all() else torch.from_numpy(mask_DP).to(device)
+    def num_fitting(self, max_batch_tokens: int) -> int:
+        """How many of the waiting, in their order, may enter: rows * (columns + longest rest of a response) stays
+        within `max_batch_tokens`. At least one if there are no rows.
+        """
+        rest = 0
+        if self.numbers:
+            lengths = zip(self.numbers, self._rows.length_B.tolist(), strict=True)
+            rest = max(self._requests[number].sampling.max_tokens - length for number, length in lengths)
+        columns, num_rows = self.columns, len(self.numbers)
+        for num_fitting, request in enumerate(self._requests[self._num_entered :]):
+            columns = max(columns, len(request.prompt_tokens))
+            rest = max(rest, request.sampling.max_tokens)
+            if (num_rows + num_fitting) and (num_rows + num_fitting + 1) * (columns + rest) > max_batch_tokens:
+                return num_fitting
+        return len(self._requests) - self._num_entered
 
-    def _make_rows(self, requests: Sequence[GenerateRequest], vocab_size: int, device: torch.device) -> _Rows:
-        params = [request.sampling for request in requests]
-        longest = max(param.max_tokens for param in params)
-        uniforms_BT = np.zeros((len(requests), longest))
-        for row, request in enumerate(requests):
-            if request.sampling.temperature > 0:
-                uniforms_T = draw_uniforms(request.seed, request.sampling.max_tokens)
-                uniforms_BT[row, : len(uniforms_T)] = uniforms_T
-        mask_BL = seen_BV = None
-        if self.prompt_mask_DP is not None:
-            mask_BL = torch.nn.functional.pad(self.prompt_mask_DP[self.prompt_N], (0, longest), value=1)
-        sampling = SamplingRows.stack(params, device)
-        if sampling.uses_penalty:
-            seen = np.zeros((len(requests), vocab_size), dtype=bool)
-            for row, request in enumerate(requests):
-                seen[row, list(request.prompt_tokens)] = True
-            seen_BV = torch.from_numpy(seen).to(device)
-        return _Rows(
-            request_B=torch.arange(len(requests), device=device),
-            uniforms_BT=torch.from_numpy(uniforms_BT).to(device),
-            prompt_length_B=torch.tensor([len(request.prompt_tokens) for request in requests], device=device),
-            max_tokens_B=torch.tensor([param.max_tokens for param in params], device=device),
-            ignore_end_B=torch.tensor([param.ignore_eos for param in params], device=device),
-            mask_BL=mask_BL,
-            seen_BV=seen_BV,
-            sampling=sampling,
-        )
+    def enter(self, num_newcomers: int) -> Prompts:
+        """The next `num_newcomers` (at least one) of the waiting become the last rows; computes their prompts' layout.
+
+        The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
+        """
+        requests = self._requests[self._num_entered : self._num_entered + num_newcomers]
+        prompts = Prompts(requests, self._device)
+        columns = max(self.columns, prompts.longest)
+        newcomers = _Rows.make(requests, self._vocab_size, columns, self._device)
+        if self.numbers:
+            self._rows.start_B += columns - self.columns
+            newcomers = self._rows.joined(newcomers)
+        self.columns = columns
+        self.numbers += range(self._num_entered, self._num_entered + num_newcomers)
+        self._num_entered += num_newcomers
+        self._set_rows(newcomers)
+        return prompts
+
+    def _set_rows(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._padded = bool(rows.start_B.any())
+        requests = [self._requests[number] for number in self.numbers]
+        self._sampling = SamplingRows.stack([request.sampling for request in requests], self._device)
+        lengths = [len(request.prompt_tokens) for request in requests]
+        self._prompt_length_B = torch.tensor(lengths, device=self._device)
+        self._max_tokens_B = torch.tensor([request.sampling.max_tokens for request in requests], device=self._device)
+        self._ignore_end_B = torch.tensor([request.sampling.ignore_eos for request in requests], device=self._device)
+        self._bad_B = torch.zeros_like(rows.done_B)
 
     def sample(self, logits_BV: Tensor) -> Tensor:
         """[B] the next token of each row, recorded."""
-        rows, step = self.rows, self.step
+        rows = self._rows
+        place_B1 = rows.length_B[:, None]
         tokens_B, logprobs_B = sample_tokens(
-            logits_BV, rows.uniforms_BT[:, step], rows.sampling, step=step, end_ids=self.end_ids, seen_BV=rows.seen_BV
+            logits_BV,
+            rows.uniforms_BT.gather(1, place_B1)[:, 0],
+            self._sampling,
+            num_sampled_B=rows.length_B,
+            end_ids=self._end_ids,
+            seen_BV=rows.seen_BV,
         )
-        self.step = step + 1
         if rows.seen_BV is not None:
-            rows.seen_BV[torch.arange(len(tokens_B), device=tokens_B.device), tokens_B] = True
-        self.tokens_NT[rows.request_B, step] = tokens_B
-        self.logprobs_NT[rows.request_B, step] = logprobs_B
-        ended_B = torch.isin(tokens_B, self.end_ids) & ~rows.ignore_end_B & ~self.done_B
-        finished_B = (ended_B | (rows.max_tokens_B <= self.step)) & ~self.done_B
-        self.length_N[rows.request_B] += self.step * finished_B
-        self.stopped_N[rows.request_B] |= ended_B
-        self.bad_B = logprobs_B.isnan() & ~self.done_B
-        self.done_B = self.done_B | finished_B
+            rows.seen_BV.scatter_(1, tokens_B[:, None], True)
+        rows.tokens_BT.scatter_(1, place_B1, tokens_B[:, None])
+        rows.logprobs_BT.scatter_(1, place_B1, logprobs_B[:, None])
+        rows.length_B += ~rows.done_B
+        self._bad_B = logprobs_B.isnan() & ~rows.done_B
+        ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B
+        rows.done_B = rows.done_B | ended_B | (rows.length_B >= self._max_tokens_B)
+        self.columns += 1
         return tokens_B
 
     def counts(self) -> tuple[int, int]:
         """Rows that have finished, rows whose newest logprob is not a number. The one wait for the device per step."""
-        num_done, num_bad = torch.stack([self.done_B.sum(), self.bad_B.sum()]).tolist()
+        num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
-    def drop_done(self) -> Tensor:
-        """Keep the unfinished rows; returns their indices among the former ones."""
-        index_B = (~self.done_B).nonzero()[:, 0]
-        self.rows = self.rows.select(index_B)
-        self.done_B = self.done_B[index_B]
-        return index_B
+    def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
+        """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token.
+
+        Returns: their indices among the former rows; the number of columns that are to leave the cache on the left.
+        """
+        rows, done = self._rows, self._rows.done_B
+        sampled = (rows.tokens_BT[done].tolist(), rows.logprobs_BT[done].tolist(), rows.length_B[done].tolist())
+        is_done = done.tolist()
+        left = [number for number, ended in zip(self.numbers, is_done, strict=True) if ended]
+        for number, tokens, logprobs, length in zip(left, *sampled, strict=True):
+            self._done[number] = (tokens[:length], logprobs[:length])
+        self.numbers = [number for number, ended in zip(self.numbers, is_done, strict=True) if not ended]
+        index_B = (~done).nonzero()[:, 0]
+        if not self.numbers:
+            self.columns = 0
+            return index_B, 0
+        kept = rows.select(index_B)
+        num_columns = int(kept.start_B.min()) if trim and self._padded else 0
+        kept.start_B -= num_columns
+        self.columns -= num_columns
+        self._set_rows(kept)
+        return index_B, num_columns
 
     def mask(self) -> Tensor | None:
-        mask_BL = self.rows.mask_BL
-        return None if mask_BL is None else mask_BL[:, : self.longest_prompt + self.step]
+        """[B, W] where there is a token; None where there is one everywhere."""
+        if not self._padded:
+            return None
+        return torch.arange(self.columns, device=self._device) >= self._rows.start_B[:, None]
 
     def positions(self) -> Tensor:
         """[B] position of the newest token in its own sequence."""
-        return self.rows.prompt_length_B + (self.step - 1)
+        return self._prompt_length_B + (self._rows.length_B - 1)
 
     def generations(self, policy_version: int) -> list[Generation]:
-        columns = (self.tokens_NT.tolist(), self.logprobs_NT.tolist(), self.length_N.tolist(), self.stopped_N.tolist())
-        return [
-            Generation(
-                tokens=tuple(tokens[:length]),
-                logprobs=tuple(logprobs[:length]),
-                finish_reason="stop" if stopped else "length",
-                min_policy_version=policy_version,
-                max_policy_version=policy_version,
+        """Of all requests, in their order; to be called when none is left in the batch or waits."""
+        end_ids = set(self._end_ids.tolist())
+        found = []
+        for number, request in enumerate(self._requests):
+            tokens, logprobs = self._done[number]
+            stopped = tokens[-1] in end_ids and not request.sampling.ignore_eos
+            found.append(
+                Generation(
+                    tokens=tuple(tokens),
+                    logprobs=tuple(logprobs),
+                    finish_reason="stop" if stopped else "length",
+                    min_policy_version=policy_version,
+                    max_policy_version=policy_version,
+                )
             )
-            for tokens, logprobs, length, stopped in zip(*columns, strict=True)
-        ]
+        return found

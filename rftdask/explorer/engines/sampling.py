@@ -67,22 +67,6 @@ class SamplingRows:
             longest_min_tokens=max((row.min_tokens for row in rows), default=0),
         )
 
-    def select(self, index_B: Tensor) -> SamplingRows:
-        """The rows `index_B` in that order. The `uses_*` stay: a step that no row needs any more changes nothing."""
-        return SamplingRows(
-            temperature_B=self.temperature_B[index_B],
-            greedy_B=self.greedy_B[index_B],
-            top_p_B=self.top_p_B[index_B],
-            top_k_B=self.top_k_B[index_B],
-            min_tokens_B=self.min_tokens_B[index_B],
-            penalty_B=self.penalty_B[index_B],
-            uses_sampling=self.uses_sampling,
-            uses_greedy=self.uses_greedy,
-            uses_top=self.uses_top,
-            uses_penalty=self.uses_penalty,
-            longest_min_tokens=self.longest_min_tokens,
-        )
-
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
     """Logits of seen tokens divided by the penalty if positive, else multiplied. Source: CTRL, arXiv:1909.05858."""
@@ -135,7 +119,7 @@ def sample_tokens(
     uniforms_B: Tensor,
     rows: SamplingRows,
     *,
-    step: int = 0,
+    num_sampled_B: Tensor | None = None,
     end_ids: Tensor | None = None,
     seen_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -144,7 +128,8 @@ def sample_tokens(
     Args:
         logits_BV: any float dtype; computed with in float32.
         uniforms_B: float64 in [0, 1); not read by greedy rows.
-        step: number of tokens sampled so far; end tokens are forbidden while it is below min_tokens.
+        num_sampled_B: int64, number of tokens sampled so far; end tokens are forbidden while it is below min_tokens.
+            None: none in any row.
         end_ids: [E] int64; None if there are no end tokens.
         seen_BV: bool, tokens of the prompt and of the response so far; needed only if rows.uses_penalty.
     Returns:
@@ -157,8 +142,9 @@ def sample_tokens(
     allowed_BV = logits_BV
     if rows.uses_penalty and seen_BV is not None:
         allowed_BV = penalize_repetition(allowed_BV, seen_BV, rows.penalty_B)
-    if step < rows.longest_min_tokens and end_ids is not None:
-        allowed_BV = forbid_tokens(allowed_BV, end_ids, rows.min_tokens_B > step)
+    if rows.longest_min_tokens and end_ids is not None:
+        forbidden_B = rows.min_tokens_B > (0 if num_sampled_B is None else num_sampled_B)
+        allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:
         choice_BV = all_logprobs_BV

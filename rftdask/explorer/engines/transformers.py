@@ -11,7 +11,7 @@ Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rftdask.errors import DataError, RoleError
 from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
-from rftdask.explorer.engines.batch import Batch
+from rftdask.explorer.engines.batch import Batch, Prompts
+from rftdask.explorer.engines.cache import can_join, join, keep
 from rftdask.explorer.engines.sampling import MIN_TEMPERATURE
 from rftdask.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 
@@ -37,8 +38,8 @@ class TransformersEngine(Engine):
         model_path: folder (or hub name) of a causal language model as `from_pretrained` takes it.
         dtype: of the weights: "float32", "bfloat16", "float16".
         attn_implementation: as in transformers; None lets it choose.
-        max_batch_tokens: at most so many tokens of prompt (padded) and response are held in the cache at once; a longer
-            list of requests is cut, in order, into several batches. One request alone may exceed it.
+        max_batch_tokens: at most so many tokens of prompt (padded) and response are held in the cache at once; of a
+            longer list the rest enters, in order, when others have left. One request alone may exceed it.
     Raises: DataError: the model cannot be loaded.
     """
 
@@ -81,14 +82,13 @@ class TransformersEngine(Engine):
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         self._check(requests)
-        generations: list[Generation] = []
-        for batch in _split(requests, self.max_batch_tokens):
-            try:
-                with torch.inference_mode():
-                    generations.extend(self._generate_batch(batch))
-            except RuntimeError as error:  # torch's own: out of memory, a failed kernel
-                raise RoleError(f"{self} failed on a batch of {len(batch)} requests: {error}") from error
-        return generations
+        if not requests:
+            return []
+        try:
+            with torch.inference_mode():
+                return self._generate(requests)
+        except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+            raise RoleError(f"{self} failed on a batch of {len(requests)} requests: {error}") from error
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         if self._model is None:
@@ -121,33 +121,46 @@ class TransformersEngine(Engine):
                 continue
             raise RoleError(f"{self} cannot answer request {number} of {len(requests)}: {problem}")
 
-    def _generate_batch(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         batch = Batch(requests, self._end_ids, self._vocab_size, self.device)
-        logits_BV, cache = self._prefill(batch)
+        logits_BV, cache = self._prefill(batch.enter(batch.num_fitting(self.max_batch_tokens)))
         while True:
             tokens_B = batch.sample(logits_BV)
             num_done, num_bad = batch.counts()
             if num_bad:
                 raise RoleError(
-                    f"{self} computed logits that are not numbers, for {num_bad} requests at response token "
-                    f"{batch.step}; the weights are damaged or training diverged"
+                    f"{self} computed logits that are not numbers, for {num_bad} requests; the weights are damaged or "
+                    "training diverged"
                 )
-            if num_done == len(tokens_B):
-                return batch.generations(self.policy_version)
-            if num_done * COMPACT_SHARE >= len(tokens_B):
-                index_B = batch.drop_done()
-                cache.reorder_cache(index_B)
+            compact = num_done * COMPACT_SHARE >= len(tokens_B)
+            if compact:
+                index_B, num_columns = batch.drop_done(trim=can_join(cache))
+                keep(cache, index_B, num_columns)
                 tokens_B = tokens_B[index_B]
-            logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
+            if batch.numbers:
+                logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
+                if not compact or not can_join(cache):
+                    continue
+            num_newcomers = batch.num_fitting(self.max_batch_tokens)
+            if num_newcomers:
+                alone = not batch.numbers
+                others_BV, others = self._prefill(batch.enter(num_newcomers))
+                if alone:
+                    logits_BV, cache = others_BV, others
+                else:
+                    logits_BV = torch.cat([logits_BV, others_BV])
+                    join(cache, others)
+            elif not batch.numbers:
+                return batch.generations(self.policy_version)
 
-    def _prefill(self, batch: Batch) -> tuple[Tensor, Any]:
+    def _prefill(self, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
         """Logits of the first response token, and the cache; both computed once per distinct prompt, then copied."""
         cache = DynamicCache(config=self._model.config)
-        logits_DV = self._forward(batch.prompts_DP, batch.prompt_mask_DP, batch.prompt_positions_DP, cache)
-        if len(logits_DV) == len(batch.prompt_N):
+        logits_DV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, cache)
+        if len(logits_DV) == len(prompts.prompt_B):
             return logits_DV, cache
-        cache.reorder_cache(batch.prompt_N)  # type: ignore[arg-type]  # any int64 tensor will do
-        return logits_DV[batch.prompt_N], cache
+        keep(cache, prompts.prompt_B, 0)
+        return logits_DV[prompts.prompt_B], cache
 
     def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
         output = self._model(
@@ -194,19 +207,6 @@ class TransformersEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'transformers' ({self.model_path}, policy version {self.policy_version})"
-
-
-def _split(requests: Sequence[GenerateRequest], max_batch_tokens: int) -> Iterator[Sequence[GenerateRequest]]:
-    """Cut the list, in order, so that rows * (longest prompt + longest response) stays within `max_batch_tokens`."""
-    start, longest_prompt, longest_response = 0, 0, 0
-    for end, request in enumerate(requests):
-        longest_prompt = max(longest_prompt, len(request.prompt_tokens))
-        longest_response = max(longest_response, request.sampling.max_tokens)
-        if end > start and (end + 1 - start) * (longest_prompt + longest_response) > max_batch_tokens:
-            yield requests[start:end]
-            start, longest_prompt, longest_response = end, len(request.prompt_tokens), request.sampling.max_tokens
-    if requests:
-        yield requests[start:]
 
 
 def _end_ids(model: Any, model_path: str, options: dict[str, Any]) -> list[int]:

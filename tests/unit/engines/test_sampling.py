@@ -125,14 +125,6 @@ def test_a_row_gets_the_same_token_and_logprob_alone_as_among_rows_with_other_pa
     assert token_logprobs == [row_logprobs[0] for _, row_logprobs in alone]
 
 
-def test_selecting_rows_is_stacking_those_rows() -> None:
-    index = [4, 2, 2]
-    selected = SamplingRows.stack(MIXED).select(torch.tensor(index))
-    stacked = SamplingRows.stack([MIXED[row] for row in index])
-    for name in ("temperature_B", "greedy_B", "top_p_B", "top_k_B", "min_tokens_B", "penalty_B"):
-        assert getattr(selected, name).tolist() == getattr(stacked, name).tolist()
-
-
 def test_logprobs_are_of_the_tempered_softmax_before_any_restriction() -> None:
     torch.manual_seed(0)
     logits_BV = torch.randn(6, 50)
@@ -161,7 +153,10 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
     rows = SamplingRows.stack([SamplingParams(max_tokens=9, min_tokens=2)])
     uniform_B = torch.tensor([0.5], dtype=torch.float64)
     tokens = [
-        sample_tokens(logits_BV, uniform_B, rows, step=step, end_ids=torch.tensor([1]))[0].item() for step in range(4)
+        sample_tokens(logits_BV, uniform_B, rows, num_sampled_B=torch.tensor([num]), end_ids=torch.tensor([1]))[
+            0
+        ].item()
+        for num in range(4)
     ]
     assert tokens == [0, 0, 1, 1]
 

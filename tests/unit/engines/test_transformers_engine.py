@@ -16,7 +16,7 @@ from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.transformers import TransformersEngine
 from tests.unit.engines.engine_contract import EngineContract, make_requests
-from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE
+from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 
 PROMPTS = [(5,), (7, 8, 9), (11, 12, 13, 14, 15, 16, 17), (7, 8, 9), (20, 21)]
 
@@ -77,9 +77,35 @@ class TestBatching:
         neighbor = GenerateRequest(tuple(range(3, 60)), SamplingParams(max_tokens=2), seed=0)
         assert_same(engine.generate([neighbor, request])[1:], engine.generate([request]))
 
-    def test_a_list_above_max_batch_tokens_is_cut_and_gives_the_same(self, model_folder: Path, engine: Engine) -> None:
-        small = TransformersEngine(str(model_folder), max_batch_tokens=60)
-        assert_same(small.generate(MIXED_REQUESTS), engine.generate(MIXED_REQUESTS))
+    @pytest.mark.parametrize("max_batch_tokens", [30, 60, 100, 200])
+    def test_requests_that_enter_while_others_are_under_way_get_what_they_get_alone(
+        self, model_folder: Path, engine: Engine, max_batch_tokens: int
+    ) -> None:
+        small = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
+        answers = small.generate(MIXED_REQUESTS * 2)
+        assert_same(answers, engine.generate(MIXED_REQUESTS) * 2)
+        assert answers == small.generate(MIXED_REQUESTS * 2), "the same bits"
+
+    def test_a_finished_sequence_leaves_its_slot_and_a_new_one_enters(self, model_folder: Path) -> None:
+        small = TransformersEngine(str(model_folder), max_batch_tokens=2 * 7)
+        shapes: list[tuple[int, ...]] = []
+        small._model.register_forward_pre_hook(
+            lambda model, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        requests = [
+            GenerateRequest((5 + number,), SamplingParams(max_tokens, ignore_eos=True), number)
+            for number, max_tokens in enumerate([6, 2, 3])
+        ]
+        small.generate(requests)
+        first_two_enter, both, long_one, third_enters = (2, 1), (2, 1), (1, 1), (1, 1)
+        assert shapes == [first_two_enter, both, long_one, third_enters, both, both, long_one]
+
+    def test_layers_that_keep_a_window_take_no_newcomers_but_the_next_batch(self, tmp_path: Path) -> None:
+        layers = ["full_attention", "sliding_attention"]
+        save_tiny_qwen2(tmp_path, 3, True, use_sliding_window=True, sliding_window=6, layer_types=layers)
+        small = TransformersEngine(str(tmp_path), max_batch_tokens=60)
+        large = TransformersEngine(str(tmp_path))
+        assert_same(small.generate(MIXED_REQUESTS), [large.generate([request])[0] for request in MIXED_REQUESTS])
 
     def test_a_request_above_max_batch_tokens_is_a_batch_of_its_own(self, model_folder: Path) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=1)
@@ -287,5 +313,5 @@ class TestLoadWeights:
         tensors["model.norm.weight"].fill_(torch.nan)
         save_file(tensors, tmp_path / "model.safetensors")
         engine.load_weights(4, [tmp_path / "model.safetensors"])
-        with pytest.raises(RoleError, match="not numbers, for 6 requests at response token 1"):
+        with pytest.raises(RoleError, match="not numbers, for 6 requests"):
             engine.generate(make_requests())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -11,7 +12,7 @@ VOCAB_SIZE = 64
 END_IDS = (1, 2)
 
 
-def save_tiny_qwen2(folder: Path, seed: int, tied: bool) -> Path:
+def save_tiny_qwen2(folder: Path, seed: int, tied: bool, **more: Any) -> Path:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -25,6 +26,7 @@ def save_tiny_qwen2(folder: Path, seed: int, tied: bool) -> Path:
         bos_token_id=None,
         pad_token_id=0,
         initializer_range=0.2,  # logits that differ from token to token
+        **more,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
