@@ -29,7 +29,10 @@ class InferenceModelConfig(Section):
 
     engine_type: Annotated[
         Literal["transformers", "vllm", "external", "fake"],
-        Aliases({"vllm_async": "vllm"}, "vLLM's asynchronous engine is the only one there is"),
+        Aliases(
+            {"vllm_async": "vllm", "openai": "external"},
+            "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",
+        ),
         Later("this engine", ("sglang", "tinker")),
     ] = "transformers"
     """transformers: PyTorch on CPU or one GPU. vllm: continuous batches on one or several GPUs, or on a CPU; needs the

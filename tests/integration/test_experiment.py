@@ -67,7 +67,7 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
 
 def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    experiment = Experiment.from_yaml(config, "trainer.total_steps=60").start()
+    experiment = Experiment.from_yaml(config, "trainer.total_steps=60", "explorer.eval_on_startup=false").start()
     end = time.monotonic() + DEADLINE_S
     while not experiment.progress().step and time.monotonic() < end:
         time.sleep(0.01)
@@ -79,6 +79,7 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     summary = experiment.run("none")
     assert summary.status == "finished"
     assert assert_sound(run_folder(config))["checkpoint"] == 60
+    assert sorted(experiment.metrics("eval").step)[0] == 5, "eval_on_startup: false, eval_interval: 5"
 
 
 def test_validate_tells_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:

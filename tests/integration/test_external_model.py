@@ -26,8 +26,10 @@ def test_bench_measures_a_model_behind_an_api(tmp_path: Path, monkeypatch: pytes
     with api_server("1", 429) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
-        ended = call_cli("run", str(config), *settings)
+        openai = ("explorer.rollout_model.engine_type=openai", "model.external_model.model_name=m")
+        ended = call_cli("run", str(config), "mode=bench", *openai)
         assert ended.code == 0, ended
+        assert "explorer.rollout_model.engine_type: openai is taken as external" in ended.err
         assert len(server.requests) == NUM_EVAL_TASKS + 1
     evals = read_metrics(open_storage(run_folder(config)), "eval")
     # The tasks are 0+1=, 1+1= and 2+1=, so one answer of the three is right.
