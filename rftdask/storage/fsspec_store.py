@@ -11,6 +11,7 @@ import errno
 import os
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
-import tenacity
 
 from rftdask.errors import NotFoundError, StorageError, UserError
 from rftdask.storage.base import Storage, check_path
+from rftdask.storage.patience import Patience
 
 T = TypeVar("T")
 
@@ -63,7 +64,9 @@ class FsspecStorage(Storage):
     found by `check_storage`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sleep: Callable[[float], object] = time.sleep) -> None:
+        """sleep: between tries; tests give their own."""
+        self._sleep = sleep
         self.url = url.rstrip("/")
         self._protocol = url.partition("://")[0]
         self._fs = _open_filesystem(url, self._protocol)
@@ -157,15 +160,9 @@ class FsspecStorage(Storage):
         return in_doubt and bool(self._fs.cat_file(target) == data)
 
     def _call(self, verb: str, target: str, operation: Callable[[], T]) -> T:
-        """`operation` with at most 5 tries, none started after 30 s, waiting about 0.2, 0.4, 0.8, 1.6 s between."""
-        retry = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(5) | tenacity.stop_after_delay(30),
-            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=5, jitter=0.1),
-            retry=tenacity.retry_if_exception(_is_transient),
-            reraise=True,
-        )
+        patience = Patience(f"{verb} {target}", _is_transient, self._sleep)
         try:
-            return retry(operation)
+            return patience.call(operation)
         except (FileNotFoundError, IsADirectoryError) as error:
             if verb.startswith("put"):
                 raise StorageError(f"{verb} {target} failed: {error}; check that the bucket exists") from error
@@ -173,9 +170,8 @@ class FsspecStorage(Storage):
         except Exception as error:  # a decision: what a client raises becomes our error, what we broke stays
             if not (isinstance(error, OSError) or _is_from_client(error)):
                 raise
-            tries = retry.statistics.get("attempt_number", 1)
             raise StorageError(
-                f"{verb} {target} failed after {tries} of 5 tries: {type(error).__name__}: {error}; "
+                f"{verb} {target} failed (tries: {patience.tries}): {type(error).__name__}: {error}; "
                 "check the network, the credentials and the permissions on the bucket"
             ) from error
 

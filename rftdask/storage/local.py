@@ -15,15 +15,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage.base import TMP_PREFIX, Storage, check_path
+from rftdask.storage.patience import Patience
 from rftdask.storage.posix import Posix
 
+T = TypeVar("T")
+
 _MAX_TRIES = 5
-"""Tries when a folder vanishes under a write (collected by somebody) or an NFS handle goes stale."""
+"""Tries, without a pause, when a folder vanishes under a write: collected by somebody, or its NFS handle is stale."""
 
 _VANISHED = (errno.ENOENT, errno.ESTALE)
+
+_TRANSIENT = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+)
+"""What file systems over a network say while their server is away; it may be back soon."""
 
 _ADVICE = {
     errno.ENOSPC: "free some space, or move the run to a larger disk",
@@ -59,39 +81,44 @@ class LocalStorage(Storage):
 
     def get(self, path: str) -> bytes:
         target = self._at(path)
-        for last in (False, False, True):  # ESTALE: on NFS the file was replaced between lookup and read
+
+        def read() -> bytes:
             try:
                 return self._posix.read(target)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 raise NotFoundError(f"{target} does not exist") from error
-            except OSError as error:
-                if last or error.errno != errno.ESTALE:
-                    raise _explain("get", target, error) from error
-        raise AssertionError("unreachable")
+
+        return self._call("get", target, read)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._at(folder) if folder else self.url
-        try:
-            entries = self._posix.scan(target)
+
+        def scan() -> list[str]:
+            try:
+                entries = self._posix.scan(target)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
             return sorted(f"{name}/" if is_folder else name for name, is_folder in entries if _is_shown(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise _explain("list", target, error) from error
+
+        return self._call("list", target, scan)
 
     def remove(self, path: str) -> None:
         target = self._at(path)
         folder = os.path.dirname(target)
         doomed = _tmp_name(folder)
-        try:
-            # First out of sight, for good: half a folder is never seen under its name, also after a power loss.
-            self._posix.rename(target, doomed)
-            self._sync_folder(folder)
-            self._posix.remove_tree(doomed)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise _explain("remove", target, error) from error
+        is_hidden = False
+
+        def remove() -> None:
+            nonlocal is_hidden
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if not is_hidden:
+                    # First out of sight, for good: half a folder is never seen under its name, also after a power loss.
+                    self._posix.rename(target, doomed)
+                    is_hidden = True
+                self._sync_folder(folder)
+                self._posix.remove_tree(doomed)
+
+        self._call("remove", target, remove)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
@@ -121,22 +148,38 @@ class LocalStorage(Storage):
 
     def _write(self, verb: str, path: str, data: bytes, publish: Callable[[str, str], bool]) -> bool:
         target = self._at(path)
-        folder = os.path.dirname(target)
-        for tries_left in reversed(range(_MAX_TRIES)):
-            tmp = _tmp_name(folder)
+        in_doubt = False  # an earlier try may have made the name although it failed
+
+        def write() -> bool:
+            nonlocal in_doubt
+            tmp = _tmp_name(os.path.dirname(target))
             try:
+                self._write_tmp(tmp, data)
+                was_in_doubt, in_doubt = in_doubt, True
+                created = publish(tmp, target) or (was_in_doubt and self._posix.read(target) == data)
+            finally:
+                with suppress(OSError):
+                    self._posix.unlink(tmp)
+            self._sync_folder(os.path.dirname(target))  # also for who lost put_new: False means it is there for good
+            return created
+
+        def write_where_folders_vanish() -> bool:
+            for _ in range(_MAX_TRIES - 1):
                 try:
-                    self._write_tmp(tmp, data)
-                    created = publish(tmp, target)
-                finally:
-                    with suppress(OSError):
-                        self._posix.unlink(tmp)
-                self._sync_folder(folder)  # also for the loser of put_new: False means that it is there for good
-                return created
-            except OSError as error:
-                if error.errno not in _VANISHED or not tries_left:
-                    raise _explain(verb, target, error) from error
-        raise AssertionError("unreachable")
+                    return write()
+                except OSError as error:
+                    if error.errno not in _VANISHED:
+                        raise
+            return write()
+
+        return self._call(verb, target, write_where_folders_vanish)
+
+    def _call(self, verb: str, target: str, operation: Callable[[], T]) -> T:
+        patience = Patience(f"{verb} {target}", _is_transient, self._posix.pause)
+        try:
+            return patience.call(operation)
+        except OSError as error:
+            raise _explain(verb, target, error, patience.tries) from error
 
     def _write_tmp(self, tmp: str, data: bytes) -> None:
         try:
@@ -200,6 +243,11 @@ def _tmp_name(folder: str) -> str:
     return f"{folder}/{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _explain(verb: str, target: str, error: OSError) -> StorageError:
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+
+def _explain(verb: str, target: str, error: OSError, tries: int) -> StorageError:
     advice = _ADVICE.get(error.errno or 0, "check that the file system is mounted and writable")
-    return StorageError(f"{verb} {target} failed: {error.strerror or error}; {advice}")
+    counted = f" (tries: {tries})" if tries > 1 else ""
+    return StorageError(f"{verb} {target} failed{counted}: {error.strerror or error}; {advice}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from contextlib import suppress
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -69,6 +70,10 @@ class Posix:
             raise
         finally:
             os.close(descriptor)
+
+    def pause(self, seconds: float) -> None:
+        """Let it pass, before what failed is tried again."""
+        time.sleep(seconds)
 
     # ---- what only looks
 

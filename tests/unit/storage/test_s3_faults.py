@@ -14,6 +14,7 @@ from s3_proxy import FaultyS3
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.fsspec_store import FsspecStorage
 
 
 @pytest.fixture
@@ -64,17 +65,23 @@ def test_put_is_tried_again_under_overload(store: Storage, faults: FaultyS3) -> 
     assert store.get("pointer") == b"3" and faults.num_puts == 4
 
 
-def test_retries_end_and_the_error_counts_them(store: Storage, faults: FaultyS3) -> None:
-    faults.script = ["refused"] * 9
-    with pytest.raises(StorageError, match=r"put_new .*ledger/4.json failed after 5 of 5 tries.*check the network"):
-        store.put_new("ledger/4.json", b"mine")
+def test_retries_end_after_a_minute_and_the_error_counts_them(
+    store: Storage, faults: FaultyS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses_s: list[float] = []
+    hurried = FsspecStorage(store.url, sleep=pauses_s.append)
+    faults.script = ["refused"] * 30
+    with pytest.raises(StorageError, match=r"put_new .*ledger/4.json failed \(tries: 17\).*check the network"):
+        hurried.put_new("ledger/4.json", b"mine")
+    assert "ledger/4.json fails" in caplog.text and "tried again for a minute" in caplog.text
+    assert 50 < sum(pauses_s) < 60 and pauses_s[0] < 0.3 and max(pauses_s) < 6
     faults.script = []
-    assert faults.num_puts == 5 and store.list() == ["warm"]
+    assert faults.num_puts == 17 and store.list() == ["warm"]
 
 
 def test_a_refusal_is_not_tried_again(store: Storage, faults: FaultyS3) -> None:
     faults.script = ["forbidden"]
-    with pytest.raises(StorageError, match=r"after 1 of 5 tries.*permissions on the bucket"):
+    with pytest.raises(StorageError, match=r"\(tries: 1\).*permissions on the bucket"):
         store.put("pointer", b"3")
     assert faults.num_puts == 1
 
@@ -89,5 +96,5 @@ def test_a_missing_bucket_is_told(s3_endpoint: str) -> None:
 
 def test_an_unreachable_service_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3_endpoint: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
-    with pytest.raises(StorageError, match=r"after 5 of 5 tries"):
-        open_storage("s3://bucket/runs").get("a")
+    with pytest.raises(StorageError, match=r"\(tries: 17\)"):
+        FsspecStorage("s3://bucket/runs", sleep=lambda seconds: None).get("a")
