@@ -1,16 +1,19 @@
 """Chaos: a run whose processes are killed at random moments, and what it comes to.
 
-    python benchmarks/chaos.py [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--seed 1] [--folder DIR]
+    python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
+                               [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...]
 
 A run with a fake model and real processes, in style fixed, is made twice: undisturbed, and while something is killed
 with signal 9 again and again: an explorer worker, an engine, the trainer's rank, its worker (with the synchronizer), or
-the driver, which is also the scheduler; this script then starts the same command again, as a batch system would. A kill
-comes each time that a share of the steps is done, so it does as much harm on a busy machine as on a quiet one; or, with
-`--every`, after about so many seconds.
+the driver, which is also the scheduler; this script then starts the same command again, as a batch system would. With
+`--slurm` both runs are submitted to the SLURM of this machine, with explorers on its partition `spot`, and explorer
+jobs are preempted, requeued and cancelled, too, as are the jobs of trainer and controller; nobody starts them again.
+A kill comes each time that a share of the steps is done, so it does as much harm on a busy machine as on a quiet one;
+or, with `--every`, after about so many seconds.
 
 It must end with the same steps, the same ledger and the same bits of weights, the audit must find nothing lost and
-nothing twice, and after each death of the driver its orphans must end by themselves. Goodput is the wall time of the
-undisturbed run divided by that of the disturbed one. Exit code 1 if anything differs.
+nothing twice, and after each death of a local driver its orphans must end by themselves. Goodput is the wall time of
+the undisturbed run divided by that of the disturbed one. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -19,53 +22,49 @@ import argparse
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import psutil
 import yaml
+from chaos_runs import SILENCE_S, LocalRun, Run, SlurmRun, read_recoveries, render, wait_until
 
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.shard import ShardName
 from rftdask.storage import open_storage
-
-MARK = "RFTDASK_CHAOS_RUN"
-ENGINE, RANK = "rftdask.explorer.engines.host:serve", "rftdask.trainer.rank:serve"
-VICTIMS = ("explorer worker", "engine", "trainer", "trainer worker", "driver")
-ORPHANS_S = 120.0
-"""In which the processes that a killed driver left behind must have ended."""
-SILENCE_S = 300.0
-"""A run that does nothing for so long has failed."""
 
 WORKFLOW = """
 import asyncio
 
 async def long_tailed(task, model):
     answer = await model.generate(task.prompt)
-    await asyncio.sleep(0.02 if task.index % 8 else 0.2)
+    await asyncio.sleep({rollout_s} if task.index % 8 else {longest_s})
     return float(len(answer.tokens) % 3)
 """
 
 
-def write_config(folder: Path, name: str, steps: int, explorers: int) -> Path:
-    (folder / "chaos_workflow.py").write_text(WORKFLOW)
+def write_config(
+    folder: Path, name: str, steps: int, explorers: int, rollout_s: float, ahead: int, on_slurm: bool
+) -> Path:
+    """rollout_s: of seven rollouts in eight, the others take ten times as long; ahead: steps off policy."""
+    (folder / "chaos_workflow.py").write_text(WORKFLOW.format(rollout_s=rollout_s, longest_s=10 * rollout_s))
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(64)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
-    tree = {
+    tree: dict[str, Any] = {
         "name": name,
         "project": "chaos",
         "checkpoint_root_dir": str(folder / "runs"),
         "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
         "algorithm": {"algorithm_type": "grpo", "repeat_times": 2, "kl_loss_fn": "none"},
-        "cluster": {"num_cpus": 1 + explorers},
+        "cluster": slurm_section(folder) if on_slurm else {"num_cpus": 1 + explorers},
         "buffer": {
             "batch_size": 4 * explorers,
             "total_epochs": 100_000,
@@ -77,7 +76,7 @@ def write_config(folder: Path, name: str, steps: int, explorers: int) -> Path:
         },
         "explorer": {"tasks_per_batch": 4, "rollout_model": {"engine_type": "fake", "engine_num": explorers}},
         "trainer": {"trainer_type": "fake", "total_steps": steps, "save_interval": 5, "max_restarts": 100_000},
-        "synchronizer": {"sync_offset": 1},
+        "synchronizer": {"sync_offset": ahead},
         "monitor": {"monitor_type": "none"},
     }
     path = folder / f"{name}.yaml"
@@ -85,138 +84,75 @@ def write_config(folder: Path, name: str, steps: int, explorers: int) -> Path:
     return path
 
 
-class Run:
-    """`rftdask run CONFIG` and every process that comes of it."""
-
-    def __init__(self, config: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        path = os.pathsep.join([str(config.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._log = (config.parent / f"{config.stem}.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rftdask.cli", "run", str(config), "--progress", "plain"],
-            env={**os.environ, "PYTHONPATH": path, MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-
-    def living(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def is_gone(self) -> bool:
-        return not self.living()
-
-    def victim(self, kind: str, rng: random.Random) -> psutil.Process | None:
-        """A living process of the kind; None if there is none this moment."""
-        if kind == "driver":
-            return psutil.Process(self.process.pid) if self.process.poll() is None else None
-        target = RANK if kind.startswith("trainer") else ENGINE
-        found = [process for process in self.living() if target in _command_line(process)]
-        if not found:
-            return None
-        chosen = rng.choice(sorted(found, key=lambda process: process.pid))
-        try:
-            return chosen.parent() if kind.endswith("worker") else chosen
-        except psutil.Error:
-            return None
-
-    def close(self) -> None:
-        for process in self.living():
-            try:
-                process.kill()
-            except psutil.Error:
-                continue
-        self.process.wait()
-        self._log.close()
+def slurm_section(folder: Path) -> dict[str, Any]:
+    path = shlex.quote(os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    common = {"walltime": "01:00:00", "memory": "1GB", "prologue": [f"export OMP_NUM_THREADS=1 PYTHONPATH={path}"]}
+    return {
+        "type": "slurm",
+        "interface": "lo",
+        "slurm": {
+            "controller": {"partition": "main", **common},
+            "trainer": {"partition": "main", "gres": "gpu:1", **common},
+            "explorer": {"partition": "spot", "gres": "gpu:1", **common},
+        },
+    }
 
 
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+def draw(kinds: Sequence[str], kills: int, seed: int) -> list[str]:
+    """What to kill, in turn: each as often as the others, in an order of its own each time."""
+    rng = random.Random(seed)
+    return [kind for _ in range(kills) for kind in rng.sample(kinds, len(kinds))][:kills]
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> float:
-    """Seconds it took. Raises: SystemExit: it did not happen."""
+def run_undisturbed(start: type[Run], config: Path) -> float:
     began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > deadline_s:
-            raise SystemExit(f"{what} did not happen in {deadline_s:.0f} s")
-        time.sleep(0.02)
-    return time.monotonic() - began
-
-
-def run_undisturbed(config: Path) -> float:
-    began = time.monotonic()
-    run = Run(config)
+    run = start(config)
     try:
-        wait_until(lambda: run.process.poll() is not None, 10 * SILENCE_S, "the end of the undisturbed run")
+        wait_until(lambda: run.ended() is not None, 10 * SILENCE_S, "the end of the undisturbed run", run.look_s)
+        if problem := run.ended():
+            raise SystemExit(f"the undisturbed run failed: {problem}")
+        return time.monotonic() - began
     finally:
         run.close()
-    if run.process.returncode != 0:
-        raise SystemExit(f"the undisturbed run failed: see {config.with_suffix('.log')}")
-    return time.monotonic() - began
 
 
 def run_disturbed(
-    config: Path, steps: int, kills: int, every_s: float | None, seed: int
-) -> tuple[float, Counter[str], float]:
-    """(wall seconds, kills by victim, longest life of orphans)."""
-    rng, killed, orphans_s = random.Random(seed), Counter[str](), 0.0
+    start: type[Run], config: Path, steps: int, kinds: list[str], every_s: float | None, seed: int
+) -> tuple[float, Run]:
+    """(wall seconds, the run with its strikes)."""
+    rng = random.Random(seed)
     began = time.monotonic()
-    kinds = [kind for _ in range(kills) for kind in rng.sample(VICTIMS, len(VICTIMS))][:kills]
-    folder = config.parent / "runs" / "chaos" / config.stem
-    run = Run(config)
+    run = start(config)
     try:
         for number, kind in enumerate(kinds, start=1):
             if every_s is None:
-                due = number * steps // (kills + 1)
-                wait_until(partial(_has_done, run, folder, due), 10 * SILENCE_S, f"step {due}")
+                due = number * steps // (len(kinds) + 1)
+                wait_until(partial(_has_done, run, due), 10 * SILENCE_S, f"step {due}", run.look_s)
             time.sleep(rng.uniform(0.5, 1.5) * every_s if every_s is not None else rng.uniform(0.0, 0.1))
-            wait_until(partial(_kill, run, kind, rng), SILENCE_S, f"a living {kind}")
-            killed[kind] += 1
-            if kind == "driver":
-                run.process.wait()
-                orphans_s = max(orphans_s, wait_until(run.is_gone, ORPHANS_S, "the end of the orphans"))
-                run.close()
-                run = Run(config)
-        wait_until(lambda: run.process.poll() is not None, 10 * SILENCE_S, "the end of the disturbed run")
-        if run.process.returncode != 0:
-            raise SystemExit(f"the disturbed run ended with {run.process.returncode}: see {config.with_suffix('.log')}")
-        return time.monotonic() - began, killed, orphans_s
+            wait_until(partial(_strike, run, kind, rng), SILENCE_S, f"a living victim for {kind}", run.look_s)
+            print(f"{time.monotonic() - began:6.1f} s  {kind} {run.strikes[-1].job_id}", flush=True)
+            run.recover(kind)
+        wait_until(lambda: run.ended() is not None, 10 * SILENCE_S, "the end of the disturbed run", run.look_s)
+        if problem := run.ended():
+            raise SystemExit(f"the disturbed run failed: {problem}")
+        return time.monotonic() - began, run
     finally:
         run.close()
 
 
-def _has_done(run: Run, folder: Path, step: int) -> bool:
-    _check_runs(run)
-    return (folder / "ledger" / "main" / f"{step:08d}.json").exists()
+def _has_done(run: Run, step: int) -> bool:
+    _check_lives(run)
+    return (run.folder / "ledger" / "main" / f"{step:08d}.json").exists()
 
 
-def _check_runs(run: Run) -> None:
-    if run.process.poll() is not None:
+def _check_lives(run: Run) -> None:
+    if run.ended() is not None:
         raise SystemExit("the run ended before all kills; give it more --steps, or kill more often (--every)")
 
 
-def _kill(run: Run, kind: str, rng: random.Random) -> bool:
-    _check_runs(run)
-    victim = run.victim(kind, rng)
-    if victim is None:
-        return False
-    try:
-        victim.kill()
-    except psutil.Error:
-        return False
-    return True
+def _strike(run: Run, kind: str, rng: random.Random) -> bool:
+    _check_lives(run)
+    return run.strike(kind, rng)
 
 
 # ---- what a run came to
@@ -271,25 +207,46 @@ def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slurm", action="store_true", help="as jobs of the SLURM of this machine")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kinds", default="", help="what to kill, separated by commas; without it, everything")
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
     parser.add_argument("--explorers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rollout-s", type=float, default=0.02, help="of most rollouts; some take ten times as long")
+    parser.add_argument("--ahead", type=int, default=1, help="steps that explorers may be ahead of the trainer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument(
+        "--local-reference", action="store_true", help="the undisturbed run is not on SLURM: no goodput"
+    )
     args = parser.parse_args()
+    start: type[Run] = SlurmRun if args.slurm else LocalRun
+    kinds = args.kinds.split(",") if args.kinds else start.victims
+    if unknown := set(kinds) - set(start.victims):
+        parser.error(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(start.victims)}")
+    reference = LocalRun if args.local_reference else start
     with tempfile.TemporaryDirectory(prefix="rftdask-chaos-") as temporary:
         folder = (args.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        plain, chaos = (write_config(folder, name, args.steps, args.explorers) for name in ("undisturbed", "chaos"))
-        plain_s = run_undisturbed(plain)
-        chaos_s, killed, orphans_s = run_disturbed(chaos, args.steps, args.kills, args.every, args.seed)
-        runs = folder / "runs" / "chaos"
-        problems = check(runs / "chaos", runs / "undisturbed", args.steps)
-    told = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
-    print(f"seed {args.seed}: {sum(killed.values())} kills ({told}), one per {chaos_s / max(1, args.kills):.1f} s")
-    print(f"undisturbed {plain_s:.1f} s, disturbed {chaos_s:.1f} s: goodput {plain_s / chaos_s:.0%}")
-    print(f"orphans of a killed driver ended within {orphans_s:.1f} s")
+        plain, chaos = (
+            write_config(folder, name, args.steps, args.explorers, args.rollout_s, args.ahead, kind is SlurmRun)
+            for name, kind in (("undisturbed", reference), ("chaos", start))
+        )
+        plain_s = run_undisturbed(reference, plain)
+        chaos_s, run = run_disturbed(
+            start, chaos, args.steps, draw(kinds, args.kills, args.seed), args.every, args.seed
+        )
+        problems = check(run.folder, folder / "runs" / "chaos" / "undisturbed", args.steps)
+        killed = Counter(strike.kind for strike in run.strikes)
+        told = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
+        print(f"seed {args.seed}: {sum(killed.values())} kills ({told}), one per {chaos_s / max(1, args.kills):.1f} s")
+        if reference is start:
+            print(f"undisturbed {plain_s:.1f} s, disturbed {chaos_s:.1f} s: goodput {plain_s / chaos_s:.0%}")
+        if isinstance(run, LocalRun):
+            print(f"orphans of a killed driver ended within {run.orphans_s:.1f} s")
+        else:
+            print(render(read_recoveries(run)))
     print("\n".join(problems) or f"{args.steps} steps, 0 lost, 0 twice, the same ledger, the same bits of weights")
     sys.exit(1 if problems else 0)
 

@@ -77,6 +77,7 @@ class Submission:
         """Write the scripts to the run's private folder and submit them. Raises: RoleError: SLURM refuses one, the
         others of the submission are cancelled then.
         """
+        slurm.forget_restarts()
         self.folder.make()
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
         self._write(self.folder.path / CONFIG_FILE, self.config.to_yaml())

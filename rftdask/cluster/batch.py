@@ -67,6 +67,7 @@ class BatchCluster(HeadCluster):
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._job_class = job_class(self._system)
+        slurm.forget_restarts()
         self._cancel_left_over()
         super().__init__(config, layout, folder)
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)

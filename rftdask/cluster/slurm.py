@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,6 +61,13 @@ def cancel(ids: Iterable[str]) -> None:
     """Idempotent: jobs that ended are left alone."""
     if ids := list(ids):
         call("scancel", "--quiet", *ids)
+
+
+def forget_restarts() -> None:
+    """To be called before jobs are submitted from inside one: they inherit its environment, and SLURM tells a job of
+    its restarts only once it has had one, so until then it would take those of the job around it for its own.
+    """
+    os.environ.pop("SLURM_RESTART_COUNT", None)
 
 
 def interrupt(job_id: str) -> None:

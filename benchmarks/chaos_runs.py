@@ -1,0 +1,301 @@
+"""The runs that benchmarks/chaos.py disturbs: as one command on this machine, or as jobs of a SLURM on this machine.
+
+Both find the processes of a run by a mark in their environment, wherever they hang in the tree. Neither knows what a
+run is to come to.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import psutil
+
+from rftdask.cluster import slurm
+from rftdask.cluster.jobs import JobRecord, read_jobs
+from rftdask.run_folder import read_end
+from rftdask.storage import open_storage
+
+MARK = "RFTDASK_CHAOS_RUN"
+ENGINE, RANK, DRIVER = "rftdask.explorer.engines.host:serve", "rftdask.trainer.rank:serve", "rftdask.cli run"
+TARGETS = {"explorer worker": ENGINE, "engine": ENGINE, "trainer": RANK, "trainer worker": RANK, "driver": DRIVER}
+"""What to kill -> what is in the command line of it or, for workers, of its child."""
+ORPHANS_S = 120.0
+"""In which the processes that a killed driver left behind must have ended."""
+SILENCE_S = 300.0
+"""A run that does nothing for so long has failed."""
+
+
+class Strike(NamedTuple):
+    """One kill."""
+
+    kind: str
+    at: float
+    """Unix time."""
+    job_id: str
+    """Of what was hit; empty without a batch system."""
+
+
+class Run(ABC):
+    """A run that was started, and everything that comes of it."""
+
+    victims: ClassVar[tuple[str, ...]]
+    """Kinds of `strike`."""
+    look_s: ClassVar[float]
+    """Between two looks at it."""
+
+    def __init__(self, config: Path) -> None:
+        self.config = config
+        self.folder = config.parent / "runs" / "chaos" / config.stem
+        self.mark = uuid.uuid4().hex
+        self.strikes: list[Strike] = []
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """None while it lives; empty once it has ended well, else what it said."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing of it alive. Idempotent."""
+
+    @abstractmethod
+    def recover(self, kind: str) -> None:
+        """Do what is left to whoever started the run after a strike of the kind."""
+
+    def strike(self, kind: str, rng: random.Random) -> bool:
+        """Kill one of the kind, chosen at random, with signal 9; False: there is none this moment."""
+        found = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
+        if not found:
+            return False
+        victim: psutil.Process | None = rng.choice(sorted(found, key=lambda process: process.pid))
+        try:
+            if kind.endswith("worker"):
+                victim = victim.parent() if victim is not None else None
+            if victim is None:
+                return False
+            self._note(kind, victim.environ().get("SLURM_JOB_ID", ""))
+            victim.kill()
+        except psutil.Error:
+            return False
+        return True
+
+    def living(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def is_gone(self) -> bool:
+        return not self.living()
+
+    def kill_all(self) -> None:
+        for process in self.living():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+
+    def _note(self, kind: str, job_id: str = "") -> None:
+        self.strikes.append(Strike(kind, time.time(), job_id))
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(self.config.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, "PYTHONPATH": path, MARK: self.mark}
+
+
+class LocalRun(Run):
+    """`rftdask run CONFIG`; whoever started it starts it again when its driver was killed."""
+
+    victims = ("explorer worker", "engine", "trainer", "trainer worker", "driver")
+    look_s = 0.02
+
+    def __init__(self, config: Path) -> None:
+        super().__init__(config)
+        self.orphans_s = 0.0
+        """Longest life of what a killed driver left."""
+        self._log = config.with_suffix(".log").open("ab")
+        self._process = self._start()
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        return None if code is None else f"code {code}: see {self._log.name}" * bool(code)
+
+    def recover(self, kind: str) -> None:
+        if kind == "driver":
+            self._process.wait()
+            self.orphans_s = max(self.orphans_s, wait_until(self.is_gone, ORPHANS_S, "the end of the orphans"))
+            self._process = self._start()
+
+    def close(self) -> None:
+        self.kill_all()
+        self._process.wait()
+        self._log.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rftdask.cli", "run", str(self.config), "--progress", "plain"],
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+
+class SlurmRun(Run):
+    """`rftdask submit CONFIG`, once: what is killed SLURM and the run itself have to bring back."""
+
+    victims = (
+        "preemption",
+        "requeue",
+        "scancel",
+        "explorer worker",
+        "engine",
+        "trainer",
+        "trainer job",
+        "driver",
+        "controller requeue",
+    )
+    """The first three are of an explorer's job."""
+    look_s = 0.25
+
+    def __init__(self, config: Path) -> None:
+        super().__init__(config)
+        self._storage = open_storage(self.folder)
+        self._urgent: list[str] = []
+        """Jobs that preempted one of the run's."""
+        done = subprocess.run(
+            [sys.executable, "-m", "rftdask.cli", "submit", str(config)],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+
+    def ended(self) -> str | None:
+        if slurm.states([job.job_id for job in self._jobs("controller")]):
+            return None
+        end = read_end(self._storage)
+        return "" if end == "finished" else f"{end}: see {self.folder}/log"
+
+    def recover(self, kind: str) -> None:
+        return
+
+    def strike(self, kind: str, rng: random.Random) -> bool:
+        if kind in TARGETS:
+            return super().strike(kind, rng)
+        role = {"trainer job": "trainer", "controller requeue": "controller"}.get(kind, "explorer")
+        running = sorted(job_id for job_id, state in self._states(role).items() if state == "RUNNING")
+        if not running:
+            return False
+        victim = rng.choice(running)
+        self._note(kind, victim)
+        if kind == "preemption":
+            node = slurm.call("squeue", "--noheader", "--jobs", victim, "--format=%N").strip()
+            options = ("--partition=urgent", f"--nodelist={node}", "--gres=gpu:1", "--time=1", "--output=/dev/null")
+            self._urgent.append(slurm.call("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip())
+            gone: Callable[[], bool] = lambda: self._states(role).get(victim) != "RUNNING"  # noqa: E731
+            wait_until(gone, SILENCE_S, f"the preemption of job {victim}", self.look_s)
+        elif kind.endswith("requeue"):
+            slurm.call("scontrol", "requeue", victim)
+        else:
+            slurm.cancel([victim])
+        return True
+
+    def close(self) -> None:
+        slurm.cancel([*(job.job_id for job in self._jobs("controller")), *self._urgent])
+        wait_until(lambda: not self._states("controller"), SILENCE_S, "the end of the controller", self.look_s)
+        slurm.cancel([job.job_id for job in self._jobs("")])  # of a driver that had no time to cancel them itself
+        self.kill_all()
+
+    def _jobs(self, role: str) -> list[JobRecord]:
+        return [job for job in read_jobs(self._storage) if role in ("", job.role)]
+
+    def _states(self, role: str) -> dict[str, str]:
+        return slurm.states([job.job_id for job in self._jobs(role)])
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, what: str, look_s: float = 0.02) -> float:
+    """Seconds it took. Raises: SystemExit: it did not happen."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > deadline_s:
+            raise SystemExit(f"{what} did not happen in {deadline_s:.0f} s")
+        time.sleep(look_s)
+    return time.monotonic() - began
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+# ---- how long explorers were away, by the driver's log
+
+
+class Recoveries(NamedTuple):
+    """Seconds."""
+
+    starts: list[float]
+    """From the submission of an explorer's job until its worker had joined."""
+    by_kind: dict[str, list[float]]
+    """From a strike at an explorer until a worker had joined in its place."""
+
+
+def read_recoveries(run: Run) -> Recoveries:
+    """Those that a strike at the controller did not interrupt."""
+    text = "".join(path.read_text() for path in sorted((run.folder / "log").glob("driver.log*"), reverse=True))
+    submitted = [(at, job) for at, job in _events(text, r"submitted job (\d+) \(explorer-")]
+    joined = [(at, job) for at, job in _events(text, r"worker explorer-\d+-(\d+)-\d+ .*joined")]
+    starts = [ended - at for at, job in submitted if (ended := _next(joined, job, at)) is not None]
+    by_kind: dict[str, list[float]] = {}
+    for strike in run.strikes:
+        job_id: str | None = strike.job_id
+        if strike.kind == "scancel":
+            job_id = next((job for at, job in submitted if at > strike.at), None)
+        elif strike.kind not in ("preemption", "requeue", "explorer worker"):
+            continue
+        end = _next(joined, job_id, strike.at)
+        if end is not None and not any(
+            strike.at < other.at < end and other.kind in ("driver", "controller requeue") for other in run.strikes
+        ):
+            by_kind.setdefault(strike.kind, []).append(end - strike.at)
+    return Recoveries(starts, by_kind)
+
+
+def _events(text: str, pattern: str) -> Iterator[tuple[float, str]]:
+    for line in text.splitlines():
+        if found := re.search(pattern, line):
+            yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), found.group(1)
+
+
+def _next(events: list[tuple[float, str]], job_id: str | None, after: float) -> float | None:
+    return next((at for at, job in events if job == job_id and at > after), None)
+
+
+def render(found: Recoveries) -> str:
+    start_s = statistics.median(found.starts)
+    told = [
+        f"{kind} {statistics.median(times):.1f} s ({statistics.median(times) / start_s:.2f} of a start, {len(times)})"
+        for kind, times in sorted(found.by_kind.items())
+    ]
+    return f"an explorer's job starts in {start_s:.1f} s ({len(found.starts)}); it is back after {', '.join(told)}"
