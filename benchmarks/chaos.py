@@ -184,7 +184,7 @@ def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "rftdask.cli", "status", str(folder), "--json"], capture_output=True, text=True
     )
-    (status,) = json.loads(done.stdout)
+    (status,) = json.loads(done.stdout)["stages"]
     counts = dict(status["experiences"])
     committed = counts.pop("committed")
     problems = [f"the audit says: {problem}" for problem in status["problems"]]

@@ -4,6 +4,7 @@ mend it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -155,13 +156,15 @@ def logs(
     run: Run,
     role: Annotated[str, typer.Argument(help="controller, driver, trainer, explorer, engine; all without it")] = "",
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Of the end of each log")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is added; Ctrl-C ends it")] = False,
 ) -> None:
     """Print the end of the logs of a run and its jobs, also when it is dead."""
-    from rftdask.control import read_logs
+    from rftdask.control import follow_logs, read_logs
 
-    for name, tail in read_logs(run, role, lines):
-        typer.echo(f"==> {name} <==")
-        typer.echo("\n".join(tail))
+    with contextlib.suppress(KeyboardInterrupt):
+        for name, tail in follow_logs(run, role, lines) if follow else read_logs(run, role, lines):
+            typer.echo(f"==> {name} <==")
+            typer.echo("\n".join(tail))
 
 
 @app.command()
@@ -194,13 +197,19 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     """Say where a run stands, from its files: works from anywhere, also when the run is dead. Exit code 1 if its
     experiences do not add up.
     """
+    # Late: the other commands do not need Dask's scheduler.
+    from rftdask.control import read_run_jobs
     from rftdask.status import read_status, to_json
 
+    found = read_run_jobs(run)
+    stages = read_status(run) if found.has_begun else []
     if as_json:
-        stages = read_status(run)
-        typer.echo(json.dumps(to_json(stages), indent=1))
+        typer.echo(json.dumps({**found.to_json(), "stages": to_json(stages)}, indent=1))
     else:
-        stages = read_status(run) if _say_jobs(run) else []
+        for job in found.jobs:
+            typer.echo(f"job {job.job_id:<8} {job.name:<14} {job.state}")
+        if found.why:
+            typer.echo(f"not running: {found.why}")
     for stage in stages if not as_json else ():
         typer.echo(f"{stage.name}  {stage.mode}  {stage.algorithm}  {stage.state}  {stage.folder}")
         for label, value in _status_lines(stage):
@@ -388,19 +397,6 @@ def _status_lines(stage: object) -> list[tuple[str, str]]:
         ("PROBLEMS", "; ".join(stage.problems)),
     ]
     return [(label, text) for label, text in lines if text]
-
-
-def _say_jobs(run: str) -> bool:
-    """Say what its batch system knows; whether the run has begun."""
-    # Late: the other commands do not need Dask's scheduler.
-    from rftdask.control import read_run_jobs
-
-    found = read_run_jobs(run)
-    for job in found.jobs:
-        typer.echo(f"job {job.job_id:<8} {job.name:<14} {job.state}")
-    if found.why:
-        typer.echo(f"not running: {found.why}")
-    return found.has_begun
 
 
 def _wait_for_owner(config: Config, patience_s: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from os import kill
 from pathlib import Path
 from socket import gethostname
+from time import sleep
 from typing import Any
 
 from rftdask.cluster import slurm
@@ -141,20 +142,46 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
 
     Raises: DataError: there is none.
     """
-    from rftdask.cluster.batch import log_folder
-    from rftdask.cluster.private import PrivateFolder
-
-    storage = open_storage(url)
-    local = Path(storage.url) / "log"
-    remote = "://" in storage.url
-    folder = log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage)) if remote else local
-    files = sorted(path for path in folder.glob(f"{role}*.log") if path.is_file())
+    folder = _logs_of(url)
+    files = _log_files(folder, role)
     if not files:
         there = ", ".join(sorted({path.name.split("-")[0].split(".")[0] for path in folder.glob("*.log")})) or "none"
         raise DataError(f"{folder} has no log of {role!r}; there are: {there}")
     for path in files:
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield path.name, [line.rstrip("\n") for line in deque(lines, num_lines)]
+
+
+def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) -> Iterator[tuple[str, list[str]]]:
+    """As `read_logs`, then the lines that come, also of logs that are new; until whoever reads has enough."""
+    folder, read = _logs_of(url), dict[Path, int]()
+    last = num_lines
+    while True:
+        for path in _log_files(folder, role):
+            if path.stat().st_size < read.get(path, 0):
+                read[path] = 0  # it was set aside, and this is a new one
+            with path.open("rb") as file:
+                file.seek(read.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            if newline:
+                read[path] = read.get(path, 0) + len(whole) + 1
+                yield path.name, whole.decode(errors="replace").split("\n")[-last:]
+        last = 0  # [-0:] is everything
+        sleep(look_s)
+
+
+def _logs_of(url: str) -> Path:
+    from rftdask.cluster.batch import log_folder
+    from rftdask.cluster.private import PrivateFolder
+
+    storage = open_storage(url)
+    if "://" not in storage.url:
+        return Path(storage.url) / "log"
+    return log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))
+
+
+def _log_files(folder: Path, role: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{role}*.log") if path.is_file())
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Any:

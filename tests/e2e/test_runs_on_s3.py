@@ -87,7 +87,7 @@ def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, tm
 
 def test_who_looks_at_a_run_on_s3_sees_what_a_disk_would_show(killed: str) -> None:
     ended = call_cli("status", killed, "--json")
-    (status,) = json.loads(ended.out)
+    (status,) = json.loads(ended.out)["stages"]
     assert (status["step"], status["state"], status["problems"]) == (STEPS, "not running", [])
     query = "select count(*) as n from ledger where reason is null"
     ended = call_cli("experiences", killed, "--sql", query, "--json")

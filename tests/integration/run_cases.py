@@ -266,7 +266,7 @@ def status_of(folder: Path) -> dict[str, Any]:
     """`rftdask status --json` of a run without stages."""
     ended = call_cli("status", str(folder), "--json")
     assert ended.code == 0, ended
-    (stage,) = json.loads(ended.out)
+    (stage,) = json.loads(ended.out)["stages"]
     return dict(stage)
 
 

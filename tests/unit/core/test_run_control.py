@@ -10,11 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from rftdask.cli import app
+from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
 from rftdask.cluster.private import PrivateFolder
 from rftdask.config import load_config
-from rftdask.control import JobStatus, read_logs, why_not_running
+from rftdask.control import JobStatus, follow_logs, read_logs, why_not_running
 from rftdask.errors import DataError, RoleError
 from rftdask.run_folder import note_end, read_end
 from rftdask.storage import open_storage
@@ -64,6 +67,28 @@ def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> N
     assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
     with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
         list(read_logs(str(tmp_path), "engine", 2))
+
+
+def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_path: Path) -> None:
+    (begun(tmp_path) / "log").mkdir()
+    trainer, driver = tmp_path / "log" / "trainer-0-12.log", tmp_path / "log" / "driver.log"
+    trainer.write_text("one\ntwo\nthree\nhal")
+    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    assert next(told) == ("trainer-0-12.log", ["two", "three"])
+    with trainer.open("a") as log:
+        log.write("f\nfive\n")
+    assert next(told) == ("trainer-0-12.log", ["half", "five"])
+    driver.write_text("drove\n")  # a new one
+    assert next(told) == ("driver.log", ["drove"])
+    trainer.write_text("six\n")  # the log was set aside
+    assert next(told) == ("trainer-0-12.log", ["six"])
+
+
+def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
+    told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
+    job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}
+    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "stages": []}
 
 
 @pytest.mark.slow
