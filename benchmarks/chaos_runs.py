@@ -60,6 +60,7 @@ class Run(ABC):
         self.folder = config.parent / "runs" / "chaos" / config.stem
         self.mark = uuid.uuid4().hex
         self.strikes: list[Strike] = []
+        self.began_s = time.time()
 
     @abstractmethod
     def ended(self) -> str | None:
@@ -99,6 +100,11 @@ class Run(ABC):
             except psutil.Error:
                 continue
         return found
+
+    def steps_within(self, seconds: float) -> int:
+        """Steps that were trained, or at least written down, so long after its start."""
+        files = (self.folder / "ledger" / "main").glob("*.json")
+        return sum(file.stat().st_mtime < self.began_s + seconds for file in files)
 
     def is_gone(self) -> bool:
         return not self.living()

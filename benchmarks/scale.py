@@ -181,12 +181,17 @@ def simulated_workers(count: int) -> Iterator[Client]:
         yield client
 
 
+BEGAN = threading.Semaphore(0)
+"""Released by each worker that is about to wait: they are threads of this process."""
+
+
 def wait_in_worker(url: str, version: int) -> float:
+    BEGAN.release()
     SyncHandle(open_storage(url), get_client()).wait_for_version(version, 60)
     return time.perf_counter()
 
 
-def measure_notice(client: Client, workers: int, publishes: int) -> float:
+def measure_notice(client: Client, publishes: int) -> float:
     """Median seconds from a moved pointer until the last of all workers knows."""
     storage = open_storage(f"memory://notice-{uuid.uuid4().hex}")
     names = list(client.scheduler_info(n_workers=-1)["workers"])
@@ -194,7 +199,9 @@ def measure_notice(client: Client, workers: int, publishes: int) -> float:
     delays = []
     for version in range(1, publishes + 1):
         futures = [client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in names]
-        time.sleep(0.5 + workers / 200)  # until all of them wait
+        for _ in names:
+            BEGAN.acquire(timeout=120)
+        time.sleep(0.5)  # until the last of them waits
         publish_weights(storage, version, b"weights", "main")
         moved = time.perf_counter()
         delays.append(max(future.result(timeout=120) for future in futures) - moved)
@@ -207,7 +214,7 @@ def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, f
     mean_s = statistics.mean(batch_seconds(step, batch) for step in range(1, 40) for batch in range(50))
     linear = workers * TASKS_PER_BATCH * REPEAT_TIMES / mean_s
     with simulated_workers(workers) as client:
-        notice_s = measure_notice(client, workers, publishes)
+        notice_s = measure_notice(client, publishes)
         simulation = Simulation(client, workers, "fixed", round(seconds / mean_s) + 1, None)
         began, began_cpu = time.perf_counter(), time.process_time()
         simulation.run()
