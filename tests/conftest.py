@@ -33,6 +33,8 @@ ENVIRONMENT = {
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 os.environ.update(ENVIRONMENT)
+# Where it is set, as in many containers, each of the hundreds of processes that tests start compiles the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
 

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.sequence import SequenceSplit
+
+if TYPE_CHECKING:
+    from rftdask.trainer.sequence import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def pack_rows(
     tokens_S = np.concatenate([*(tokens[i] for i in order), spare])
     positions_S = np.concatenate([_counted(lengths_B[order]), spare])
     spans_B = np.concatenate([lengths_B[order], spare + 1])
-    split = None if sequence is None or size == 1 else SequenceSplit(sequence, len(tokens_S))
+    split = None if sequence is None or size == 1 else _split(sequence, len(tokens_S))
     held = slice(0, len(tokens_S)) if split is None else split.own
     own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
@@ -126,6 +129,14 @@ def pack_rows(
         temperature_B=put(np.where(temperature_B == 0, 1.0, temperature_B), torch.float32),
         split=split,
     )
+
+
+def _split(sequence: Ranks, num_tokens: int) -> SequenceSplit:
+    # Late: the module loads the compiler of PyTorch, which who packs whole sequences, or only looks at rewards, does
+    # without, and takes seconds.
+    from rftdask.trainer.sequence import SequenceSplit
+
+    return SequenceSplit(sequence, num_tokens)
 
 
 def _counted(lengths: np.ndarray) -> np.ndarray:

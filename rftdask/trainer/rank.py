@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,16 +42,18 @@ from rftdask.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle
 from rftdask.synchronizer.weights import read_requested_version
-from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.engines.strategies.base import Single, Strategy
 from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks, lost_peer
 from rftdask.trainer.recipe import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
 from rftdask.trainer.saver import Saver
 from rftdask.trainer.schedule import LearningRate
 from rftdask.trainer.trainer import Trainer, TrainerOptions
+
+if TYPE_CHECKING:
+    from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
+    from rftdask.trainer.engines.strategies.base import Strategy
 
 DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
 _WEIGHTS_TO_KEEP = 8
@@ -193,7 +195,8 @@ class _Watch:
 def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
     if config.trainer.trainer_type == "fake":
         return FakeTrainEngine()
-    # Late: it imports transformers, which the fake does without.
+    # Late, as what builds its options below: it imports transformers and the compiler of PyTorch, which the fake does
+    # without, and takes seconds.
     from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -222,7 +225,7 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
 
 
 def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
-    # Late: as above.
+    from rftdask.trainer.engines.strategies.base import Single
     from rftdask.trainer.engines.strategies.ddp import DDP
     from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
     from rftdask.trainer.engines.strategies.tensor import TensorParallel
@@ -270,11 +273,15 @@ def _learning_rate(config: Config, total_steps: int | None) -> LearningRate:
 
 
 def _adam(config: Config, learning_rate: LearningRate) -> AdamOptions:
+    from rftdask.trainer.engines.adam import AdamOptions
+
     optimizer = config.algorithm.optimizer
     return AdamOptions(learning_rate, optimizer.betas, optimizer.weight_decay, config.trainer.grad_clip)
 
 
 def _critic(config: Config) -> CriticOptions:
+    from rftdask.trainer.engines.adam import CriticOptions
+
     section = config.trainer.critic
     return CriticOptions(
         model_path=config.model.critic_model_path or config.model.model_path,

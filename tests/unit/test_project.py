@@ -2,6 +2,7 @@
 
 - imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
 - `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
+- a trainer rank that is a fake, and whoever checks an algorithm, load torch but not its compiler, which takes seconds;
 - what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
 - environment.yml asks for what pyproject.toml and constraints.txt say.
 
@@ -206,6 +207,15 @@ def test_a_package_that_offers_its_modules_is_no_cycle(tmp_path):
 @pytest.mark.parametrize("module", ["rftdask", "rftdask.config", "rftdask.storage"])
 def test_reading_a_config_needs_no_model_library(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'vllm'}} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_a_fake_rank_needs_no_compiler():
+    heavy = {"torch._dynamo", "torch.distributed.tensor", "transformers"}
+    code = f"import sys, rftdask.trainer.rank, rftdask.trainer.recipe; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
