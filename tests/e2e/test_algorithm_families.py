@@ -1,10 +1,11 @@
-"""One run of every family of algorithms learns: the whole machinery, on a warmed-up toy policy that adds up right but
-gives answers ten too high more often than not.
+"""One run of every family of algorithms learns: the whole machinery, on a small policy that was warmed up on a sloppy
+teacher's answers. It is to repeat a number, "47=" -> "47", and says ten too much more often than not.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rftdask import Experiment
-from rftdask.config import replace
-from rftdask.toy import build_toy_model, write_toy_tasks
+from rftdask.toy import build_toy_model
 from rftdask.trainer.checkpoint import HF_FOLDER
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.slow
 PLAINTEXT = {"prompt_type": "plaintext"}
 QUESTIONS = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
 SHUFFLED = {"selector_type": "shuffle"}
-WARM_UP_STEPS = 250
+WARM_UP_STEPS = 160
+CORRECT_SHARE = 0.3
+"""Of the teacher's answers; the others are ten too high."""
+LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Toy:
     model: Path
 
     def config(self, name: str, **sections: Any) -> dict[str, Any]:
-        algorithm = {"optimizer": {"lr": 4e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}, **sections.pop("algorithm")}
+        algorithm = {"optimizer": {"lr": LR, "betas": [0.9, 0.99], "weight_decay": 0.0}, **sections.pop("algorithm")}
         return {
             "name": name,
             "checkpoint_root_dir": str(self.folder / "runs"),
@@ -82,7 +86,8 @@ class Toy:
         model, tokenizer = load_policy(str(model_path), "float32", "cpu")
         rows = [json.loads(line) for line in (self.folder / "eval.jsonl").read_text().splitlines()]
         sides = [[(q["question"], int(q["answer"]) + error) for q in rows] for error in (0, 10)]
-        right, wrong = (_sequence_logprobs(model, tokenizer, side) for side in sides)
+        with torch.no_grad():
+            right, wrong = (sequence_logprobs(model, tokenizer, side) for side in sides)
         return float((right > wrong).float().mean())
 
     def held_out(self) -> dict[str, Any]:
@@ -90,8 +95,7 @@ class Toy:
         return {"name": "held_out", "path": path, "format": QUESTIONS, "rollout_args": {"temperature": 0.0}}
 
 
-@torch.no_grad()
-def _sequence_logprobs(model: Any, tokenizer: Any, pairs: list[tuple[str, int]]) -> torch.Tensor:
+def sequence_logprobs(model: Any, tokenizer: Any, pairs: list[tuple[str, int]]) -> torch.Tensor:
     """[N] log p of each answer and its end, given its question."""
     prompts = [tokenizer.encode(question) for question, _ in pairs]
     rows = [p + tokenizer.encode(str(a)) + [tokenizer.eos_token_id] for p, (_, a) in zip(prompts, pairs, strict=True)]
@@ -102,40 +106,51 @@ def _sequence_logprobs(model: Any, tokenizer: Any, pairs: list[tuple[str, int]])
     return logprobs.sum(-1)
 
 
+def warm_up(folder: Path, numbers: list[int]) -> None:
+    """Train the model in the folder on the teacher's answers; some seconds, since it learns to copy two digits."""
+    dice = random.Random(0)
+    model, tokenizer = load_policy(str(folder), "float32", "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    for _ in range(WARM_UP_STEPS):
+        shown = [(n, 0 if dice.random() < CORRECT_SHARE else 10) for n in dice.choices(numbers, k=32)]
+        loss = -sequence_logprobs(model, tokenizer, [(f"{n}=", n + error) for n, error in shown]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("families")
-    write_toy_tasks(folder)
-    build_toy_model(folder / "fresh")
-    questions = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    wrong = {q["question"]: str(int(q["answer"]) + 10) for q in questions}
+    numbers = list(range(10, 90))
+    random.Random(0).shuffle(numbers)
+    held_out, train = numbers[:20], numbers[20:]
     tables = {
-        "pairs": [
-            {"prompt": q["question"], "chosen": q["answer"], "rejected": wrong[q["question"]]} for q in questions
-        ],
-        "right": [{"prompt": q["question"], "response": q["answer"]} for q in questions],
+        "eval": [{"question": f"{n}=", "answer": str(n)} for n in held_out],
+        "train": [{"question": f"{n}=", "answer": str(n)} for n in train],
+        "pairs": [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 10)} for n in train],
+        "right": [{"prompt": f"{n}=", "response": str(n)} for n in train],
     }
     for name, rows in tables.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"path": str(folder / "sft.jsonl"), "format": PLAINTEXT, "data_selector": SHUFFLED}
-    config = Toy(folder, folder / "fresh").config(
-        "warm-up",
-        mode="train",
-        algorithm={"algorithm_type": "sft", "optimizer": {"lr": 5e-4, "lr_warmup_steps": 5, "weight_decay": 0.0}},
-        buffer={"train_batch_size": 32, "total_epochs": 100, "trainer_input": {"experience_buffer": source}},
-        trainer={"total_steps": WARM_UP_STEPS},
-    )
-    run = Experiment(**config)
-    run.run(progress="none")
-    return Toy(folder, Path(run.url) / f"global_step_{WARM_UP_STEPS}" / HF_FOLDER)
+    build_toy_model(folder / "model", hidden_size=96, intermediate_size=192, num_layers=1, num_heads=3)
+    warm_up(folder / "model", train)
+    return Toy(folder, folder / "model")
+
+
+def test_the_policy_was_warmed_up_on_mistakes(toy: Toy) -> None:
+    assert toy.preference(toy.model) < 0.5
 
 
 @pytest.mark.parametrize(
     ("name", "lr", "steps"),
     [
-        ("grpo", 4e-4, 12),
-        ("opmd", 5e-4, 30),  # slower: its advantages are not in units of the spread of the rewards
-        ("reinforceplusplus", 4e-4, 12),
+        ("grpo", LR, 12),
+        ("opmd", 2 * LR, 20),  # slower: its advantages are not in units of the spread of the rewards
+        ("reinforceplusplus", LR, 12),
     ],
 )
 def test_an_algorithm_on_rollouts_learns(toy: Toy, name: str, lr: float, steps: int) -> None:
@@ -150,7 +165,7 @@ def test_ppo_with_a_critic_learns(toy: Toy) -> None:
         "ppo",
         {"batch_size": 256},
         algorithm={"algorithm_type": "ppo"},
-        trainer={"total_steps": 15, "critic_warmup": 2, "critic": {"lr": 4e-4}},
+        trainer={"total_steps": 15, "critic_warmup": 2, "critic": {"lr": LR}},
     )
     assert after > before + 0.3
 
@@ -167,7 +182,7 @@ def test_mix_learns_from_rollouts_and_demonstrations(toy: Toy) -> None:
 
 
 def test_dpo_learns_what_is_preferred(toy: Toy) -> None:
-    optimizer = {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}
+    optimizer = {"lr": LR / 4, "betas": [0.9, 0.99], "weight_decay": 0.0}
     run = toy.train("dpo", "pairs.jsonl", algorithm={"algorithm_type": "dpo", "optimizer": optimizer})
     metrics = run.metrics("trainer")
     assert metrics["reward_accuracy"].iloc[0] == 0.0, "policy and reference are equal at the first step"
@@ -179,9 +194,7 @@ def test_dpo_learns_what_is_preferred(toy: Toy) -> None:
 
 
 def test_sft_learns_what_it_is_shown(toy: Toy) -> None:
-    run = toy.train("sft", "right.jsonl", algorithm={"algorithm_type": "sft"}, trainer={"total_steps": 40})
+    run = toy.train("sft", "right.jsonl", algorithm={"algorithm_type": "sft"})
     loss = run.metrics("trainer")["loss"]
     assert loss.iloc[-1] < 0.7 * loss.iloc[0]
-    bench = Experiment(replace(run.config, {"mode": "bench"})).run(progress="none")
-    assert bench.accuracy_before is not None and bench.accuracy_after is not None
-    assert bench.accuracy_after > bench.accuracy_before + 0.3
+    assert toy.preference(Path(run.url) / "global_step_20" / HF_FOLDER) > 0.9
