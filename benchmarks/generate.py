@@ -1,80 +1,202 @@
-"""Tokens per second of the transformers engine against `model.generate`, on the batch shape of GRPO.
+"""Rollouts through rftdask against the bare engine's own batch call: tokens per second on the batch shape of GRPO.
 
-64 prompts x 8 siblings, a Qwen2 of about one million parameters, 8 new tokens, temperature 1, one thread. The runs
-alternate, so that a change of the machine's load meets both; the ratio of the medians is printed.
+    OMP_NUM_THREADS=1 python benchmarks/generate.py [--engine vllm] [--prompt-tokens 24] [--hidden 128] [--layers 4]
 
-    OMP_NUM_THREADS=1 python benchmarks/generate.py [prompt_tokens]
+Ours is the whole way of a rollout: workflow, chat template and tokenizer (of bytes), runner, the engine in its own
+process, tokens with their logprobs, reward. Bare is `model.generate` of transformers, or `LLM.generate` of vLLM set as
+our engine sets it, on the token ids that ours asked for, with the same sampling and the same lengths.
+Responses are between 1 and --max-tokens long, which stands for ends of text; --even makes all of them that long.
 
-Prompts are between half of `prompt_tokens` (default 24) and all of it long.
+The runs alternate, so that a change of the machine's load meets both. Printed: medians, and of the ratios of each pair
+of runs the median, the least and the largest; above 1 ours is quicker. Both by the clock and by the CPU time of all
+processes, which is what to go by on a machine that does something else, too.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import asyncio
+import os
+import random
+import string
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
-import numpy as np
+import psutil
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
-from rftdask.explorer.engines import make_engine
-from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
+from rftdask.buffer.task import Task
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.host import EngineClient, EngineSpec
+from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
+from rftdask.explorer.runner import Engines, run_rollout_batch
 
-NUM_PROMPTS, GROUP_SIZE, NEW_TOKENS, NUM_RUNS, VOCAB_SIZE = 64, 8, 8, 7, 100
+VOCAB_SIZE = 128
+VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""What our engine sets on a CPU; given to the bare one, too."""
 
 
-def write_model(folder: str) -> None:
+def write_model(folder: str, hidden: int = 128, layers: int = 4) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, eos_token_id=None, pad_token_id=0, bos_token_id=None,
+        vocab_size=VOCAB_SIZE, hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=4096,
+        eos_token_id=None, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def time_s(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+class ByteTokenizer:
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        return str(conversation[-1]["content"])
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode("latin1")
 
 
-def main(prompt_tokens: int) -> None:
+class Ours:
+    """Rollouts of `tasks`; the i-th request is told to end after `lengths[i]` tokens."""
+
+    def __init__(self, engine: str, folder: str, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
+        self.requests: list[GenerateRequest] = []
+        self._tasks, self._lengths = tasks, lengths
+        options = {"dtype": "float32", **({"max_model_len": 4096} if engine == "vllm" else {})}
+        self._client = EngineClient(EngineSpec(engine, folder, tuple(options.items()), threads=1, log_file=None))
+        self._client.wait_ready()
+
+    def __call__(self) -> None:
+        asyncio.run(self._roll_out())
+
+    async def _roll_out(self) -> None:
+        outcome = await run_rollout_batch(
+            self._tasks,
+            repeat_times=len(self._lengths) // len(self._tasks),
+            explore_step=1,
+            engines=Engines(self._generate, ByteTokenizer()),
+            defaults=RolloutDefaults(SamplingParams(max_tokens=max(self._lengths))),
+            weights=ServedWeights(0, ""),
+        )
+        failed = [each.error for each in outcome.experiences if not each.status.trainable]
+        if failed:
+            raise SystemExit(f"{len(failed)} rollouts failed, the first: {failed[0]}")
+
+    async def _generate(self, requests: list[GenerateRequest]) -> list[Generation]:
+        assert len(requests) == len(self._lengths), "one call holds them all"
+        self.requests = [
+            replace(request, sampling=replace(request.sampling, max_tokens=length, ignore_eos=True))
+            for request, length in zip(requests, self._lengths, strict=True)
+        ]
+        return await asyncio.to_thread(self._client.generate, self.requests, 600.0)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _Lengths(StoppingCriteria):
+    def __init__(self, last_columns: torch.Tensor) -> None:
+        self._last_columns = last_columns
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self._last_columns
+
+
+def bare_transformers(folder: str, requests: Sequence[GenerateRequest]) -> Callable[[], object]:
     torch.set_num_threads(1)
-    random = np.random.default_rng(0)
-    lengths = random.integers(prompt_tokens // 2, prompt_tokens + 1, NUM_PROMPTS)
-    prompts = [tuple(random.integers(1, VOCAB_SIZE, length).tolist()) for length in lengths]
-    sampling = SamplingParams(max_tokens=NEW_TOKENS)
-    requests = [
-        GenerateRequest(prompt, sampling, seed=number * GROUP_SIZE + sibling)
-        for number, prompt in enumerate(prompts)
-        for sibling in range(GROUP_SIZE)
-    ]
-    input_ids = torch.zeros(len(requests), max(lengths), dtype=torch.int64)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    longest = max(len(request.prompt_tokens) for request in requests)
+    input_ids = torch.zeros(len(requests), longest, dtype=torch.int64)
     for row, request in enumerate(requests):
         input_ids[row, -len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
-    attention_mask = (input_ids != 0).long()
+    lengths = torch.tensor([request.sampling.max_tokens for request in requests])
+    return lambda: model.generate(
+        input_ids=input_ids, attention_mask=(input_ids != 0).long(), do_sample=True, pad_token_id=0, top_k=0,
+        max_new_tokens=int(lengths.max()), stopping_criteria=StoppingCriteriaList([_Lengths(longest + lengths)]),
+    )  # fmt: skip
+
+
+def bare_vllm(folder: str, requests: Sequence[GenerateRequest]) -> Callable[[], object]:
+    from vllm import LLM
+    from vllm import SamplingParams as Sampling
+
+    llm = LLM(
+        model=folder, dtype="float32", max_model_len=4096, skip_tokenizer_init=True, enforce_eager=True,
+        enable_chunked_prefill=False, generation_config="vllm", disable_log_stats=True,
+    )  # fmt: skip
+    prompts: Any = [{"prompt_token_ids": list(request.prompt_tokens)} for request in requests]
+    sampling = [
+        Sampling(
+            max_tokens=request.sampling.max_tokens, temperature=request.sampling.temperature,
+            seed=request.seed & (2**63 - 1), logprobs=0, ignore_eos=True, detokenize=False,
+        )
+        for request in requests
+    ]  # fmt: skip
+    return lambda: llm.generate(prompts, sampling, use_tqdm=False)
+
+
+def cpu_s() -> float:
+    """CPU seconds that this process and all processes below it have taken."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def time_s(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock, and of CPU time."""
+    began_s, began_cpu_s = time.perf_counter(), cpu_s()
+    call()
+    return time.perf_counter() - began_s, cpu_s() - began_cpu_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=24, help="of the longest; the shortest has half of them")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--even", action="store_true")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=7)
+    arguments = parser.parse_args()
+    drawn = random.Random(0)
+    least = arguments.prompt_tokens // 2
+    tasks = [
+        Task(
+            taskset="t", epoch=0, index=number, truth="", workflow="simple_workflow", reward_fn="exact_reward",
+            prompt="".join(drawn.choices(string.ascii_letters, k=drawn.randint(least, arguments.prompt_tokens))),
+        )
+        for number in range(arguments.prompts)
+    ]  # fmt: skip
+    longest = arguments.max_tokens
+    lengths = [drawn.randint(longest if arguments.even else 1, longest) for _ in range(len(tasks) * arguments.siblings)]
+    bare_name = {"transformers": "model.generate", "vllm": "LLM.generate"}[arguments.engine]
+    os.environ.update(VLLM_ENV)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder)
-        engine = make_engine("transformers", folder)
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-
-    def reference() -> object:
-        return model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, do_sample=True, max_new_tokens=NEW_TOKENS,
-            return_dict_in_generate=True, output_logits=True, pad_token_id=0, top_k=0,
-        )  # fmt: skip
-
-    times: dict[str, list[float]] = {"engine": [], "model.generate": []}
-    for _ in range(NUM_RUNS):
-        for name, call in (("engine", lambda: engine.generate(requests)), ("model.generate", reference)):
-            times[name].append(time_s(call))
-    for name, values in times.items():
-        print(f"{name:15} {median(values) * 1e3:7.1f} ms  {len(requests) * NEW_TOKENS / median(values):9.0f} tokens/s")
-    print(f"ratio {median(times['model.generate']) / median(times['engine']):.2f} (above 1: the engine is quicker)")
+        write_model(folder, arguments.hidden, arguments.layers)
+        ours = Ours(arguments.engine, folder, tasks, lengths)
+        try:
+            ours()  # warm, and the requests are known
+            bare = (bare_transformers if arguments.engine == "transformers" else bare_vllm)(folder, ours.requests)
+            bare()
+            pairs = [(time_s(ours), time_s(bare)) for _ in range(arguments.runs)]
+        finally:
+            ours.close()
+    for number, clock in enumerate(("by the clock", "of CPU time")):
+        of_clock = [(one[number], other[number]) for one, other in pairs]
+        for name, values in zip(("rftdask", bare_name), zip(*of_clock, strict=True), strict=True):
+            print(f"{name:15} {median(values) * 1e3:8.1f} ms {clock} {sum(lengths) / median(values):9.0f} tokens/s")
+        ratios = [other_s / ours_s for ours_s, other_s in of_clock]
+        print(f"ratio {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of {len(ratios)} pairs, {clock}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 24)
+    main()
