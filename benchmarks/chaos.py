@@ -245,7 +245,7 @@ def main() -> None:
         if reference is start:
             print(f"undisturbed {plain_s:.1f} s, disturbed {chaos_s:.1f} s: goodput {plain_s / chaos_s:.0%}")
             window_s = run.strikes[-1].at - run.began_s
-            steps, others = run.steps_within(window_s), other.steps_within(window_s)
+            steps, others = run.steps_within(window_s), max(1, other.steps_within(window_s))
             print(f"until the last kill, {window_s:.0f} s: {steps} steps, undisturbed {others}: {steps / others:.0%}")
         if isinstance(run, LocalRun):
             print(f"orphans of a killed driver ended within {run.orphans_s:.1f} s")
