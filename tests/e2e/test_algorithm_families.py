@@ -182,8 +182,7 @@ def test_mix_learns_from_rollouts_and_demonstrations(toy: Toy) -> None:
 
 
 def test_dpo_learns_what_is_preferred(toy: Toy) -> None:
-    optimizer = {"lr": LR / 4, "betas": [0.9, 0.99], "weight_decay": 0.0}
-    run = toy.train("dpo", "pairs.jsonl", algorithm={"algorithm_type": "dpo", "optimizer": optimizer})
+    run = toy.train("dpo", "pairs.jsonl", algorithm={"algorithm_type": "dpo"})
     metrics = run.metrics("trainer")
     assert metrics["reward_accuracy"].iloc[0] == 0.0, "policy and reference are equal at the first step"
     assert metrics["loss"].iloc[-1] < 0.9 * metrics["loss"].iloc[0]
