@@ -37,6 +37,8 @@ os.environ.update(ENVIRONMENT)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
+SLOW_TIMEOUT_S = 1500
+"""Of a test of real runs, whose every wait has its own deadline: some minutes, on a machine that does much else."""
 
 # No deadline: a slow machine is not a wrong result. In CI the examples are the same in every run.
 settings.register_profile("rftdask", deadline=None, derandomize="CI" in os.environ)
@@ -48,5 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(TESTS / "e2e"):
             item.add_marker("slow")
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
         if item.path.is_relative_to(TESTS / "vllm_engine"):
             item.add_marker("vllm")

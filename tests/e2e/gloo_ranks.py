@@ -17,7 +17,7 @@ import transformers
 
 from rftdask.trainer.ranks import Ranks
 
-DEADLINE_S = 240.0
+DEADLINE_S = 900.0
 
 
 def run_ranks(size: int, folder: Path, target: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -28,8 +28,8 @@ from tests.integration.run_cases import (
 
 STEPS = 30
 SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=4", "cluster.num_cpus=6")
-GONE_S = 20.0
-"""For a gang to end after one of its ranks did, on a machine that does much else."""
+GONE_S = 120.0
+"""For a gang to end after one of its ranks did, on a machine that does much else; seconds otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,6 @@ def running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(900)  # a dozen starts of ranks, on a machine that may do much else
 @pytest.mark.parametrize(("num_ranks", "kills"), [(2, ("worker", "rank")), (4, ("rank",))])
 def test_a_gang_outlives_its_ranks_and_their_workers(
     tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]
@@ -56,18 +55,16 @@ def test_a_gang_outlives_its_ranks_and_their_workers(
     with RunProcess("run", str(config), *SETTINGS, ranks, "trainer.max_restarts=9", "--progress", "plain") as run:
         for what in kills:
             done = num_steps(folder)
-            run.wait_until(
-                lambda done=done: (
-                    num_steps(folder) >= min(STEPS - 3, done + 2) and len(run.children(TRAINER)) == num_ranks
-                )
-            )
-            time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
+            # Whom to kill is known before they train, so that nothing that takes time is between the step and the kill.
+            run.wait_until(lambda: len(run.children(TRAINER)) == num_ranks)
             gang = run.children(TRAINER)
             victim = dice.choice(gang)
-            seen.append((what, gang.index(victim), num_steps(folder)))
             target = victim if what == "rank" else victim.parent()
             assert target is not None
+            run.wait_until(lambda done=done: num_steps(folder) >= min(STEPS - 3, done + 2))
+            time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
             target.kill()
+            seen.append((what, gang.index(victim), num_steps(folder)))
             run.wait_until(lambda gang=gang: not any(running(process) for process in gang), GONE_S)
         ended = run.end()
         run.wait_for_no_survivors()

@@ -11,7 +11,7 @@ import yaml
 from rftdask.toy import build_toy_model, write_toy_tasks
 from tests.integration.run_cases import RunProcess
 
-DEADLINE_S = 240.0
+DEADLINE_S = 400.0
 
 
 def build_tiny_model(folder: Path) -> Path:

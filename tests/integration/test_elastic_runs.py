@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -18,7 +19,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_cases import ENGINE, RunProcess, assert_sound, final_weights, ledger_of, num_steps, run_folder, write_config
+from run_cases import (
+    DEADLINE_S,
+    ENGINE,
+    TRAINER,
+    RunProcess,
+    assert_sound,
+    final_weights,
+    ledger_of,
+    num_steps,
+    run_folder,
+    write_config,
+)
 
 from rftdask.checks import check_inputs
 from rftdask.cluster.base import plan_layout
@@ -100,6 +112,22 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
+def is_there(cluster: LocalCluster, name: str) -> bool:
+    workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
+    return any(info["name"] == name for info in workers)
+
+
+def wait_for_rank(running: threading.Thread) -> psutil.Process:
+    """The trainer rank of the cluster in this process."""
+    while running.is_alive():
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if TRAINER in " ".join(child.cmdline()):
+                    return child
+        running.join(0.02)
+    raise AssertionError("the run ended before there was a trainer rank")
+
+
 def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
     tmp_path: Path, cluster: LocalCluster, undisturbed: Path
 ) -> None:
@@ -116,15 +144,20 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
     running.start()
     address = cluster.client.scheduler.address
     options = ("--resources", "explorer=1", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", "late")
+    rank = wait_for_rank(running)
+    rank.suspend()  # until the other has joined, so that however long it takes there is work left for it
     late = subprocess.Popen([sys.executable, "-m", WORKER, address, *options], stderr=subprocess.DEVNULL)
     try:
-        while not has_engine(psutil.Process(late.pid)) and running.is_alive():
+        while not is_there(cluster, "late") and running.is_alive():
             running.join(0.05)
-        assert num_steps(folder) < STEPS, "it joined too late"
+        rank.resume()
+        while not has_engine(psutil.Process(late.pid)) and running.is_alive():
+            running.join(0.02)
+        assert num_steps(folder) < STEPS, "it took no rollout batch"
     finally:
         late.kill()
         late.wait()
-    running.join(150)
+    running.join(DEADLINE_S)
     assert not running.is_alive()
     notes = [event["text"] for event in events if event.get("event") == "note"]
     assert any("worker late" in note and "joined" in note for note in notes), notes
