@@ -7,7 +7,7 @@ from rftdask import Experiment
 from tests.integration.run_cases import RunProcess
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 280.0
+DEADLINE_S = 900.0
 LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in (\d+) s, run: (\S+)")
 
 
