@@ -38,8 +38,10 @@ def test_s3_keeps_every_promise_that_it_has(s3_url: str) -> None:
 
 
 def test_torn_reads_are_found(tmp_path: Path) -> None:
-    check = check_replace(FsspecStorage(f"file://{tmp_path}"))
-    assert check.ok is False and " 0 torn" not in check.detail
+    storage = FsspecStorage(f"file://{tmp_path}")
+    checks = (check_replace(storage) for _ in range(20))  # on a busy machine one may read only between the writes
+    found = next(check for check in checks if check.ok is False)
+    assert " 0 torn" not in found.detail
 
 
 def test_a_protocol_without_create_only_is_never_called_safe(tmp_path: Path) -> None:
