@@ -13,6 +13,7 @@ import logging
 import math
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
@@ -151,6 +152,8 @@ class Explorer:
         self._totals: dict[tuple[str, int], StepTotals] = {}
         self._evaluated: set[tuple[int, int]] = set()
         self._evals_under_way: dict[tuple[int, int], int] = {}
+        """Batches to go of (version, number of the taskset)."""
+        self._waiting_evals: deque[RolloutSpec] = deque()
         self._newest = 0
         """Newest policy version known to be published; behind by a look at most."""
         self._oldest = 0
@@ -177,7 +180,7 @@ class Explorer:
         self._client.subscribe_topic(BEGAN_TOPIC, lambda event: self._suspects.began(*event[1]))
         try:
             while not self._cancelled():
-                self._submit_evals()
+                self._submit_evals(is_training=upcoming is not None and not self._trainer_has_enough())
                 upcoming = self._submit_steps(upcoming, pending)
                 if self._is_over(upcoming):
                     break
@@ -199,7 +202,8 @@ class Explorer:
             self._log.seal(self._plan.num_steps)  # the trainer may be waiting for more
         steps_over = upcoming is None or self._trainer_has_enough()
         trainer_over = not self._follows_trainer or self._trainer_ended_at() is not None
-        return steps_over and trainer_over and not self._outstanding and not self._retry and not list(self._due_evals())
+        evals_over = not self._waiting_evals and not list(self._due_evals())
+        return steps_over and trainer_over and evals_over and not self._outstanding and not self._retry
 
     def _trainer_has_enough(self) -> bool:
         return self._follows_trainer and self._trainer_ended_at() is not None
@@ -245,7 +249,7 @@ class Explorer:
         window = self._window()
         while self._retry and len(self._outstanding) < window:
             self._submit(self._retry.pop(0))
-        while upcoming is not None and len(self._outstanding) < window and not self._trainer_has_enough():
+        while upcoming is not None and self._num_training() < window and not self._trainer_has_enough():
             step, batch = upcoming
             admission = self._admission(step)
             if self._follows_trainer and self._rules.explore_steps_for(admission.version) > self._complete:
@@ -348,6 +352,9 @@ class Explorer:
         """Batches that may be under way: one and a half per engine, so that no engine waits for the driver."""
         return math.ceil(1.5 * self._num_slots()) + 1
 
+    def _num_training(self) -> int:
+        return sum(not spec.is_eval for spec, _ in self._outstanding.values())
+
     def _num_slots(self) -> int:
         """Rollout batches that the workers which are there can run at once."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
@@ -372,7 +379,8 @@ class Explorer:
 
     def _backlog(self, upcoming: tuple[int, int] | None, enough: int) -> int:
         """Rollout batches that are under way or could run this moment; `enough` or more are all the same."""
-        ready = sum(spec.version <= self._newest for spec, _ in self._outstanding.values()) + len(self._retry)
+        ready = sum(spec.version <= self._newest for spec, _ in self._outstanding.values())
+        ready += len(self._retry) + len(self._waiting_evals)
         if upcoming is None or self._trainer_has_enough():
             return ready
         step, batch = upcoming
@@ -529,7 +537,8 @@ class Explorer:
             versions.append(ended_at)
         return versions
 
-    def _submit_evals(self) -> None:
+    def _submit_evals(self, is_training: bool) -> None:
+        """While there is training to go on with, half of the workers at most evaluate; one alone does both in turn."""
         for version, taskset in list(self._due_evals()):
             folder = f"eval/{taskset.name}"
             refs = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
@@ -539,8 +548,13 @@ class Explorer:
                 size = self._per_eval_batch(taskset)
                 part = refs[batch * size : (batch + 1) * size]
                 admission = Admission(version, exact=True)
-                spec = self._make_spec(folder, version, batch, part, taskset.repeat_times, admission)
-                self._go_on(spec, self._suspects.begin(spec))
+                self._waiting_evals.append(
+                    self._make_spec(folder, version, batch, part, taskset.repeat_times, admission)
+                )
+        window = max(1, self._num_slots() // 2) if is_training else self._window()
+        while self._waiting_evals and len(self._outstanding) - self._num_training() < window:
+            spec = self._waiting_evals.popleft()
+            self._go_on(spec, self._suspects.begin(spec))
 
     def _per_eval_batch(self, taskset: EvalTaskset) -> int:
         """As many rollouts as a training batch has, so that evaluating needs no more memory."""
@@ -571,7 +585,7 @@ class Explorer:
 
     def _remove_old_weights(self) -> None:
         in_use = [spec.version for spec, _ in self._outstanding.values()]
-        in_use += [spec.version for spec in self._retry]
+        in_use += [spec.version for spec in (*self._retry, *self._waiting_evals)]
         in_use += [version for version, _ in self._due_evals()]
         next_step = self._rules.admit(self._complete + 1).version
         remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))

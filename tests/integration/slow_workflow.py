@@ -11,3 +11,10 @@ async def uneven(task: Task, model: PolicyModel) -> float:
     answer = await model.generate(task.prompt)
     await asyncio.sleep(0.05 * (task.index % 4))
     return float(len(answer.tokens) % 3)
+
+
+async def slow(task: Task, model: PolicyModel) -> float:
+    """Half a second, and never right."""
+    await model.generate(task.prompt)
+    await asyncio.sleep(0.5)
+    return 0.0
