@@ -24,7 +24,9 @@ TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _CLOSE_S = 60.0
-"""Longer than the start of a worker on a busy machine: one that is starting has to be up before it can be stopped."""
+"""Longer than the start of a worker on a busy machine: one that is starting has to be up before it can be stopped. Dask
+gives a worker 5 s of this to end, and a killed one the rest of those.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +153,7 @@ class Cluster(ABC):
 
 
 def close_in_turn(*parts: Any) -> None:
-    """Close Dask's clients and clusters; one that takes too long is told of, and its workers end with this process.
+    """Close Dask's clients and clusters; where that takes too long it is logged, and workers end with this process.
 
     By then all that the run came to is on storage: closing slowly is not a failure of it, nor may it hide one.
     """
@@ -159,7 +161,7 @@ def close_in_turn(*parts: Any) -> None:
         try:
             part.close(timeout=_CLOSE_S)
         except TimeoutError:
-            log.warning("Dask's %s did not close in %.0f s; its workers end with this process", part, _CLOSE_S)
+            log.info("Dask's %s was too slow to close; its workers end with this process", part)
 
 
 def visible_gpus() -> list[str]:
