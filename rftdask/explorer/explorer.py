@@ -13,7 +13,6 @@ import logging
 import math
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
@@ -31,7 +30,8 @@ from rftdask.config import Config
 from rftdask.errors import FencedError, RftError, RoleError, UserError
 from rftdask.explorer.blame import STRIKES, Trial
 from rftdask.explorer.elastic import ScaleRule, Seen
-from rftdask.explorer.evaluations import EvalTaskset, evaluation_metrics
+from rftdask.explorer.eval_agenda import EvalAgenda
+from rftdask.explorer.evaluations import EvalTaskset
 from rftdask.explorer.rollouts import (
     BEGAN_TOPIC,
     EXPLORER_RESOURCE,
@@ -47,7 +47,7 @@ from rftdask.monitor.metrics import MetricsWriter
 from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import Admission, SyncStyle
-from rftdask.synchronizer.weights import latest_published, published_versions, remove_weights_below, request_version
+from rftdask.synchronizer.weights import latest_published, remove_weights_below, request_version
 
 if TYPE_CHECKING:
     from rftdask.explorer.difficulty import LearnedOrder  # which needs torch
@@ -150,14 +150,9 @@ class Explorer:
         self._finished: queue.Queue[str] = queue.Queue()
         self._retry: list[RolloutSpec] = []
         self._totals: dict[tuple[str, int], StepTotals] = {}
-        self._evaluated: set[tuple[int, int]] = set()
-        self._evals_under_way: dict[tuple[int, int], int] = {}
-        """Batches to go of (version, number of the taskset)."""
-        self._waiting_evals: deque[RolloutSpec] = deque()
+        self._agenda = EvalAgenda(storage, config, plan.evals, plan.eval_versions, self._make_spec, self._record_eval)
         self._newest = 0
         """Newest policy version known to be published; behind by a look at most."""
-        self._oldest = 0
-        """Oldest whose weights were there at the start."""
         self._quarantined = 0
         self._audited = 0.0
 
@@ -171,7 +166,7 @@ class Explorer:
         UserError.
         """
         self._read_log()
-        self._read_evals()
+        self._agenda.read()
         self._look_for_weights()
         if self._complete < self._plan.num_steps:
             self._log.unseal()
@@ -202,25 +197,11 @@ class Explorer:
             self._log.seal(self._plan.num_steps)  # the trainer may be waiting for more
         steps_over = upcoming is None or self._trainer_has_enough()
         trainer_over = not self._follows_trainer or self._trainer_ended_at() is not None
-        evals_over = not self._waiting_evals and not list(self._due_evals())
+        evals_over = self._agenda.is_empty(self._newest, self._trainer_ended_at())
         return steps_over and trainer_over and evals_over and not self._outstanding and not self._retry
 
     def _trainer_has_enough(self) -> bool:
         return self._follows_trainer and self._trainer_ended_at() is not None
-
-    def _read_evals(self) -> None:
-        """What was evaluated before; older versions whose weights are gone stay as they are."""
-        self._oldest = min(published_versions(self._storage), default=0)
-        for taskset in self._plan.evals:
-            batches = num_batches(taskset.size, self._per_eval_batch(taskset))
-            found: dict[int, set[int]] = {}
-            for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
-                found.setdefault(name.explore_step, set()).add(name.batch)
-            whole = sorted(version for version, parts in found.items() if len(parts) == batches)
-            self._evaluated.update((version, taskset.number) for version in whole)
-            for version in whole:
-                if version in self._plan.eval_versions:
-                    self._record_eval(f"eval/{taskset.name}", version)  # bench reports also what was evaluated before
 
     def _read_log(self) -> None:
         first = first_open_step(self._storage, self._log)
@@ -380,7 +361,7 @@ class Explorer:
     def _backlog(self, upcoming: tuple[int, int] | None, enough: int) -> int:
         """Rollout batches that are under way or could run this moment; `enough` or more are all the same."""
         ready = sum(spec.version <= self._newest for spec, _ in self._outstanding.values())
-        ready += len(self._retry) + len(self._waiting_evals)
+        ready += len(self._retry) + self._agenda.num_waiting
         if upcoming is None or self._trainer_has_enough():
             return ready
         step, batch = upcoming
@@ -482,7 +463,8 @@ class Explorer:
 
     def _complete_batch(self, spec: RolloutSpec) -> None:
         if spec.is_eval:
-            self._count_eval(spec)
+            if self._agenda.finished(spec):
+                self._totals.pop((spec.folder, spec.explore_step))
             return
         totals = self._totals.setdefault((spec.folder, spec.explore_step), StepTotals())
         self._done.add((spec.explore_step, spec.batch))
@@ -495,70 +477,19 @@ class Explorer:
                 self._metrics["explorer"].write(step, metrics)
                 self._emit({"role": "explorer", "event": "step", "step": step, "metrics": metrics})
 
-    def _count_eval(self, spec: RolloutSpec) -> None:
-        number = next(t.number for t in self._plan.evals if f"eval/{t.name}" == spec.folder)
-        key = (spec.explore_step, number)
-        self._evals_under_way[key] -= 1
-        if self._evals_under_way[key] == 0:
-            del self._evals_under_way[key]
-            self._totals.pop((spec.folder, spec.explore_step))
-            self._evaluated.add(key)
-            self._record_eval(spec.folder, spec.explore_step)
-
-    def _record_eval(self, folder: str, version: int) -> None:
-        """Read the evaluation back from its shards, so that one resumed half-way counts whole."""
-        metrics = evaluation_metrics(open_log(self._storage, self._config, folder), version)
-        taskset = folder.removeprefix("eval/")
+    def _record_eval(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
         prefix = {f"bench/{k}": v for k, v in metrics.items()} if self._config.mode == "bench" else {}
         self._metrics["eval"].write(version, {**metrics, **prefix}, taskset=taskset)
         self._metrics["eval"].flush()
         self._emit({"role": "eval", "event": "eval", "version": version, "taskset": taskset, "metrics": metrics})
 
-    def _due_evals(self) -> Iterator[tuple[int, EvalTaskset]]:
-        """(version, taskset) of evaluations that can run now and have not."""
-        for version in self._eval_versions():
-            for taskset in self._plan.evals:
-                key = (version, taskset.number)
-                if key not in self._evaluated and key not in self._evals_under_way:
-                    yield version, taskset
-
-    def _eval_versions(self) -> list[int]:
-        if not self._plan.evals:
-            return []
-        if self._plan.eval_versions:
-            return list(self._plan.eval_versions)
-        versions = [0] if self._config.explorer.eval_on_startup else []
-        if not self._follows_trainer:
-            return versions
-        ended_at = self._trainer_ended_at()
-        step = math.lcm(self._config.explorer.eval_interval, self._rules.trainer_sync_interval)
-        versions.extend(range(-(-self._oldest // step) * step or step, self._newest + 1, step))
-        if ended_at and ended_at not in versions:
-            versions.append(ended_at)
-        return versions
-
     def _submit_evals(self, is_training: bool) -> None:
         """While there is training to go on with, half of the workers at most evaluate; one alone does both in turn."""
-        for version, taskset in list(self._due_evals()):
-            folder = f"eval/{taskset.name}"
-            refs = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
-            batches = num_batches(taskset.size, self._per_eval_batch(taskset))
-            self._evals_under_way[version, taskset.number] = batches
-            for batch in range(batches):
-                size = self._per_eval_batch(taskset)
-                part = refs[batch * size : (batch + 1) * size]
-                admission = Admission(version, exact=True)
-                self._waiting_evals.append(
-                    self._make_spec(folder, version, batch, part, taskset.repeat_times, admission)
-                )
+        self._agenda.add_due(self._newest, self._trainer_ended_at())
         window = max(1, self._num_slots() // 2) if is_training else self._window()
-        while self._waiting_evals and len(self._outstanding) - self._num_training() < window:
-            spec = self._waiting_evals.popleft()
+        while self._agenda.num_waiting and len(self._outstanding) - self._num_training() < window:
+            spec = self._agenda.take()
             self._go_on(spec, self._suspects.begin(spec))
-
-    def _per_eval_batch(self, taskset: EvalTaskset) -> int:
-        """As many rollouts as a training batch has, so that evaluating needs no more memory."""
-        return max(1, self._per_batch * self._config.algorithm.repeat_times // taskset.repeat_times)
 
     def _audit(self) -> bool:
         """Now and then: drop weights that nobody needs, and find shards that were set aside, whose batches must run
@@ -585,8 +516,8 @@ class Explorer:
 
     def _remove_old_weights(self) -> None:
         in_use = [spec.version for spec, _ in self._outstanding.values()]
-        in_use += [spec.version for spec in (*self._retry, *self._waiting_evals)]
-        in_use += [version for version, _ in self._due_evals()]
+        in_use += [spec.version for spec in self._retry]
+        in_use += self._agenda.versions_in_use(self._newest, self._trainer_ended_at())
         next_step = self._rules.admit(self._complete + 1).version
         remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))
 
