@@ -42,6 +42,7 @@ check: lint types test
 install: $(STAMP)
 
 # The older stamps go first, since only the last installation is in place. A venv without pip was left by an interruption.
+# Compiled here, as pip compiles what it copies: where Python may not write bytecode, each of a run's processes would do it.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: rftdask needs Python 3.11 or newer, and '$(PYTHON)' is" \
@@ -53,6 +54,7 @@ $(STAMP):
 	@rm -f $(VENV)/installed-*
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@$(BIN)/python -m compileall -q rftdask
 	@touch $@
 
 clean:
