@@ -6,7 +6,6 @@ starts its process itself.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from rftdask.trainer.gang import RANK
 
 _MODELS = "transformers.models.auto.modeling_auto"
 """What loading any model imports; a second or several."""
-_TOKENIZERS = "transformers.models.auto.tokenization_auto"
 _CLOSE_S = 10.0
 
 _Call = tuple[str | None, Callable[..., object], tuple[Any, ...]]
@@ -79,11 +77,6 @@ class HeadStart:
             log.warning("the next stage got no head start", exc_info=True)
 
 
-def import_later(module: str) -> None:
-    """Import it in a thread of its own, beside what this process does."""
-    threading.Thread(target=importlib.import_module, args=(module,), name="ahead", daemon=True).start()
-
-
 def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
     roles = roles_of(stage)
     # An engine's environment may matter to its imports, so that one with its own starts in it.
@@ -94,6 +87,5 @@ def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
     ):
         threads = layout.threads_of(EXPLORER_RESOURCE)
         yield EXPLORER_RESOURCE, start_ahead, (ENGINE, threads, ("rftdask.explorer.engines.transformers", _MODELS))
-        yield EXPLORER_RESOURCE, import_later, (_TOKENIZERS,)
     if "trainer" in roles and stage.trainer.trainer_type != "fake":
         yield TRAINER_RESOURCE, start_ahead, (RANK, layout.threads_of(TRAINER_RESOURCE), (_MODELS,))
