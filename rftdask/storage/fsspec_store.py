@@ -64,7 +64,7 @@ class FsspecStorage(Storage):
     found by `check_storage`.
     """
 
-    def __init__(self, url: str, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """sleep: between tries; tests give their own."""
         self._sleep = sleep
         self.url = url.rstrip("/")

@@ -7,10 +7,12 @@ neither verbs nor backends: who calls says which errors may pass by themselves.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import tenacity
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ class Patience:
     """
 
     def __init__(
-        self, what: str, is_transient: Callable[[BaseException], bool], sleep: Callable[[float], object] = time.sleep
+        self, what: str, is_transient: Callable[[BaseException], bool], sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._what = what
         self._is_transient = is_transient
@@ -41,16 +43,31 @@ class Patience:
 
     def call(self, operation: Callable[[], T]) -> T:
         """What the operation, which may be repeated, returns in the end. Raises: its last error."""
-        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        while True:
+        self.tries = 1
+        try:
+            return operation()
+        except Exception as error:  # every client has its own tree; what cannot pass rises again
+            if not self._is_transient(error):
+                raise
+            failed = [error]
+        import tenacity  # late: most calls succeed, and what only reads a config does without
+
+        def attempt() -> T:
+            if failed:
+                raise failed.pop()  # the first, which has been made
             self.tries += 1
-            try:
-                return operation()
-            except Exception as error:  # every client has its own tree; what cannot pass rises again
-                is_over = self.tries >= MAX_TRIES or time.monotonic() - began > PATIENCE_S
-                if is_over or not self._is_transient(error):
-                    raise
-                if self.tries == _TOLD_AFTER_TRIES:
-                    log.warning("%s fails (%s), and is tried again for a minute", self._what, error)
-            self._sleep(pause_s + random.uniform(0.0, _JITTER_S))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            return operation()
+
+        return tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(PATIENCE_S),
+            wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_MAX_PAUSE_S)
+            + tenacity.wait_random(0, _JITTER_S),
+            retry=tenacity.retry_if_exception(self._is_transient),
+            before_sleep=self._tell,
+            sleep=self._sleep,
+            reraise=True,
+        )(attempt)
+
+    def _tell(self, state: tenacity.RetryCallState) -> None:
+        if self.tries == _TOLD_AFTER_TRIES and state.outcome is not None:
+            log.warning("%s fails (%s), and is tried again for a minute", self._what, state.outcome.exception())
