@@ -57,6 +57,8 @@ class HeadStart:
 
     def __exit__(self, *exc: object) -> None:
         """What no role took ends now: workers may outlive this run."""
+        for thread in self._given.values():
+            thread.join(_CLOSE_S)  # so that nothing starts after the end
         if self._given:
             self._start([(None, end_ahead, ())]).join(_CLOSE_S)
 
