@@ -486,6 +486,8 @@ class Explorer:
     def _submit_evals(self, is_training: bool) -> None:
         """While there is training to go on with, half of the workers at most evaluate; one alone does both in turn."""
         self._agenda.add_due(self._newest, self._trainer_ended_at())
+        if not self._agenda.num_waiting:
+            return
         window = max(1, self._num_slots() // 2) if is_training else self._window()
         while self._agenda.num_waiting and len(self._outstanding) - self._num_training() < window:
             spec = self._agenda.take()
