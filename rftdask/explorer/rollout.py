@@ -270,7 +270,7 @@ async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, 
 
 
 async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Any:
-    """The watchdog breaks off what blocks below this function's name."""
+    """What would end more than this attempt, as errors of it."""
     try:
         return await workflow(task, model)
     except SystemExit as error:  # would end the event loop, and with it every other rollout

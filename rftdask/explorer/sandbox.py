@@ -271,7 +271,12 @@ class _Process:
     @classmethod
     async def start(cls, nursery: Nursery) -> _Process:
         near, output = nursery.take()
-        process = cls(nursery, *await asyncio.open_connection(sock=near), output)
+        try:
+            streams = await asyncio.open_connection(sock=near)
+        except BaseException:
+            os.close(output)
+            raise
+        process = cls(nursery, *streams, output)
         try:
             pid = int((await process._receive())["hello"])
             nursery.exit_codes.pop(pid, None)  # of another that had the number before

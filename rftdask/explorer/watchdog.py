@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
 
 _BEAT_S = 0.2
 WARN_AFTER_S = 2.0
@@ -28,7 +27,7 @@ class BlockedLoopTimeout(BaseException):
 
 class Watchdog:
     """Example:
-    with Watchdog(max_block_s=60, only_within="_guarded"):
+    with Watchdog(max_block_s=60, only_within="run_in_process"):
         await ...
     """
 
@@ -69,13 +68,17 @@ class Watchdog:
                 told_of = beat
                 lines = "".join(traceback.format_stack(frame)[-_TAIL_LINES:])
                 log.warning("the event loop of all rollouts is blocked for %.1f s by:\n%s", blocked_s, lines)
-            if blocked_s > self._max_block_s and broken_off != beat and self._may_break_off(frame):
+            if blocked_s > self._max_block_s and broken_off != beat and self._may_break_off(beat):
                 broken_off = beat
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
                 )
 
-    def _may_break_off(self, frame: FrameType | None) -> bool:
+    def _may_break_off(self, beat: float) -> bool:
+        # The frames as they are now: while the warning was written, the loop may have gone on.
+        frame = sys._current_frames().get(self._thread_id)
+        if self._beat_at != beat:
+            return False
         while frame is not None:
             if frame.f_code.co_name == self._only_within:
                 return True

@@ -72,6 +72,23 @@ def test_what_will_not_stop_is_killed_and_retried(what: str) -> None:
     assert "ignored its cancellation" not in experience.error
 
 
+def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a machine that stands still for a moment, the watchdog of workflows in process took it for one of them.
+    kill, ended = Nursery.kill, []
+
+    def slow_kill(self: Nursery, pid: int) -> None:
+        until = time.monotonic() + 0.8
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        kill(self, pid)
+        ended.append(pid)
+
+    monkeypatch.setattr(Nursery, "kill", slow_kill)
+    experience = one("sleeps_without_yielding", max_timeout_s=0.4)
+    assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.4 s")
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize(
     ("what", "error"),
     [
