@@ -130,8 +130,7 @@ def token_logprobs(
     causal: Any = model
     head = causal.get_output_embeddings()
     size = max(1, max_logits // head.weight.shape[0])
-    temperature_Q = rows.temperature_B[rows.row_Q]
-    logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, temperature_Q, statistic or with_entropy, size)
+    logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, rows.temperature_Q, statistic or with_entropy, size)
     return rows.aligned(logprobs_Q), rows.aligned(more_Q) if statistic or with_entropy else None
 
 
@@ -166,15 +165,17 @@ def _score(
     head: torch.nn.Module,
     hidden_QH: Tensor,
     targets_Q: Tensor,
-    temperature_Q: Tensor,
+    temperature_Q: Tensor | None,
     wanted: Callable[[Tensor], Tensor] | bool,
     size: int,
 ) -> tuple[Tensor, Tensor]:
     """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False), `size` at a time."""
     if len(hidden_QH) <= size:
         return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, wanted)
+    hidden = hidden_QH.split(size)
+    temperatures = [None] * len(hidden) if temperature_Q is None else temperature_Q.split(size)
     parts = []
-    for chunk in zip(hidden_QH.split(size), targets_Q.split(size), temperature_Q.split(size), strict=True):
+    for chunk in zip(hidden, targets_Q.split(size), temperatures, strict=True):
         # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
         parts.append(checkpoint(_score_chunk, head, *chunk, wanted, use_reentrant=False, preserve_rng_state=False))
     logprobs, entropies = zip(*parts, strict=True)
@@ -185,37 +186,48 @@ def _score_chunk(
     head: torch.nn.Module,
     hidden_QH: Tensor,
     targets_Q: Tensor,
-    temperature_Q: Tensor,
+    temperature_Q: Tensor | None,
     wanted: Callable[[Tensor], Tensor] | bool,
 ) -> tuple[Tensor, Tensor]:
     if callable(wanted):
         with torch.no_grad():
-            logprobs_QV = torch.log_softmax(head(hidden_QH).float() / temperature_Q[:, None], dim=-1)
+            logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)
             return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
-    logits_QV = head(hidden_QH).float() / temperature_Q[:, None]
-    scored: tuple[Tensor, Tensor] = _LogprobAndEntropy.apply(logits_QV, targets_Q, wanted)
+    logits_QV = head(hidden_QH).float()
+    scored: tuple[Tensor, Tensor] = _LogprobAndEntropy.apply(logits_QV, targets_Q, temperature_Q, wanted)
     return scored
+
+
+def _logprobs(logits_QV: Tensor, temperature_Q: Tensor | None) -> Tensor:
+    # A division by 1 would be a pass over [Q, V], and one more in the backward pass.
+    return torch.log_softmax(logits_QV if temperature_Q is None else logits_QV / temperature_Q[:, None], dim=-1)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
     """[Q] logprobs of the targets and [Q] entropies (empty unless `with_entropy`).
 
     One [Q, V] is kept for the backward pass, which makes one more; composed of PyTorch's functions it is three to six.
-    With l the logprobs, p = exp(l) and H the entropy: dl_t / dlogit_j = 1[j = t] - p_j, dH / dlogit_j = -p_j (l_j + H).
+    With l the logprobs, p = exp(l) and H the entropy: dl_t / dlogit_j = 1[j = t] - p_j, dH / dlogit_j = -p_j (l_j + H),
+    both divided by the temperature.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_QV: Tensor, targets_Q: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        logprobs_QV = torch.log_softmax(logits_QV, dim=-1)
+    def forward(
+        ctx: Any, logits_QV: Tensor, targets_Q: Tensor, temperature_Q: Tensor | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_QV = _logprobs(logits_QV, temperature_Q)
         chosen_Q = logprobs_QV.gather(-1, targets_Q[:, None])[:, 0]
         entropy_Q = -torch.linalg.vecdot(logprobs_QV.exp(), logprobs_QV) if with_entropy else chosen_Q.new_empty(0)
-        ctx.save_for_backward(logprobs_QV, targets_Q, entropy_Q)
+        ctx.save_for_backward(logprobs_QV, targets_Q, temperature_Q, entropy_Q)
         return chosen_Q, entropy_Q
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, chosen_grad_Q: Tensor, entropy_grad_Q: Tensor) -> tuple[Tensor, None, None]:
-        logprobs_QV, targets_Q, entropy_Q = ctx.saved_tensors
+    def backward(ctx: Any, chosen_grad_Q: Tensor, entropy_grad_Q: Tensor) -> tuple[Tensor, None, None, None]:
+        logprobs_QV, targets_Q, temperature_Q, entropy_Q = ctx.saved_tensors
+        if temperature_Q is not None:
+            chosen_grad_Q = chosen_grad_Q / temperature_Q
+            entropy_grad_Q = entropy_grad_Q / temperature_Q if len(entropy_Q) else entropy_grad_Q
         grad_QV = logprobs_QV.exp()
         if len(entropy_Q):
             grad_QV *= ((logprobs_QV + entropy_Q[:, None]) * entropy_grad_Q[:, None]).add_(chosen_grad_Q[:, None])
@@ -223,7 +235,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
         else:
             grad_QV *= -chosen_grad_Q[:, None]
         at_targets_Q1 = grad_QV.gather(-1, targets_Q[:, None]) + chosen_grad_Q[:, None]
-        return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None
+        return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None, None
 
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:

@@ -66,8 +66,8 @@ class PackedRows:
     """int64: number of its row, as given."""
     column_Q: Tensor
     """int64: which token of its response it is, from 0."""
-    temperature_B: Tensor
-    """float32, in the given order: at which the response was sampled; 0 (greedy) counts as 1."""
+    temperature_Q: Tensor | None
+    """float32: at which the response token was sampled, 0 (greedy) counting as 1; None: at 1, all of them."""
     split: SequenceSplit | None = None
     """How the sequence is split over ranks; None: it is not."""
 
@@ -113,6 +113,8 @@ def pack_rows(
     held = slice(0, len(tokens_S)) if split is None else split.own
     own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
+    temperature_B = np.where(temperature_B == 0, 1.0, temperature_B)
+
     def put(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
 
@@ -126,7 +128,7 @@ def pack_rows(
         target_Q=put(tokens_S[place_Q[own_Q]]),
         row_Q=put(row_Q[own_Q]),
         column_Q=put(column_Q[own_Q]),
-        temperature_B=put(np.where(temperature_B == 0, 1.0, temperature_B), torch.float32),
+        temperature_Q=None if np.all(temperature_B == 1) else put(temperature_B[row_Q[own_Q]], torch.float32),
         split=split,
     )
 

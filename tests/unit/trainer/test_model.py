@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import string
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,19 @@ class TestTokenLogprobs:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 token_logprobs(policy, make_rows(), **options)
             assert sizes == expected
+
+    def test_a_temperature_of_1_is_no_division_and_no_other_bits(self, policy: Any) -> None:
+        rows = pack_rows(row_tokens(), np.array(PROMPT_LENGTHS), np.ones(len(LENGTHS)))
+        assert rows.temperature_Q is None
+        ones = replace(rows, temperature_Q=torch.ones(len(rows.target_Q)))
+        results = []
+        for given in (rows, ones):
+            policy.zero_grad()
+            logprobs_BT, entropy_BT = token_logprobs(policy, given, with_entropy=True)
+            assert entropy_BT is not None
+            (logprobs_BT.sum() + entropy_BT.sum()).backward()
+            results.append([logprobs_BT, entropy_BT, *(p.grad.clone() for p in policy.parameters())])
+        assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
     def test_deterministic_mode_gives_the_same_gradients_to_the_bit(self, policy: Any) -> None:
         torch.use_deterministic_algorithms(True)
