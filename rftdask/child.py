@@ -234,6 +234,12 @@ class Channel:
         while True:
             yield self._messages.get()
 
+    def try_receive(self) -> Any | None:
+        """The parent's next message, if there is one already."""
+        with contextlib.suppress(queue.Empty):
+            return self._messages.get_nowait()
+        return None
+
     def send(self, message: Any) -> None:
         with self._lock:
             _write_frame(self._sink, message)

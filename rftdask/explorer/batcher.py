@@ -1,5 +1,6 @@
 """Batcher: gathers what many rollouts ask of the engine into few calls. Knows requests, not text, tasks or rewards.
 
+For runs that are to be the same bit by bit; others pass requests on as they come (stream.py), which is quicker.
 A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
 elsewhere; those are then waited for no more until they ask again. One call is in flight at a time. Requests are ordered
 by (task, rollout, turn). So as long as workflows wait for nothing but the policy, or not for longer than `max_wait_s`,
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rftdask.errors import RoleError
 from rftdask.explorer.engines.base import GenerateRequest, Generation
@@ -27,6 +29,27 @@ class RolloutKey(NamedTuple):
     rollout: int
 
 
+class Desk(Protocol):
+    """Where the rollouts of one batch ask one engine."""
+
+    failure: Exception | None
+    """What the engine raised, once it has: every later request raises it again."""
+    busy_s: float
+    """Seconds in which the engine had something to do."""
+
+    def enter(self, key: RolloutKey) -> None:
+        """The rollout has a place and will ask."""
+
+    def leave(self, key: RolloutKey) -> None:
+        """It has ended. Idempotent."""
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        """The engine's answer to `request`. Raises: what the engine raised."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
 class _Waiting(NamedTuple):
     rollout: RolloutKey
     turn: int
@@ -35,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 class Batcher:
-    """One batch of rollouts in front of one engine.
+    """One batch of rollouts in front of one engine; a `Desk`.
 
     Example:
         batcher = Batcher(generate_batch)
@@ -43,13 +66,11 @@ class Batcher:
             batcher.enter(key)  # all of them first, so that the first call holds all of them
         ...  # each rollout: await batcher.generate(key, turn, request), and in the end batcher.leave(key)
         await batcher.close()
-
-    `failure` is what `generate_batch` raised, once it has: every later call raises it again.
     """
 
     def __init__(self, generate_batch: GenerateBatch, max_wait_s: float = 0.02) -> None:
         self.failure: Exception | None = None
-        self.num_calls = 0
+        self.busy_s = 0.0
         self._generate_batch = generate_batch
         self._max_wait_s = max_wait_s
         self._live: set[RolloutKey] = set()
@@ -72,7 +93,6 @@ class Batcher:
         self._changed()
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """The engine's answer to `request`. Raises: what `generate_batch` raised."""
         if self.failure is not None:
             raise self.failure
         waiting = _Waiting(key, turn, request, asyncio.get_running_loop().create_future())
@@ -142,7 +162,7 @@ class Batcher:
         self._in_flight = asyncio.create_task(self._run(batch))
 
     async def _run(self, batch: Sequence[_Waiting]) -> None:
-        self.num_calls += 1
+        began = time.perf_counter()
         try:
             generations = await self._generate_batch([waiting.request for waiting in batch])
             if len(generations) != len(batch):
@@ -159,4 +179,5 @@ class Batcher:
                     self._resume(waiting.rollout)
         finally:
             self._in_flight = None
+            self.busy_s += time.perf_counter() - began
         self._changed()

@@ -14,6 +14,7 @@ from rftdask.buffer.tokenizer import load_tokenizer
 from rftdask.config import Config
 from rftdask.config.schema_explorer import AuxiliaryModelConfig
 from rftdask.errors import DataError
+from rftdask.explorer.batcher import GenerateBatch
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.engines.options import engine_options
@@ -22,6 +23,7 @@ from rftdask.explorer.model import PromptLimits
 from rftdask.explorer.remote_model import RemoteSpec
 from rftdask.explorer.runner import AuxiliaryEngine
 from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
+from rftdask.explorer.stream import Streaming
 
 _MAX_NURSERIES = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
@@ -141,16 +143,27 @@ def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> E
     return EngineSpec(model.engine_type, model.model_path or "", options, threads, None, env)
 
 
-def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, timeout_s: float) -> AuxiliaryEngine:
-    client.wait_ready()
+def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
+    """How rollouts ask the engine: as they come, but where runs are to be the same bit by bit in calls, of which the
+    batcher decides what shares one; see its text. timeout_s: for a call, or without an answer.
+    """
+    if config.synchronizer.sync_style != "fixed":
+        return Streaming(client.submit, timeout_s)
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(client.generate, requests, timeout_s)
+
+    return generate
+
+
+def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, timeout_s: float) -> AuxiliaryEngine:
+    client.wait_ready()
 
     async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
 
     limits = PromptLimits(config.model.max_prompt_tokens, config.model.enable_prompt_truncation)
+    generate = generates_as(config, client, timeout_s)
     return AuxiliaryEngine(generate, tokenizer, auxiliary_sampling(config), limits, logprobs)
 
 

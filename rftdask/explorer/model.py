@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from rftdask.explorer.batcher import Batcher, RolloutKey
+from rftdask.explorer.batcher import Desk, RolloutKey
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.handle import POLICY, Method, ModelHandle
 from rftdask.explorer.remote_model import ServedRemote
@@ -53,7 +53,7 @@ class PromptLimits:
 class ServedModel:
     """An engine and what it takes to speak text with it."""
 
-    batcher: Batcher
+    desk: Desk
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: PromptLimits = field(default_factory=PromptLimits)
@@ -139,7 +139,7 @@ class RecordingModel(ModelHandle):
         if not tokens:
             raise ValueError("the prompt is empty")
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
-        generation = await model.batcher.generate(self._key, turn, request)
+        generation = await model.desk.generate(self._key, turn, request)
         response = Response(
             text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
             prompt_tokens=request.prompt_tokens,

@@ -32,10 +32,11 @@ from rftdask.explorer.companions import (
     Companions,
     auxiliary_sampling,
     external_policy,
+    generates_as,
     remote_auxiliary,
     sandbox_options,
 )
-from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.base import SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.engines.options import engine_options
 from rftdask.explorer.limits import OverRollout, pass_rates
@@ -52,10 +53,9 @@ EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
 """Where a worker says which task it has begun: (address, key). So it is known what was running when it is lost."""
 _EXTRA_TIME_S = 60.0
-_MAX_WAIT_S = 0.25
-"""For rollouts that are busy elsewhere, before a call of the engine goes out without them; see Batcher."""
 _MAX_WAIT_FIXED_S = 5.0
-"""The same where which requests share a call must not depend on timing: longer than any step of a usual workflow."""
+"""Where which requests share a call of the engine must not depend on timing: for rollouts that are busy elsewhere,
+before a call goes out without them; longer than any step of a usual workflow. See Batcher."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             committed=held,
         ) as writer:
             pipeline = _Pipeline(spec, config, writer.add)
-            outcome, time_generate_s = _run(spec, slots, config, engine, tokenizer, pipeline.add)
+            outcome = _run(spec, slots, config, engine, tokenizer, pipeline.add)
             outcome = replace(outcome, experiences=pipeline.finish())
             names = writer.finish()
         return _result(
@@ -240,7 +240,7 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             version=0 if engine is None else engine.weights.version,
             time_wait_s=waited - started,
             time_load_s=started - began + loaded - waited,
-            time_generate_s=time_generate_s,
+            time_generate_s=outcome.engine_s,
             time_s=time.perf_counter() - began,
             note=_resources.take_note(),
         )
@@ -301,12 +301,11 @@ def _run(
     engine: EngineClient | None,
     tokenizer: Any,
     on_group: Callable[[int, list[Experience]], None],
-) -> tuple[BatchOutcome, float]:
+) -> BatchOutcome:
     """engine: None: the policy is a model behind an API."""
     tasksets = _names(spec, config)
     refs = [spec.tasks[slot] for slot in slots]
     tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
-    generating = _Seconds()
     companions, explorer = _resources.companions, config.explorer
     # An evaluation's tasks are no measure of the others', and all of them count.
     limit_s = explorer.max_timeout if spec.is_eval else companions.timeout_s(config, spec.explore_step)
@@ -321,30 +320,29 @@ def _run(
             repeat_times=spec.repeat_times,
             greedy_baseline=spec.greedy_baseline,
             explore_step=spec.explore_step,
-            engines=_engines(spec, config, engine, tokenizer, generating),
+            engines=_engines(spec, config, engine, tokenizer),
             defaults=_defaults(config, limit_s),
             weights=weights,
-            max_wait_s=_MAX_WAIT_FIXED_S if config.synchronizer.sync_style == "fixed" else _MAX_WAIT_S,
+            max_wait_s=_MAX_WAIT_FIXED_S,
             over_rollout=over_rollout,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
             nursery=companions.nursery,
         )
 
-    outcome = asyncio.run(run())
+    try:
+        outcome = asyncio.run(run())
+    except WaitTimeout:
+        # An engine hangs. Who runs the batch again is to find another one.
+        _resources.drop_engine()
+        companions.close()
+        raise
     if not spec.is_eval:
         companions.took(spec.explore_step, outcome.task_times_s)
-    return outcome, generating.total
+    return outcome
 
 
-@dataclass
-class _Seconds:
-    total: float = 0.0
-
-
-def _engines(
-    spec: RolloutSpec, config: Config, engine: EngineClient | None, tokenizer: Any, generating: _Seconds
-) -> Engines:
-    """What answers the rollouts of one event loop, which runs; see _run. generating: counts the engine's time."""
+def _engines(spec: RolloutSpec, config: Config, engine: EngineClient | None, tokenizer: Any) -> Engines:
+    """What answers the rollouts of one event loop, which runs; see _run."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
     auxiliary: dict[str, AuxiliaryEngine | ServedRemote] = dict(
         _resources.companions.auxiliary(config, spec.threads, timeout_s)
@@ -356,16 +354,10 @@ def _engines(
         return Engines(None, None, auxiliary=auxiliary, remote=RemoteModel(external))
     assert engine is not None
 
-    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
-        began = time.perf_counter()
-        answers = await asyncio.to_thread(engine.generate, requests, timeout_s)
-        generating.total += time.perf_counter() - began
-        return answers
-
     async def logprobs_batch(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return await asyncio.to_thread(engine.logprobs, pairs, timeout_s)
 
-    return Engines(generate_batch, tokenizer, logprobs_batch, auxiliary)
+    return Engines(generates_as(config, engine, timeout_s), tokenizer, logprobs_batch, auxiliary)
 
 
 class _Pipeline:

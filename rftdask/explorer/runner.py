@@ -19,7 +19,7 @@ from rftdask.buffer.experience import Experience, Status
 from rftdask.buffer.task import Task
 from rftdask.errors import UserError
 from rftdask.explorer.admission import Admission
-from rftdask.explorer.batcher import Batcher, GenerateBatch, RolloutKey
+from rftdask.explorer.batcher import Batcher, Desk, GenerateBatch, RolloutKey
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.limits import OverRollout
 from rftdask.explorer.model import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
@@ -28,6 +28,7 @@ from rftdask.explorer.remote_model import RemoteModel, ServedRemote
 from rftdask.explorer.rewards.registry import get_reward
 from rftdask.explorer.rollout import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
 from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxPool, SandboxSpec
+from rftdask.explorer.stream import Stream, Streaming
 from rftdask.explorer.watchdog import Watchdog
 from rftdask.explorer.workflows.base import Reward, WorkflowFn
 from rftdask.explorer.workflows.registry import FoundWorkflow, find_workflow
@@ -40,7 +41,8 @@ _SANDBOX = "sandbox"
 class Engines:
     """What answers a batch of rollouts."""
 
-    generate: GenerateBatch | None
+    generate: GenerateBatch | Streaming | None
+    """In calls, one at a time, or as requests come."""
     tokenizer: Tokenizer | None
     logprobs: LogprobsBatch | None = None
     auxiliary: Mapping[str, AuxiliaryEngine | ServedRemote] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class Engines:
 class AuxiliaryEngine:
     """A frozen model beside the policy."""
 
-    generate: GenerateBatch
+    generate: GenerateBatch | Streaming
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: PromptLimits = field(default_factory=PromptLimits)
@@ -74,6 +76,8 @@ class BatchOutcome:
     """Of the rollouts, in their order."""
     task_times_s: list[float]
     """From the beginning of the batch to a task's last rollout; of those tasks that were not called off."""
+    engine_s: float
+    """In which the policy's engine had something to do."""
 
 
 async def run_rollout_batch(
@@ -98,12 +102,12 @@ async def run_rollout_batch(
     Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
     """
     plan = _Plan.of(tasks, defaults.sandbox)
-    batcher = Batcher(engines.generate or _no_engine, max_wait_s)
+    desk = _desk(engines.generate or _no_engine, max_wait_s)
     auxiliary = {name: _served(each) for name, each in engines.auxiliary.items()}
-    batchers = [batcher, *(each.batcher for each in auxiliary.values() if isinstance(each, ServedModel))]
+    desks = [desk, *(each.desk for each in auxiliary.values() if isinstance(each, ServedModel))]
 
     def engine_failure() -> Exception | None:
-        return batcher.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
+        return desk.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
         policy: ServedModel | ServedRemote
@@ -111,7 +115,7 @@ async def run_rollout_batch(
             policy = ServedRemote(engines.remote, rollout.sampling)
         else:
             assert engines.tokenizer is not None
-            policy = ServedModel(batcher, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
+            policy = ServedModel(desk, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
         key, group_id = rollout.key, rollout.task.group_id
         return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
 
@@ -132,11 +136,11 @@ async def run_rollout_batch(
                 for number, task in enumerate(tasks)
                 for rollout in range(repeat_times + greedy_baseline)
             ]
-            return await _Batch(rollouts, plan, batcher, over_rollout or OverRollout(), on_group).run()
+            return await _Batch(rollouts, plan, desk, over_rollout or OverRollout(), on_group).run()
     except ExceptionGroup as group:
         failure = engine_failure() or group.exceptions[0]
     finally:
-        for each in batchers:
+        for each in desks:
             await each.close()
         for remote in engines.remotes:
             await remote.close()
@@ -147,7 +151,12 @@ async def run_rollout_batch(
 def _served(engine: AuxiliaryEngine | ServedRemote) -> ServedModel | ServedRemote:
     if isinstance(engine, ServedRemote):
         return engine
-    return ServedModel(Batcher(engine.generate, 0.0), engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+    desk = _desk(engine.generate, 0.0)
+    return ServedModel(desk, engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+
+
+def _desk(generate: GenerateBatch | Streaming, max_wait_s: float) -> Desk:
+    return Stream(generate) if isinstance(generate, Streaming) else Batcher(generate, max_wait_s)
 
 
 async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
@@ -254,13 +263,13 @@ class _Batch:
         self,
         rollouts: Sequence[Rollout],
         plan: _Plan,
-        batcher: Batcher,
+        desk: Desk,
         over_rollout: OverRollout,
         on_group: Callable[[int, list[Experience]], None],
     ) -> None:
         self._rollouts = rollouts
         self._plan = plan
-        self._batcher = batcher
+        self._desk = desk
         self._over_rollout = over_rollout
         self._on_group = on_group
         self._admission: Admission[RolloutKey] = Admission(plan.limits)
@@ -286,10 +295,11 @@ class _Batch:
             if self._over_rollout.ratio > 0:
                 group.create_task(self._call_off_the_rest(running))
         experiences = [each for number in sorted(self._gathered) for each in self._group(number)]
-        return BatchOutcome(experiences, [rollout.times for rollout in self._rollouts], self._task_times_s)
+        times = [rollout.times for rollout in self._rollouts]
+        return BatchOutcome(experiences, times, self._task_times_s, self._desk.busy_s)
 
     def _admit(self, key: RolloutKey) -> None:
-        self._batcher.enter(key)
+        self._desk.enter(key)
         self._admitted[key].set()
 
     async def _run(self, rollout: Rollout) -> None:
@@ -299,7 +309,7 @@ class _Batch:
             # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
             for key in self._admission.leave(rollout.key):
                 self._admit(key)
-            self._batcher.leave(rollout.key)
+            self._desk.leave(rollout.key)
         number = rollout.key.task_number
         self._gathered[number][rollout.key] = experiences
         self._remaining[number] -= 1

@@ -19,7 +19,7 @@ import torch
 from rftdask import Experiment
 from rftdask.algorithm import make_algorithm
 from rftdask.errors import RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.explorer.engines.proof import load_proven
 from rftdask.explorer.engines.transformers import TransformersEngine
 from rftdask.explorer.engines.vllm import VllmEngine
@@ -32,7 +32,7 @@ from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.schedule import LearningRate
 from tests.integration.run_cases import RunProcess, assert_sound
-from tests.unit.engines.engine_contract import EngineContract
+from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,11 @@ class TestContract:
     test_other_seeds = EngineContract.test_another_seed_gives_other_tokens
     test_neighbors = EngineContract.test_tokens_do_not_depend_on_the_seeds_of_neighbors
     test_seeds = EngineContract.test_the_largest_and_negative_seeds_are_seeds
+    test_later = EngineContract.test_requests_that_come_later_get_what_they_get_alone
+    test_unwanted = EngineContract.test_what_nobody_wants_any_more_holds_up_nothing
+    test_unknown = EngineContract.test_dropping_what_has_ended_or_never_came_is_nothing
+    test_short = ContinuousContract.test_a_short_request_that_comes_later_is_answered_first
+    test_slot = ContinuousContract.test_a_long_request_that_nobody_wants_is_not_finished
 
     def test_the_same_call_twice_gives_the_same_tokens(self, engine: Engine) -> None:
         once, again = ([generation.tokens for generation in engine.generate(REQUESTS)] for _ in range(2))
@@ -182,8 +187,8 @@ class VllmsOwnReload(Engine):
         self.engine = engine
         self.num_anew = 0
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        return self.engine.generate(requests)
+    def serve(self, take: Take, give: Give) -> None:
+        self.engine.serve(take, give)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return self.engine.logprobs(pairs)
@@ -273,7 +278,7 @@ def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine
         f"buffer.explorer_input.eval_tasksets[0].path={held_out}",
         "trainer.total_steps=3",
     )
-    with RunProcess("run", str(ROOT / "config" / "gsm8k-grpo.yaml"), *arguments, "--progress", "plain") as run:
+    with RunProcess("run", str(ROOT / "config" / "gsm8k.yaml"), *arguments, "--progress", "plain") as run:
         ended = run.end(RUN_DEADLINE_S)
         assert ended.code == 0, ended
         run.wait_for_no_survivors()

@@ -1,16 +1,16 @@
 """Engine: token ids in, token ids and logprobs out. One engine serves one set of weights at a time.
 
-An engine knows nothing of tasks, text, rewards or storage. Two promises that its users build on:
-- a request's tokens depend on the weights, the prompt, the sampling parameters, the seed, and on the list of requests
-it
-  was given in (floating point sums depend on the batch); the same call twice gives the same bits.
+An engine knows nothing of tasks, text, rewards or storage. Its batch is continuous: requests enter while others are
+under way, and each is answered when it is finished. Two promises that its users build on:
+- a request's tokens depend on the weights, the prompt, the sampling parameters, the seed, and, by the rounding of sums,
+  on what it was generated beside; so the same list of requests given at once, twice, gives the same bits.
 - `rollout_logprobs` are of softmax(logits / temperature), before top-p and top-k.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,6 +52,13 @@ class Generation:
     max_policy_version: int
 
 
+Take = Callable[[], Sequence[tuple[int, GenerateRequest | None]]]
+"""What has come since it was last called, without waiting: requests by a number that is used once, or None in place of
+one that came before and that nobody wants any more."""
+Give = Callable[[int, Generation], None]
+"""Takes the answer to the request of that number."""
+
+
 class Engine(ABC):
     """Holds a model and generates with it. Used from one thread.
 
@@ -69,8 +76,20 @@ class Engine(ABC):
     """Whether there is a model behind it, so that what it loads can be proven; see proof.py."""
 
     @abstractmethod
+    def serve(self, take: Take, give: Give) -> None:
+        """Answer what `take` gives, each request as soon as it is finished, until none is under way and `take` gives
+        none. It is asked before the first step, and between steps as long as something is under way.
+
+        Both are called from the calling thread. What nobody wants any more leaves its slot, and may be answered all the
+        same. Raises: RoleError naming the engine and the cause; then nothing is under way any more.
+        """
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One generation for each request, in their order. Raises: RoleError naming the engine and the cause."""
+        """One generation for each request, in their order; all of them enter at once. Raises: as `serve`."""
+        waiting = [list(enumerate(requests))]
+        answers: dict[int, Generation] = {}
+        self.serve(lambda: waiting.pop() if waiting else [], answers.__setitem__)
+        return [answers[number] for number in range(len(requests))]
 
     @abstractmethod
     def load_weights(self, version: int, files: Sequence[Path]) -> None:

@@ -1,6 +1,7 @@
 """Batch: the bookkeeping of generating for several requests at once. Knows no model.
 
-Rows leave when they have finished, and waiting requests enter while others are under way. Sequences are padded on the
+Requests come at any time and wait; they enter as rows while others are under way, and leave when they have finished.
+What a row has come to is told at once, also when the row stays a while for nothing. Sequences are padded on the
 left, so that the next token of every row is the last column, however long ago it entered.
 
 Shapes: B = rows in the batch, D = distinct prompts of those that enter, P = longest of them, T = longest response,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -109,35 +111,54 @@ class _Rows:
 
 
 class Batch:
-    """The rows under way, the requests that wait, and what was sampled for those that have left.
+    """The rows under way and the requests that wait.
 
     Example (of the calls; the model is between them):
-        batch = Batch(requests, end_ids, vocab_size, device)
+        batch = Batch(end_ids, vocab_size, device)
+        batch.add(17, request)
         prompts = batch.enter(batch.num_fitting(max_tokens))
-        while True:
+        while batch.numbers:
             tokens_B = batch.sample(logits_BV)
             if batch.counts()[0] ...:
+                for number, generation in batch.finished(policy_version): ...
                 index_B, num_columns = batch.drop_done(trim=True)
                 prompts = batch.enter(batch.num_fitting(max_tokens))
 
     Finished rows go on sampling until they are dropped; nothing of that is kept.
     """
 
-    def __init__(
-        self, requests: Sequence[GenerateRequest], end_ids: Tensor, vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, end_ids: Tensor, vocab_size: int, device: torch.device) -> None:
         self.columns = 0
         """W: of the cache and the newest token together."""
         self.numbers: list[int] = []
         """Of each row, the number of its request."""
-        self._requests = requests
+        self._requests: dict[int, GenerateRequest] = {}
+        """Of the rows, by number."""
+        self._waiting: dict[int, GenerateRequest] = {}
+        """In the order in which they came."""
+        self._told: set[int] = set()
+        """Their numbers; see num_told."""
         self._end_ids = end_ids
+        self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
         self._device = device
-        self._num_entered = 0
-        self._done: dict[int, tuple[list[int], list[float]]] = {}
         self._rows: _Rows
         self._padded = False
+
+    @property
+    def num_told(self) -> int:
+        """Rows that have finished, and of which nothing is to be told any more."""
+        return len(self._told)
+
+    def add(self, number: int, request: GenerateRequest) -> None:
+        """It waits from now on."""
+        self._waiting[number] = request
+
+    def forget(self, number: int) -> None:
+        """Nobody wants it any more: it waits no longer, or its row has finished. Nothing if it has left before."""
+        if self._waiting.pop(number, None) is None and number in self._requests:
+            self._told.add(number)
+            self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
         """How many of the waiting, in their order, may enter: rows * (columns + longest rest of a response) stays
@@ -148,19 +169,20 @@ class Batch:
             lengths = zip(self.numbers, self._rows.length_B.tolist(), strict=True)
             rest = max(self._requests[number].sampling.max_tokens - length for number, length in lengths)
         columns, num_rows = self.columns, len(self.numbers)
-        for num_fitting, request in enumerate(self._requests[self._num_entered :]):
+        for num_fitting, request in enumerate(self._waiting.values()):
             columns = max(columns, len(request.prompt_tokens))
             rest = max(rest, request.sampling.max_tokens)
             if (num_rows + num_fitting) and (num_rows + num_fitting + 1) * (columns + rest) > max_batch_tokens:
                 return num_fitting
-        return len(self._requests) - self._num_entered
+        return len(self._waiting)
 
     def enter(self, num_newcomers: int) -> Prompts:
         """The next `num_newcomers` (at least one) of the waiting become the last rows; computes their prompts' layout.
 
         The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
         """
-        requests = self._requests[self._num_entered : self._num_entered + num_newcomers]
+        numbers = list(islice(self._waiting, num_newcomers))
+        requests = [self._waiting.pop(number) for number in numbers]
         prompts = Prompts(requests, self._device)
         columns = max(self.columns, prompts.longest)
         newcomers = _Rows.make(requests, self._vocab_size, columns, self._device)
@@ -168,8 +190,8 @@ class Batch:
             self._rows.start_B += columns - self.columns
             newcomers = self._rows.joined(newcomers)
         self.columns = columns
-        self.numbers += range(self._num_entered, self._num_entered + num_newcomers)
-        self._num_entered += num_newcomers
+        self.numbers += numbers
+        self._requests.update(zip(numbers, requests, strict=True))
         self._set_rows(newcomers)
         return prompts
 
@@ -212,23 +234,46 @@ class Batch:
         num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
+    def finished(self, policy_version: int) -> list[tuple[int, Generation]]:
+        """The rows that have finished and were not told of yet, by the number of their request."""
+        rows = self._rows
+        places = [
+            row
+            for row, (number, done) in enumerate(zip(self.numbers, rows.done_B.tolist(), strict=True))
+            if done and number not in self._told
+        ]
+        index = torch.tensor(places, dtype=torch.int64, device=self._device)
+        sampled = (rows.tokens_BT[index].tolist(), rows.logprobs_BT[index].tolist(), rows.length_B[index].tolist())
+        found = []
+        for row, tokens, logprobs, length in zip(places, *sampled, strict=True):
+            number = self.numbers[row]
+            self._told.add(number)
+            stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
+            generation = Generation(
+                tokens=tuple(tokens[:length]),
+                logprobs=tuple(logprobs[:length]),
+                finish_reason="stop" if stopped else "length",
+                min_policy_version=policy_version,
+                max_policy_version=policy_version,
+            )
+            found.append((number, generation))
+        return found
+
     def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
-        """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token.
+        """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token. All that have
+        finished must have been told of.
 
         Returns: their indices among the former rows; the number of columns that are to leave the cache on the left.
         """
-        rows, done = self._rows, self._rows.done_B
-        sampled = (rows.tokens_BT[done].tolist(), rows.logprobs_BT[done].tolist(), rows.length_B[done].tolist())
-        is_done = done.tolist()
-        left = [number for number, ended in zip(self.numbers, is_done, strict=True) if ended]
-        for number, tokens, logprobs, length in zip(left, *sampled, strict=True):
-            self._done[number] = (tokens[:length], logprobs[:length])
-        self.numbers = [number for number, ended in zip(self.numbers, is_done, strict=True) if not ended]
-        index_B = (~done).nonzero()[:, 0]
+        self.numbers = [number for number in self.numbers if number not in self._told]
+        for number in self._told:
+            del self._requests[number]
+        self._told = set()
+        index_B = (~self._rows.done_B).nonzero()[:, 0]
         if not self.numbers:
             self.columns = 0
             return index_B, 0
-        kept = rows.select(index_B)
+        kept = self._rows.select(index_B)
         num_columns = int(kept.start_B.min()) if trim and self._padded else 0
         kept.start_B -= num_columns
         self.columns -= num_columns
@@ -244,21 +289,3 @@ class Batch:
     def positions(self) -> Tensor:
         """[B] position of the newest token in its own sequence."""
         return self._prompt_length_B + (self._rows.length_B - 1)
-
-    def generations(self, policy_version: int) -> list[Generation]:
-        """Of all requests, in their order; to be called when none is left in the batch or waits."""
-        end_ids = set(self._end_ids.tolist())
-        found = []
-        for number, request in enumerate(self._requests):
-            tokens, logprobs = self._done[number]
-            stopped = tokens[-1] in end_ids and not request.sampling.ignore_eos
-            found.append(
-                Generation(
-                    tokens=tuple(tokens),
-                    logprobs=tuple(logprobs),
-                    finish_reason="stop" if stopped else "length",
-                    min_policy_version=policy_version,
-                    max_policy_version=policy_version,
-                )
-            )
-        return found

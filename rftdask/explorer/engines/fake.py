@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rftdask.errors import RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, Give, Take
 
 
 class FakeEngine(Engine):
@@ -23,7 +23,7 @@ class FakeEngine(Engine):
         model_path: ignored.
         tokens_per_request: length of a response that is not cut off; such a response ends with "stop".
         vocab_size: tokens are in [0, vocab_size); each has logprob -log(vocab_size).
-        seconds_per_call: what one call of `generate` takes, to stand for a slow model.
+        seconds_per_call: what it takes to answer all that came at once, to stand for a slow model.
     """
 
     has_weights = False
@@ -37,13 +37,16 @@ class FakeEngine(Engine):
         self.loaded_files: list[Path] = []
         self._closed = False
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def serve(self, take: Take, give: Give) -> None:
         if self._closed:
             raise RoleError("engine 'fake' was closed; make a new one")
-        time.sleep(self.seconds_per_call)
-        return [self._generate(request) for request in requests]
+        while came := take():
+            time.sleep(self.seconds_per_call)
+            for number, request in came:
+                if request is not None:
+                    give(number, self._answer(request))
 
-    def _generate(self, request: GenerateRequest) -> Generation:
+    def _answer(self, request: GenerateRequest) -> Generation:
         length = min(self.tokens_per_request, request.sampling.max_tokens)
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
         return Generation(

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rftdask.errors import DataError, RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Give, Take
 from rftdask.explorer.engines.batch import Batch, Prompts
 from rftdask.explorer.engines.cache import can_join, join, keep
 from rftdask.explorer.engines.sampling import MIN_TEMPERATURE
@@ -80,15 +80,15 @@ class TransformersEngine(Engine):
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
         self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        self._check(requests)
-        if not requests:
-            return []
+    def serve(self, take: Take, give: Give) -> None:
+        if self._model is None:
+            raise RoleError(f"{self} was closed; make a new one")
+        batch = Batch(self._end_ids, self._vocab_size, self.device)
         try:
             with torch.inference_mode():
-                return self._generate(requests)
+                self._serve(batch, take, give)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
-            raise RoleError(f"{self} failed on a batch of {len(requests)} requests: {error}") from error
+            raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         if self._model is None:
@@ -104,27 +104,51 @@ class TransformersEngine(Engine):
                 scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
         return [tuple(logprobs) for logprobs in scored]
 
-    def _check(self, requests: Sequence[GenerateRequest]) -> None:
-        if self._model is None:
-            raise RoleError(f"{self} was closed; make a new one")
-        for number, request in enumerate(requests):
-            sampling = request.sampling
-            if not request.prompt_tokens:
-                problem = "its prompt is empty"
-            elif not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self._vocab_size:
-                problem = f"its prompt holds tokens outside the vocabulary of {self._vocab_size}"
-            elif sampling.max_tokens < 1:
-                problem = f"max_tokens is {sampling.max_tokens}, must be at least 1"
-            elif sampling.temperature != 0 and not sampling.temperature >= MIN_TEMPERATURE:
-                problem = f"temperature is {sampling.temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}"
-            else:
-                continue
-            raise RoleError(f"{self} cannot answer request {number} of {len(requests)}: {problem}")
+    def _check(self, number: int, request: GenerateRequest) -> None:
+        sampling = request.sampling
+        if not request.prompt_tokens:
+            problem = "its prompt is empty"
+        elif not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self._vocab_size:
+            problem = f"its prompt holds tokens outside the vocabulary of {self._vocab_size}"
+        elif sampling.max_tokens < 1:
+            problem = f"max_tokens is {sampling.max_tokens}, must be at least 1"
+        elif sampling.temperature != 0 and not sampling.temperature >= MIN_TEMPERATURE:
+            problem = f"temperature is {sampling.temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+        else:
+            return
+        raise RoleError(f"{self} cannot answer request {number}: {problem}")
 
-    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        batch = Batch(requests, self._end_ids, self._vocab_size, self.device)
-        logits_BV, cache = self._prefill(batch.enter(batch.num_fitting(self.max_batch_tokens)))
+    def _take(self, batch: Batch, take: Take) -> bool:
+        """Whether a request has come."""
+        came = False
+        for number, request in take():
+            if request is None:
+                batch.forget(number)
+            else:
+                self._check(number, request)
+                batch.add(number, request)
+                came = True
+        return came
+
+    def _serve(self, batch: Batch, take: Take, give: Give) -> None:
+        logits_BV: Any = None
+        cache: Any = None
+        compact = False
         while True:
+            # Once they did not fit, the waiting fit no better before rows have left.
+            may_enter = self._take(batch, take) or compact
+            if may_enter and (not batch.numbers or can_join(cache)):
+                num_newcomers = batch.num_fitting(self.max_batch_tokens)
+                if num_newcomers:
+                    alone = not batch.numbers
+                    others_BV, others = self._prefill(batch.enter(num_newcomers))
+                    if alone:
+                        logits_BV, cache = others_BV, others
+                    else:
+                        logits_BV = torch.cat([logits_BV, others_BV])
+                        join(cache, others)
+            if not batch.numbers:
+                return
             tokens_B = batch.sample(logits_BV)
             num_done, num_bad = batch.counts()
             if num_bad:
@@ -132,6 +156,9 @@ class TransformersEngine(Engine):
                     f"{self} computed logits that are not numbers, for {num_bad} requests; the weights are damaged or "
                     "training diverged"
                 )
+            if num_done > batch.num_told:
+                for number, generation in batch.finished(self.policy_version):
+                    give(number, generation)
             compact = num_done * COMPACT_SHARE >= len(tokens_B)
             if compact:
                 index_B, num_columns = batch.drop_done(trim=can_join(cache))
@@ -139,19 +166,6 @@ class TransformersEngine(Engine):
                 tokens_B = tokens_B[index_B]
             if batch.numbers:
                 logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
-                if not compact or not can_join(cache):
-                    continue
-            num_newcomers = batch.num_fitting(self.max_batch_tokens)
-            if num_newcomers:
-                alone = not batch.numbers
-                others_BV, others = self._prefill(batch.enter(num_newcomers))
-                if alone:
-                    logits_BV, cache = others_BV, others
-                else:
-                    logits_BV = torch.cat([logits_BV, others_BV])
-                    join(cache, others)
-            elif not batch.numbers:
-                return batch.generations(self.policy_version)
 
     def _prefill(self, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
         """Logits of the first response token, and the cache; both computed once per distinct prompt, then copied."""

@@ -1,6 +1,7 @@
 """Engine that generates with vLLM (0.32), on a CPU or on one or several GPUs.
 
-vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them. It knows nothing of
+vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and requests are
+handed on to it as they come. It knows nothing of
 text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point: which requests share a forward pass
 depends on time, so the same call twice gives the same tokens up to the rounding of sums.
 """
@@ -17,14 +18,16 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.explorer.engines.orphans import HOST_PID
 from rftdask.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -33,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM samples at this temperature instead."""
+_LOOK_S = 0.005
+"""Between looks for new requests while others are under way: less than a step of any model that is worth serving."""
 _STOP_S = 10.0
 """For what vLLM runs on the event loop to notice that it is over."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -106,19 +111,40 @@ class VllmEngine(Engine):
         self._thread.start()
         self._start(model_path)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        for number, request in enumerate(requests):
-            if 0 < request.sampling.temperature < MIN_TEMPERATURE:
-                raise RoleError(
-                    f"{self} cannot answer request {number} of {len(requests)}: temperature is "
-                    f"{request.sampling.temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}"
-                )
-        return self._run(self._generate_all(requests), f"a batch of {len(requests)} requests")
+    def serve(self, take: Take, give: Give) -> None:
+        finished: SimpleQueue[Future[Generation]] = SimpleQueue()
+        under_way: dict[Future[Generation], int] = {}
+        try:
+            while True:
+                unwanted = set()
+                for number, request in take():
+                    if request is None:
+                        unwanted.add(number)
+                        continue
+                    self._check(number, request)
+                    future = self._submit(self._generate(request))
+                    under_way[future] = number
+                    future.add_done_callback(finished.put)
+                for future in [future for future, number in under_way.items() if number in unwanted]:
+                    del under_way[future]
+                    future.cancel()  # vLLM then aborts it
+                if not under_way:
+                    return
+                with contextlib.suppress(Empty):
+                    future = finished.get(timeout=_LOOK_S)
+                    if future in under_way:  # else nobody wants it
+                        number = under_way.pop(future)
+                        give(number, self._result(future, f"request {number}"))
+        finally:
+            for future in under_way:
+                future.cancel()
 
-    async def _generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate(request)) for request in requests]
-        return [task.result() for task in tasks]
+    def _check(self, number: int, request: GenerateRequest) -> None:
+        if 0 < request.sampling.temperature < MIN_TEMPERATURE:
+            raise RoleError(
+                f"{self} cannot answer request {number}: temperature is {request.sampling.temperature}, must be 0 "
+                f"(greedy) or at least {MIN_TEMPERATURE}"
+            )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         from vllm import SamplingParams
@@ -253,16 +279,21 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} has a sampler that is not vLLM 0.32's, so its logprobs cannot be trusted")
 
     def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return self._result(self._submit(work), what)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._llm is None:
             work.close()
             raise RoleError(f"{self} was closed; make a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _result(self, future: Future[T], what: str) -> T:
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return future.result()
         except RoleError:
             raise
         except Exception as error:  # of vLLM's many kinds, all mean that this engine has failed
-            causes = error.exceptions if isinstance(error, ExceptionGroup) else [error]
-            raise RoleError(f"{self} failed on {what}: {type(causes[0]).__name__}: {causes[0]}") from error
+            raise RoleError(f"{self} failed on {what}: {type(error).__name__}: {error}") from error
 
     def _stop(self) -> None:
         if self._llm is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from rftdask.errors import RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, SamplingParams
+from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 
 
 def make_requests(num_prompts: int = 3, group_size: int = 2, max_tokens: int = 6, first_seed: int = 0):
@@ -20,6 +21,21 @@ def make_requests(num_prompts: int = 3, group_size: int = 2, max_tokens: int = 6
         for prompt in range(num_prompts)
         for sibling in range(group_size)
     ]
+
+
+LONG = GenerateRequest((5, 6, 7), SamplingParams(max_tokens=100, ignore_eos=True), seed=1)
+SHORT = GenerateRequest((8, 9), SamplingParams(max_tokens=2, ignore_eos=True), seed=2)
+
+Look = list[tuple[int, GenerateRequest | None]]
+
+
+def serve(engine: Engine, looks: Iterable[Look]) -> dict[int, Generation]:
+    """What the engine answers, in the order of the answers, when each look for what has come finds the next of these,
+    and later ones find nothing."""
+    coming = iter(looks)
+    answers: dict[int, Generation] = {}
+    engine.serve(lambda: next(coming, []), answers.__setitem__)
+    return answers
 
 
 class EngineContract:
@@ -92,3 +108,38 @@ class EngineContract:
         engine.close()
         with pytest.raises(RoleError, match="was closed"):
             engine.generate(make_requests())
+
+    def test_requests_that_come_later_get_what_they_get_alone(self, engine: Engine) -> None:
+        requests = make_requests(max_tokens=12)
+        answers = serve(engine, ([(10 + number, request)] for number, request in enumerate(requests)))
+        assert sorted(answers) == list(range(10, 16))
+        for number, request in enumerate(requests):
+            [alone] = engine.generate([request])
+            assert answers[10 + number].tokens == alone.tokens
+            assert answers[10 + number].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+    def test_what_nobody_wants_any_more_holds_up_nothing(self, engine: Engine) -> None:
+        requests = make_requests(max_tokens=12)
+        looks: list[Look] = [list(enumerate(requests)), [(0, None), (3, None)], [(5, None)]]
+        answers = serve(engine, looks)
+        assert {1, 2, 4} <= set(answers) <= set(range(6))
+        expected = engine.generate(requests)
+        assert all(answers[number].tokens == expected[number].tokens for number in (1, 2, 4))
+
+    def test_dropping_what_has_ended_or_never_came_is_nothing(self, engine: Engine) -> None:
+        looks: list[Look] = [[(0, LONG), (1, SHORT), (7, None)], [], [], [], [(1, None)]]
+        assert set(serve(engine, looks)) == {0, 1}
+        assert serve(engine, [[(0, None)]]) == {}
+
+
+class ContinuousContract:
+    """What an engine with a model promises beyond that: requests enter and leave between its steps."""
+
+    def test_a_short_request_that_comes_later_is_answered_first(self, engine: Engine) -> None:
+        answers = serve(engine, [[(0, LONG)], [(1, SHORT)]])
+        assert list(answers) == [1, 0]
+        assert [answers[0].tokens, answers[1].tokens] == [each.tokens for each in engine.generate([LONG, SHORT])]
+
+    def test_a_long_request_that_nobody_wants_is_not_finished(self, engine: Engine) -> None:
+        answers = serve(engine, [[(0, LONG), (1, SHORT)], [(0, None)]])
+        assert list(answers) == [1]

@@ -14,7 +14,7 @@ import pytest
 
 from rftdask.algorithm import make_algorithm
 from rftdask.errors import RoleError, WeightsError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation
+from rftdask.explorer.engines.base import Engine, Give, Take
 from rftdask.explorer.engines.fake import FakeEngine
 from rftdask.explorer.engines.host import serve
 from rftdask.explorer.engines.proof import load_proven
@@ -36,8 +36,8 @@ class StaleEngine(Engine):
         self.loads_needed = loads_needed
         self.calls: list[str] = []
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        return []
+    def serve(self, take: Take, give: Give) -> None:
+        raise AssertionError("nobody asks for anything")
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         self.calls.append("logprobs")
@@ -143,7 +143,7 @@ def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
     right = policy.fingerprint()
     files = [str(path) for path in write(policy, tmp_path / "weights")]
     wrong = moved(policy).fingerprint()
-    load = {"method": "load_weights", "version": 5, "files": files}
+    load = {"method": "load_weights", "number": 3, "version": 5, "files": files}
     parent = Parent({**load, "fingerprint": right.to_plain()}, {**load, "fingerprint": wrong.to_plain()})
     spec = {
         "engine_type": "transformers",
@@ -152,7 +152,7 @@ def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
     }
     with pytest.raises(WeightsError, match="version 5"):
         serve(spec, parent)  # type: ignore[arg-type]
-    assert parent.answers[1:] == [{"version": 5}]
+    assert parent.answers[1:] == [{"number": 3, "answer": 5}]
 
 
 ENGINE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rftdask.errors import DataError, RoleError
 from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.transformers import TransformersEngine
-from tests.unit.engines.engine_contract import EngineContract, make_requests
+from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, Look, make_requests, serve
 from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 
 PROMPTS = [(5,), (7, 8, 9), (11, 12, 13, 14, 15, 16, 17), (7, 8, 9), (20, 21)]
@@ -38,7 +39,7 @@ def engine(model_folder: Path) -> Engine:
     return make_engine("transformers", str(model_folder))
 
 
-class TestTransformersEngine(EngineContract):
+class TestTransformersEngine(EngineContract, ContinuousContract):
     @pytest.fixture
     def weights_file(self, other_model_folder: Path) -> Path:
         return other_model_folder / "model.safetensors"
@@ -99,6 +100,43 @@ class TestBatching:
         small.generate(requests)
         first_two_enter, both, long_one, third_enters = (2, 1), (2, 1), (1, 1), (1, 1)
         assert shapes == [first_two_enter, both, long_one, third_enters, both, both, long_one]
+
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("max_batch_tokens", [100, 65536])
+    def test_whenever_requests_come_and_go_each_gets_what_it_gets_alone(
+        self, model_folder: Path, seed: int, max_batch_tokens: int
+    ) -> None:
+        engine = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
+        drawn = random.Random(seed)
+        looks: list[Look] = [[] for _ in range(30)]
+        unwanted = set()
+        for number, request in enumerate(MIXED_REQUESTS * 2):
+            comes = drawn.randrange(20)
+            looks[comes].append((number, request))
+            if drawn.random() < 0.3:
+                looks[comes + drawn.randrange(10)].append((number, None))
+                unwanted.add(number)
+        # It looks only while something is under way.
+        looks[0].append((100, GenerateRequest((3,), SamplingParams(max_tokens=40, ignore_eos=True), 0)))
+        answers = serve(engine, looks)
+        assert set(answers) >= {100, *range(20)} - unwanted
+        numbers = [number for number in answers if number < 100]
+        alone = [engine.generate([MIXED_REQUESTS[number % 10]])[0] for number in numbers]
+        assert_same([answers[number] for number in numbers], alone)
+
+    def test_an_unwanted_sequence_leaves_its_slot_at_the_next_step(self, engine: Engine) -> None:
+        assert isinstance(engine, TransformersEngine)
+        rows: list[int] = []
+        engine._model.register_forward_pre_hook(
+            lambda model, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        requests = [
+            GenerateRequest((5 + number,), SamplingParams(max_tokens, ignore_eos=True), number)
+            for number, max_tokens in enumerate([9, 5])
+        ]
+        serve(engine, [list(enumerate(requests)), [], [(0, None)]])
+        prompts, both_of_them, the_one_that_is_wanted = 2, 2, 1
+        assert rows == [prompts, both_of_them, both_of_them, the_one_that_is_wanted, the_one_that_is_wanted]
 
     def test_layers_that_keep_a_window_take_no_newcomers_but_the_next_batch(self, tmp_path: Path) -> None:
         layers = ["full_attention", "sliding_attention"]
@@ -202,7 +240,7 @@ class TestRefusals:
     def test_a_request_that_cannot_be_answered_is_named(
         self, engine: Engine, request_: GenerateRequest, problem: str
     ) -> None:
-        with pytest.raises(RoleError, match=f"request 1 of 2: .*{problem}"):
+        with pytest.raises(RoleError, match=f"request 1: .*{problem}"):
             engine.generate([GenerateRequest((3,), SamplingParams(max_tokens=1), 0), request_])
 
     def test_a_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:

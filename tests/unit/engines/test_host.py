@@ -1,0 +1,140 @@
+"""Promises of an engine's process: it answers each request when it is finished, also those that come meanwhile; what is
+asked of it is done in its order; and when it dies or hangs, whoever waits is told so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.errors import RoleError, WaitTimeout
+from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.fake import FakeEngine
+from rftdask.explorer.engines.host import EngineClient, EngineSpec, serve
+
+DEADLINE_S = 120.0
+
+
+def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2)) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingParams(max_tokens=3), seed)
+
+
+# ---- the process's side, without one
+
+
+class Parent:
+    """The pipe to an engine's process: messages in, answers out."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self.messages = deque(messages)
+        self.answers: list[Any] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.messages:
+            yield self.messages.popleft()
+
+    def try_receive(self) -> dict[str, Any] | None:
+        return self.messages.popleft() if self.messages else None
+
+    def send(self, answer: Any) -> None:
+        self.answers.append(answer)
+
+
+def asks(*numbers: int) -> dict[str, Any]:
+    return {"method": "generate", "requests": [(number, [1, 2], {"max_tokens": 3}, number) for number in numbers]}
+
+
+def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_after(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    load = {"method": "load_weights", "number": 4, "version": 9, "files": [str(file)], "fingerprint": None}
+    score = {"method": "logprobs", "number": 6, "pairs": [([1], [2, 3])]}
+    parent = Parent(asks(1, 2), asks(3), load, asks(5), score)
+    serve({"engine_type": "fake", "model_path": "", "options": []}, parent)  # type: ignore[arg-type]
+    ready, *answers = parent.answers
+    assert ready == {"ready": os.getpid()}
+    assert [answer["number"] for answer in answers] == [1, 2, 3, 4, 5, 6]
+    assert answers[3] == {"number": 4, "answer": 9}
+    versions = [answer["generation"][3:] for answer in answers if "generation" in answer]
+    assert versions == [[0, 0], [0, 0], [0, 0], [9, 9]]
+
+
+# ---- both sides
+
+
+@pytest.fixture
+def client() -> Iterator[EngineClient]:
+    client = EngineClient(EngineSpec("fake", "", (), threads=1, log_file=None))
+    client.wait_ready()
+    yield client
+    client.close()
+    client.close()
+
+
+def slow_client(seconds: float) -> EngineClient:
+    client = EngineClient(EngineSpec("fake", "", (("seconds_per_call", seconds),), threads=1, log_file=None))
+    client.wait_ready()
+    return client
+
+
+def test_everybody_gets_the_answer_to_what_was_asked(client: EngineClient) -> None:
+    requests = [request(seed) for seed in range(20)]
+    expected = FakeEngine().generate(requests)
+    assert client.generate([], DEADLINE_S) == client.submit([]) == []
+    assert client.generate(requests, DEADLINE_S) == expected
+    answers: dict[int, list[Generation]] = {}
+
+    def ask(seed: int) -> None:
+        answers[seed] = [future.result(DEADLINE_S) for future in client.submit([request(seed), request(seed + 1)])]
+        assert client.logprobs([((1,), (2,))], DEADLINE_S) == FakeEngine().logprobs([((1,), (2,))])
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(0, 20, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [answers[seed] for seed in range(0, 20, 2)] == [expected[seed : seed + 2] for seed in range(0, 20, 2)]
+
+
+def test_a_cancelled_request_is_no_concern_of_the_others(client: EngineClient) -> None:
+    first, second, third = client.submit([request(seed) for seed in range(3)])
+    second.cancel()
+    assert [each.result(DEADLINE_S) for each in (first, third)] == FakeEngine().generate([request(0), request(2)])
+
+
+def test_a_process_that_is_killed_fails_all_that_was_asked_with_the_same_error() -> None:
+    client = slow_client(3600.0)
+    futures: list[Future[Generation]] = [*client.submit([request(1)]), *client.submit([request(2), request(3)])]
+    os.kill(client._child.pid, signal.SIGKILL)
+    errors = [future.exception(DEADLINE_S) for future in futures]
+    assert isinstance(errors[0], RoleError) and "ended with code -9" in str(errors[0])
+    assert errors[0] is errors[1] is errors[2]
+    assert not client.alive()
+    for ask in (client.generate, lambda requests, _: client.submit(requests)[0].result(DEADLINE_S)):
+        with pytest.raises(RoleError, match="ended with code -9"):
+            ask([request()], DEADLINE_S)
+    client.close()
+
+
+def test_a_request_that_no_engine_takes_fails_all_with_what_the_engine_says(client: EngineClient) -> None:
+    bad = GenerateRequest((1,), SamplingParams(max_tokens=-1), 0)
+    [future] = client.submit([bad])
+    assert isinstance(future.exception(DEADLINE_S), RoleError)
+    assert not client.alive()
+
+
+def test_a_process_that_hangs_is_noticed_and_can_be_closed_though_it_does_not_read() -> None:
+    client = slow_client(0.0)
+    os.kill(client._child.pid, signal.SIGSTOP)
+    with pytest.raises(WaitTimeout, match=r"engine-fake \(pid \d+\) gave no answer for 0 s"):
+        client.generate([request(seed, tuple(range(10_000))) for seed in range(20)], 0.01)
+    client.close()
+    assert not client.alive()
