@@ -7,6 +7,12 @@ process, tokens with their logprobs, reward. Bare is `model.generate` of transfo
 our engine sets it, on the token ids that ours asked for, with the same sampling and the same lengths.
 Responses are between 1 and --max-tokens long, which stands for ends of text; --even makes all of them that long.
 
+With --turns 4 something else: rollouts of several turns whose lengths have a long tail (--max-tokens at most, a fifth
+of that in the mean), as requests come (`Stream`) against one call at a time (`Batcher`), on one engine. A call ends
+with its longest response, so a quick rollout waits in each turn for the slowest.
+
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --turns 4 --prompts 16 --siblings 1 --max-tokens 128
+
 The runs alternate, so that a change of the machine's load meets both. Printed: medians, and of the ratios of each pair
 of runs the median, the least and the largest; above 1 ours is quicker. Both by the clock and by the CPU time of all
 processes, which is what to go by on a machine that does something else, too.
@@ -31,10 +37,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
 from rftdask.buffer.task import Task
+from rftdask.explorer.batcher import GenerateBatch
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.explorer.engines.host import EngineClient, EngineSpec
 from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
 from rftdask.explorer.runner import Engines, run_rollout_batch
+from rftdask.explorer.stream import Streaming
+from rftdask.explorer.workflows.base import PolicyModel
+from rftdask.explorer.workflows.registry import workflow
 
 VOCAB_SIZE = 128
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -62,31 +72,42 @@ class ByteTokenizer:
         return bytes(token_ids).decode("latin1")
 
 
+def start_engine(engine: str, folder: str) -> EngineClient:
+    options = {"dtype": "float32", **({"max_model_len": 4096} if engine == "vllm" else {})}
+    client = EngineClient(EngineSpec(engine, folder, tuple(options.items()), threads=1, log_file=None))
+    client.wait_ready()
+    return client
+
+
+async def roll_out(
+    tasks: Sequence[Task], repeat_times: int, generate: GenerateBatch | Streaming, max_tokens: int
+) -> None:
+    outcome = await run_rollout_batch(
+        tasks,
+        repeat_times=repeat_times,
+        explore_step=1,
+        engines=Engines(generate, ByteTokenizer()),
+        defaults=RolloutDefaults(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
+        weights=ServedWeights(0, ""),
+    )
+    failed = [each.error for each in outcome.experiences if not each.status.trainable]
+    if failed:
+        raise SystemExit(f"{len(failed)} rollouts failed, the first: {failed[0]}")
+
+
 class Ours:
     """Rollouts of `tasks`; the i-th request is told to end after `lengths[i]` tokens."""
 
     def __init__(self, engine: str, folder: str, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
         self.requests: list[GenerateRequest] = []
         self._tasks, self._lengths = tasks, lengths
-        options = {"dtype": "float32", **({"max_model_len": 4096} if engine == "vllm" else {})}
-        self._client = EngineClient(EngineSpec(engine, folder, tuple(options.items()), threads=1, log_file=None))
-        self._client.wait_ready()
+        self._client = start_engine(engine, folder)
 
     def __call__(self) -> None:
         asyncio.run(self._roll_out())
 
     async def _roll_out(self) -> None:
-        outcome = await run_rollout_batch(
-            self._tasks,
-            repeat_times=len(self._lengths) // len(self._tasks),
-            explore_step=1,
-            engines=Engines(self._generate, ByteTokenizer()),
-            defaults=RolloutDefaults(SamplingParams(max_tokens=max(self._lengths))),
-            weights=ServedWeights(0, ""),
-        )
-        failed = [each.error for each in outcome.experiences if not each.status.trainable]
-        if failed:
-            raise SystemExit(f"{len(failed)} rollouts failed, the first: {failed[0]}")
+        await roll_out(self._tasks, len(self._lengths) // len(self._tasks), self._generate, max(self._lengths))
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[Generation]:
         assert len(requests) == len(self._lengths), "one call holds them all"
@@ -141,6 +162,42 @@ def bare_vllm(folder: str, requests: Sequence[GenerateRequest]) -> Callable[[], 
     return lambda: llm.generate(prompts, sampling, use_tqdm=False)
 
 
+@workflow("benchmark_turns", in_process=True)
+async def take_turns(task: Task, model: PolicyModel) -> float:
+    """Turn by turn as many tokens as the truth says, each after all that was said before."""
+    text = task.prompt
+    for max_tokens in map(int, task.truth.split()):
+        text += (await model.generate(text, max_tokens=max_tokens)).text
+    return 1.0
+
+
+def compare_desks(arguments: argparse.Namespace, folder: str, tasks: Sequence[Task]) -> None:
+    """Tasks of several turns: as they come against one call at a time."""
+    drawn = random.Random(1)
+    longest = arguments.max_tokens
+    turns = [[max(4, round(longest * drawn.random() ** 4)) for _ in range(arguments.turns)] for _ in tasks]
+    tasks = [
+        replace(task, workflow="benchmark_turns", reward_fn="", truth=" ".join(map(str, lengths)))
+        for task, lengths in zip(tasks, turns, strict=True)
+    ]
+    num_tokens = arguments.siblings * sum(map(sum, turns))
+    client = start_engine(arguments.engine, folder)
+
+    async def one_call(requests: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.to_thread(client.generate, requests, 600.0)
+
+    def desk(generate: GenerateBatch | Streaming) -> Callable[[], object]:
+        return lambda: asyncio.run(roll_out(tasks, arguments.siblings, generate, longest))
+
+    come, call = desk(Streaming(client.submit, 600.0)), desk(one_call)
+    try:
+        come(), call()  # warm
+        pairs = [(time_s(come), time_s(call)) for _ in range(arguments.runs)]
+    finally:
+        client.close()
+    print_pairs("as they come", "in calls", pairs, num_tokens)
+
+
 def cpu_s() -> float:
     """CPU seconds that this process and all processes below it have taken."""
     here = psutil.Process()
@@ -155,6 +212,17 @@ def time_s(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began_s, cpu_s() - began_cpu_s
 
 
+def print_pairs(
+    our_name: str, other_name: str, pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]], num_tokens: int
+) -> None:
+    for number, clock in enumerate(("by the clock", "of CPU time")):
+        of_clock = [(one[number], other[number]) for one, other in pairs]
+        for name, values in zip((our_name, other_name), zip(*of_clock, strict=True), strict=True):
+            print(f"{name:15} {median(values) * 1e3:8.1f} ms {clock} {num_tokens / median(values):9.0f} tokens/s")
+        ratios = [other_s / ours_s for ours_s, other_s in of_clock]
+        print(f"ratio {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of {len(ratios)} pairs, {clock}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
@@ -163,6 +231,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=24, help="of the longest; the shortest has half of them")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--even", action="store_true")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=7)
@@ -182,6 +251,9 @@ def main() -> None:
     os.environ.update(VLLM_ENV)
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, arguments.hidden, arguments.layers)
+        if arguments.turns > 1:
+            compare_desks(arguments, folder, tasks)
+            return
         ours = Ours(arguments.engine, folder, tasks, lengths)
         try:
             ours()  # warm, and the requests are known
@@ -190,12 +262,7 @@ def main() -> None:
             pairs = [(time_s(ours), time_s(bare)) for _ in range(arguments.runs)]
         finally:
             ours.close()
-    for number, clock in enumerate(("by the clock", "of CPU time")):
-        of_clock = [(one[number], other[number]) for one, other in pairs]
-        for name, values in zip(("rftdask", bare_name), zip(*of_clock, strict=True), strict=True):
-            print(f"{name:15} {median(values) * 1e3:8.1f} ms {clock} {sum(lengths) / median(values):9.0f} tokens/s")
-        ratios = [other_s / ours_s for ours_s, other_s in of_clock]
-        print(f"ratio {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of {len(ratios)} pairs, {clock}")
+    print_pairs("rftdask", bare_name, pairs, sum(lengths))
 
 
 if __name__ == "__main__":
