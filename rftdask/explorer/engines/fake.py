@@ -1,6 +1,7 @@
 """The fake at the engine seam: no model, tokens from the seed, constant logprobs. For tests and benchmarks of the loop.
 
-It keeps the promises of `Engine` that need no model: order, lengths, versions, determinism, errors.
+It keeps the promises of `Engine` that need no model: requests come and go between its steps, lengths, versions,
+determinism, errors.
 """
 
 from __future__ import annotations
@@ -23,31 +24,46 @@ class FakeEngine(Engine):
         model_path: ignored.
         tokens_per_request: length of a response that is not cut off; such a response ends with "stop".
         vocab_size: tokens are in [0, vocab_size); each has logprob -log(vocab_size).
-        seconds_per_call: what it takes to answer all that came at once, to stand for a slow model.
+        seconds_per_step: what one token of all that is under way takes, to stand for a slow model.
     """
 
     has_weights = False
 
     def __init__(
-        self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_call: float = 0.0
+        self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_step: float = 0.0
     ) -> None:
         self.tokens_per_request = tokens_per_request
         self.vocab_size = vocab_size
-        self.seconds_per_call = seconds_per_call
+        self.seconds_per_step = seconds_per_step
         self.loaded_files: list[Path] = []
         self._closed = False
 
     def serve(self, take: Take, give: Give) -> None:
         if self._closed:
             raise RoleError("engine 'fake' was closed; make a new one")
-        while came := take():
-            time.sleep(self.seconds_per_call)
-            for number, request in came:
-                if request is not None:
-                    give(number, self._answer(request))
+        under_way: dict[int, GenerateRequest] = {}
+        ends: dict[int, list[int]] = {}
+        step = 0
+        while True:
+            for number, request in take():
+                if request is None:
+                    under_way.pop(number, None)
+                else:
+                    under_way[number] = request
+                    ends.setdefault(step + max(self._length(request), 1), []).append(number)
+            if not under_way:
+                return
+            time.sleep(self.seconds_per_step)
+            step += 1
+            for number in ends.pop(step, ()):
+                if number in under_way:
+                    give(number, self._answer(under_way.pop(number)))
+
+    def _length(self, request: GenerateRequest) -> int:
+        return min(self.tokens_per_request, request.sampling.max_tokens)
 
     def _answer(self, request: GenerateRequest) -> Generation:
-        length = min(self.tokens_per_request, request.sampling.max_tokens)
+        length = self._length(request)
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
         return Generation(
             tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),

@@ -10,10 +10,10 @@ from rftdask.errors import UserError
 from rftdask.explorer.engines import make_engine
 from rftdask.explorer.engines.base import Engine, GenerateRequest, SamplingParams
 from rftdask.explorer.engines.fake import FakeEngine
-from tests.unit.engines.engine_contract import EngineContract
+from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 
 
-class TestFakeEngine(EngineContract):
+class TestFakeEngine(EngineContract, ContinuousContract):
     @pytest.fixture
     def engine(self) -> Engine:
         return make_engine("fake", "no/such/model")

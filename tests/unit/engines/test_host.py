@@ -23,8 +23,8 @@ from rftdask.explorer.engines.host import EngineClient, EngineSpec, serve
 DEADLINE_S = 120.0
 
 
-def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2)) -> GenerateRequest:
-    return GenerateRequest(prompt, SamplingParams(max_tokens=3), seed)
+def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingParams(max_tokens), seed)
 
 
 # ---- the process's side, without one
@@ -79,8 +79,10 @@ def client() -> Iterator[EngineClient]:
     client.close()
 
 
-def slow_client(seconds: float) -> EngineClient:
-    client = EngineClient(EngineSpec("fake", "", (("seconds_per_call", seconds),), threads=1, log_file=None))
+def slow_client(seconds_per_step: float) -> EngineClient:
+    """Its responses are as long as they may be."""
+    options = (("seconds_per_step", seconds_per_step), ("tokens_per_request", 10**9))
+    client = EngineClient(EngineSpec("fake", "", options, threads=1, log_file=None))
     client.wait_ready()
     return client
 
@@ -108,6 +110,16 @@ def test_a_cancelled_request_is_no_concern_of_the_others(client: EngineClient) -
     first, second, third = client.submit([request(seed) for seed in range(3)])
     second.cancel()
     assert [each.result(DEADLINE_S) for each in (first, third)] == FakeEngine().generate([request(0), request(2)])
+
+
+def test_a_short_request_overtakes_a_long_one_and_a_cancelled_one_leaves_the_engine() -> None:
+    client = slow_client(0.001)
+    [endless] = client.submit([request(max_tokens=10**9)])
+    assert len(client.generate([request(1)], DEADLINE_S)[0].tokens) == 3
+    assert not endless.done()
+    endless.cancel()
+    assert client.logprobs([((1,), (2,))], DEADLINE_S), "which waits until nothing is under way"
+    client.close()
 
 
 def test_a_process_that_is_killed_fails_all_that_was_asked_with_the_same_error() -> None:
