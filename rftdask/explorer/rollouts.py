@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,8 +192,8 @@ _resources = _Resources()
 def run_rollouts(spec: RolloutSpec) -> RolloutResult:
     """Run one rollout batch and commit it; see the module's text.
 
-    Raises: WaitTimeout: its weights were not published in time; RoleError: the engine failed; OperatorError;
-    StorageError; UserError.
+    Raises: WaitTimeout: its weights were not published in time, or an engine hangs; RoleError: the engine failed;
+    OperatorError; StorageError; UserError.
     """
     worker = get_worker()
     with _resources.lock:
@@ -219,7 +220,8 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             started = time.perf_counter()
             published = _weights(storage, spec, config)
             waited = time.perf_counter()
-            engine = _load(engine, storage, published)
+            with _ending_what_hangs():
+                engine = _load(engine, storage, published)
         loaded = time.perf_counter()
         with BatchWriter(
             log,
@@ -244,6 +246,17 @@ def run_rollouts(spec: RolloutSpec) -> RolloutResult:
             time_s=time.perf_counter() - began,
             note=_resources.take_note(),
         )
+
+
+@contextmanager
+def _ending_what_hangs() -> Iterator[None]:
+    """Who runs the batch again is to find other engines."""
+    try:
+        yield
+    except WaitTimeout:
+        _resources.drop_engine()
+        _resources.companions.close()
+        raise
 
 
 def _load(engine: EngineClient, storage: Storage, published: Published | None) -> EngineClient:
@@ -329,13 +342,8 @@ def _run(
             nursery=companions.nursery,
         )
 
-    try:
+    with _ending_what_hangs():
         outcome = asyncio.run(run())
-    except WaitTimeout:
-        # An engine hangs. Who runs the batch again is to find another one.
-        _resources.drop_engine()
-        companions.close()
-        raise
     if not spec.is_eval:
         companions.took(spec.explore_step, outcome.task_times_s)
     return outcome

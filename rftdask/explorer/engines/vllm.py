@@ -1,9 +1,9 @@
 """Engine that generates with vLLM (0.32), on a CPU or on one or several GPUs.
 
-vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and requests are
-handed on to it as they come. It knows nothing of
-text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point: which requests share a forward pass
-depends on time, so the same call twice gives the same tokens up to the rounding of sums.
+vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
+on as they come. It knows nothing of text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point:
+which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the rounding of
+sums.
 """
 
 from __future__ import annotations

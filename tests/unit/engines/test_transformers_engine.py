@@ -124,6 +124,23 @@ class TestBatching:
         alone = [engine.generate([MIXED_REQUESTS[number % 10]])[0] for number in numbers]
         assert_same([answers[number] for number in numbers], alone)
 
+    def test_an_answer_does_not_wait_until_its_row_leaves(self, engine: Engine) -> None:
+        """Rows leave when they are a quarter of all."""
+        assert isinstance(engine, TransformersEngine)
+        num_passes = 0
+
+        def count_passes(*_: object) -> None:
+            nonlocal num_passes
+            num_passes += 1
+
+        engine._model.register_forward_pre_hook(count_passes)
+        requests = requests_for([(5,)] * 8, max_tokens=20, ignore_eos=True)
+        requests[3] = replace(requests[3], sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+        coming = iter([list(enumerate(requests))])
+        answered_after: dict[int, int] = {}
+        engine.serve(lambda: next(coming, []), lambda number, _: answered_after.update({number: num_passes}))
+        assert answered_after == {**dict.fromkeys(range(8), 20), 3: 2}
+
     def test_an_unwanted_sequence_leaves_its_slot_at_the_next_step(self, engine: Engine) -> None:
         assert isinstance(engine, TransformersEngine)
         rows: list[int] = []

@@ -15,9 +15,11 @@ from rftdask.buffer.experience import Status
 from rftdask.buffer.task import Task
 from rftdask.config import load_config
 from rftdask.errors import RoleError, WaitTimeout
+from rftdask.explorer import rollouts
 from rftdask.explorer.batcher import RolloutKey
 from rftdask.explorer.companions import generates_as
 from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.explorer.engines.host import EngineSpec
 from rftdask.explorer.runner import Engines
 from rftdask.explorer.stream import Stream, Streaming
 from rftdask.explorer.workflows.base import PolicyModel, WorkflowFn
@@ -257,6 +259,17 @@ def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
     engine.on_submit = dies
     with pytest.raises(RoleError, match="ended with code -9"):
         outcome([task(0, named(swallows))], Engines(Streaming(engine.submit, DEADLINE_S), CharTokenizer()), {})
+
+
+def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
+    spec = EngineSpec("fake", "", (), threads=1, log_file=None)
+    hanging = rollouts._resources.engine(spec)
+    assert rollouts._resources.engine(spec) is hanging
+    with pytest.raises(WaitTimeout), rollouts._ending_what_hangs():
+        raise WaitTimeout("the engine gave no answer")
+    assert not hanging.alive()
+    assert rollouts._resources.engine(spec).alive()
+    rollouts._resources.drop_engine()
 
 
 @pytest.mark.parametrize("style", ["fixed", "explorer_driven", "trainer_driven", "fully_async"])
