@@ -148,7 +148,7 @@ def generates_as(config: Config, client: EngineClient, timeout_s: float) -> Gene
     batcher decides what shares one; see its text. timeout_s: for a call, or without an answer.
     """
     if config.synchronizer.sync_style != "fixed":
-        return Streaming(client.submit, timeout_s)
+        return Streaming(client.submit, timeout_s, str(client))
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(client.generate, requests, timeout_s)

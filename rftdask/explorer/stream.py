@@ -33,6 +33,7 @@ class Streaming:
     submit: Submit
     timeout_s: float
     """Longest silence while something is under way."""
+    name: str = "the engine"
 
 
 class Stream:
@@ -135,7 +136,8 @@ class Stream:
             self._timer = asyncio.get_running_loop().call_later(remaining_s, self._watch)
         else:
             silent = (
-                f"the engine gave no answer for {self._silent_s:.0f} s, with {len(self._under_way)} requests under way"
+                f"{self._engine.name} gave no answer for {self._silent_s:.0f} s, with {len(self._under_way)} requests "
+                "under way"
             )
             self._fail(WaitTimeout(silent))
 

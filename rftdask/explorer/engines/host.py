@@ -226,7 +226,10 @@ class EngineClient:
             raise WaitTimeout(self._silence(timeout_s)) from None
 
     def _silence(self, timeout_s: float) -> str:
-        return f"{self._child.name} (pid {self._child.pid}) gave no answer for {timeout_s:.0f} s"
+        return f"{self} gave no answer for {timeout_s:.0f} s"
+
+    def __str__(self) -> str:
+        return f"{self._child.name} (pid {self._child.pid})"
 
     def _register(self, future: Future[Any]) -> int:
         """Its number, which is used once; `_lock` is held."""
@@ -254,7 +257,7 @@ class EngineClient:
         except RoleError:
             return  # it is dead; the reader knows why
         except Exception as error:  # nobody else would hear of it
-            self._fail(RoleError(f"{self._child.name}: a request cannot be sent: {type(error).__name__}: {error}"))
+            self._fail(RoleError(f"{self}: a request cannot be sent: {type(error).__name__}: {error}"))
 
     def _read(self) -> None:
         """Thread: hands on answers until the process ends."""
