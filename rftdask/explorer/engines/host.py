@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -43,6 +43,7 @@ LOAD_TIMEOUT_S = 1800.0
 _LOAD_ATTEMPTS = 3
 _WRITE_GRACE_S = 2.0
 """For the last message to be written before the process ends."""
+_ANSWER = tuple(field.name for field in fields(Generation))
 _REQUESTS = ("generate", "drop")
 """Methods of messages that an engine takes while it works."""
 
@@ -92,13 +93,14 @@ def _serve_requests(engine: Engine, channel: Channel, message: dict[str, Any] | 
         found: list[tuple[int, GenerateRequest | None]] = []
         message = message or channel.try_receive()
         while message is not None and message["method"] in _REQUESTS:
-            found += [(fields[0], _request(*fields[1:])) for fields in message.get("requests", ())]
+            found += [(plain[0], _request(*plain[1:])) for plain in message.get("requests", ())]
             found += [(number, None) for number in message.get("numbers", ())]
             message = channel.try_receive()
         return found
 
     def give(number: int, generation: Generation) -> None:
-        channel.send({"number": number, "generation": list(asdict(generation).values())})
+        # Not asdict, which copies token by token.
+        channel.send({"number": number, "generation": [getattr(generation, name) for name in _ANSWER]})
 
     engine.serve(take, give)
     return message
@@ -272,8 +274,8 @@ class EngineClient:
             with self._lock:
                 future = self._asked.pop(message["number"], None)
             if future is not None and future.set_running_or_notify_cancel():
-                fields = message.get("generation")
-                future.set_result(message["answer"] if fields is None else _generation(*fields))
+                plain = message.get("generation")
+                future.set_result(message["answer"] if plain is None else _generation(*plain))
 
     def _fail(self, error: RftError) -> None:
         """Everything that was asked, and all that will be."""
