@@ -145,9 +145,10 @@ def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> E
 
 def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
     """How rollouts ask the engine: as they come, but where runs are to be the same bit by bit in calls, of which the
-    batcher decides what shares one; see its text. timeout_s: for a call, or without an answer.
+    batcher decides what shares one; see its text. No call would make vLLM repeat its bits. timeout_s: for a call, or
+    without an answer.
     """
-    if config.synchronizer.sync_style != "fixed":
+    if config.synchronizer.sync_style != "fixed" or client.spec.engine_type == "vllm":
         return Streaming(client.submit, timeout_s, str(client))
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
