@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give a folder that does not, so that nothing is mixed up")
     storage, config, step = _find(source, step)
-    reader = Checkpoints(storage, lineage_of(storage)).reader(step)
-    if reader is None:
+    files = Checkpoints(storage, lineage_of(storage)).files(step)
+    if files is None:
         steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
         raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,9 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         whole = Path(folder) / "whole"
         whole.mkdir()
         if merge_lora:
-            _write_model(config, reader, whole)
+            _write_model(config, files, whole)
         else:
-            _write_adapter(config, reader, whole)
+            _write_adapter(config, files, whole)
         if target.exists():
             target.rmdir()
         shutil.move(whole, target)
@@ -93,15 +93,15 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
     return storage, config, found
 
 
-def _write_model(config: Config, read: Callable[[str], bytes], folder: Path) -> None:
+def _write_model(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     path, trust = config.model.model_path, config.model.trust_remote_code
     model, tokenizer = load_policy(path, "float32", "cpu", trust_remote_code=trust, offline=True)
     if config.model.lora_configs:
-        add_adapter(model, settings_of(read(f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}")))
-        load_adapter(model, load(read(f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}")), "the checkpoint")
+        add_adapter(model, settings_of(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}"]))
+        load_adapter(model, load(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"]), "the checkpoint")
         merged(model)
     else:
-        _load_weights(model, load(read(CHECKPOINT_MODEL_FILE)), path)
+        _load_weights(model, load(files[CHECKPOINT_MODEL_FILE]), path)
     export_hf(model, tokenizer, folder, dtype=dtype_at_rest(path, trust_remote_code=trust, offline=True))
 
 
@@ -114,8 +114,8 @@ def _load_weights(model: Any, tensors: dict[str, torch.Tensor], path: str) -> No
         )
 
 
-def _write_adapter(config: Config, read: Callable[[str], bytes], folder: Path) -> None:
+def _write_adapter(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     if not config.model.lora_configs:
         raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
     for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
-        (folder / name).write_bytes(read(f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"))
+        (folder / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])

@@ -7,7 +7,7 @@ not valid is not a checkpoint, and the next older one is taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rftdask.buffer.retention import ResumePoint
@@ -60,6 +60,28 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
     return None
 
 
+class CheckpointFiles(Mapping[str, bytes]):
+    """The files that a manifest names, each read and verified when it is asked for.
+
+    Raises: NotFoundError, DamagedError: by `[name]`, as `read_file`.
+    """
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+        self._storage, self._folder, self._manifest = storage, folder, manifest
+
+    def __getitem__(self, name: str) -> bytes:
+        return read_file(self._storage, self._folder, self._manifest, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._manifest.files  # the inherited one would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.files)
+
+    def __len__(self) -> int:
+        return len(self._manifest.files)
+
+
 class Checkpoints:
     """Writes and reads the checkpoints of one lineage."""
 
@@ -103,11 +125,11 @@ class Checkpoints:
     def flush(self) -> None:
         """Wait until all is written. Raises: as `check`."""
 
-    def reader(self, step: int) -> Callable[[str], bytes] | None:
-        """Reads the files of a checkpoint, verified one by one; None if it is not there."""
+    def files(self, step: int) -> CheckpointFiles | None:
+        """The files of a checkpoint; None if it is not there."""
         folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
-        return None if manifest is None else lambda name: read_file(self._storage, folder, manifest, name)
+        return None if manifest is None else CheckpointFiles(self._storage, folder, manifest)
 
     def add_files(self, step: int, files: Mapping[str, bytes]) -> None:
         """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step."""
@@ -115,8 +137,8 @@ class Checkpoints:
         if manifest is not None and not set(files) <= set(manifest.files):
             extend_folder(self._storage, checkpoint_folder(step), manifest, files)
 
-    def load_newest(self) -> tuple[int, dict[str, Any], Callable[[str], bytes]] | None:
-        """(step, state, reader of its files) of the newest valid checkpoint; None if there is none."""
+    def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
+        """(step, state, files) of the newest valid checkpoint; None if there is none."""
         step = newest_valid_checkpoint(self._storage)
         if step is None:
             return None
@@ -128,7 +150,7 @@ class Checkpoints:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
         state = json.loads(read_file(self._storage, folder, manifest, STATE_FILE))
         self._settle(step)  # whoever saved it may have been killed before it could
-        return step, state, lambda name: read_file(self._storage, folder, manifest, name)
+        return step, state, CheckpointFiles(self._storage, folder, manifest)
 
     def _settle(self, newest: int) -> None:
         """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""

@@ -45,8 +45,8 @@ class LeadEngine(TrainEngine):
         self._ranks.tell({"call": "state_files"})
         return self._engine.state_files()
 
-    def load_state_files(self, read: Callable[[str], bytes]) -> None:
-        self._engine.load_state_files(read)  # the others were told by `LeadSaver.load_newest`
+    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        self._engine.load_state_files(files)  # the others were told by `LeadSaver.load_newest`
 
     def export_files(self) -> Mapping[str, bytes]:
         self._ranks.tell({"call": "export_files"})
@@ -77,7 +77,7 @@ class LeadSource(BatchSource):
 class LeadSaver(Saver):
     """Rank 0's saver: the others write what they hold at the same time."""
 
-    def load_newest(self) -> tuple[int, dict[str, Any], Callable[[str], bytes]] | None:
+    def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
         found = super().load_newest()
         if found is not None:
             self.ranks.tell({"call": "load", "step": found[0]})
@@ -145,10 +145,10 @@ class Follower:
         self._files = self._engine.state_files()
 
     def _load(self, step: int) -> None:
-        read = self._saver.reader(step)
-        if read is None:
+        files = self._saver.files(step)
+        if files is None:
             raise DamagedError(f"checkpoint {step}, which rank 0 has read, is not there for this rank")
-        self._engine.load_state_files(read)
+        self._engine.load_state_files(files)
 
     def _save(self, step: int) -> None:
         self._saver.save(step, self._files, {})

@@ -156,8 +156,8 @@ class Trainer:
         found = self._checkpoints.load_newest()
         if found is None:
             return 0
-        step, state, read = found
-        self._engine.load_state_files(read)
+        step, state, files = found
+        self._engine.load_state_files(files)
         self._source.load_state_dict(state["source"])
         log.info("resumes from checkpoint %d", step)
         self._saved = step

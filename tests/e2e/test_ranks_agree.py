@@ -211,12 +211,12 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
             found, files = trained(model, algorithm, strategy, **options)
             held = {name: data for part in exchange(gangs[size], files) for name, data in part.items()}
             again = engine(model, algorithm, Single(gangs[1]), seed=9)
-            again.load_state_files(held.__getitem__)
+            again.load_state_files(held)
             back = engine(model, algorithm, strategy_of("fsdp2" if size == 4 else "ddp", gangs[size]), seed=8)
-            back.load_state_files(again.state_files().__getitem__)
+            back.load_state_files(again.state_files())
             passed_on = {n: d for part in exchange(gangs[size], back.state_files()) for n, d in part.items()}
             cut = engine(model, algorithm, cut_in_two(gangs, size, across), seed=7)
-            cut.load_state_files(passed_on.__getitem__)
+            cut.load_state_files(passed_on)
             assert cut.state_files() == files, "what is read at other cuts is not what was saved"
             if gangs[size].leads:
                 case = f"{algorithm}, {size} ranks"
@@ -258,10 +258,10 @@ def save_and_load(gangs: dict[int, Ranks], model: str) -> dict[str, bool]:
     made: dict[str, bool] = {}
     for name, size in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 4)):
         again = engine(model, "ppo", strategy_of(name, gangs[size]), seed=9)
-        again.load_state_files(files.__getitem__)
+        again.load_state_files(files)
         theirs = {n: d for part in exchange(gangs[size], again.state_files()) for n, d in part.items()}
         back = engine(model, "ppo", four, seed=8)
-        back.load_state_files(theirs.__getitem__)
+        back.load_state_files(theirs)
         made[f"{name}, {size} ranks"] = back.state_files() == own
     return made
 

@@ -1,30 +1,23 @@
-"""AdamW over the trained parameters of one model: a clipped step, and its state as bytes. It knows no losses.
-
-Its state at rest is our own: safetensors files, one for each rank that holds a part, whose heads say in JSON where
-each tensor begins in the whole. So any number of ranks can read what any other number wrote, to the bit. (The format of
-`torch.distributed.checkpoint` keeps its index as a pickle, which we keep none of, and wants a file system.)
-"""
+"""AdamW over the trained parameters of one model: a clipped step, and its state as files. It knows no losses."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rftdask.errors import RoleError
-from rftdask.trainer.engines.strategies.base import Strategy, box_of, local, spread_like
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 from rftdask.trainer.schedule import LearningRate
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Steps with a gradient that is not finite: one may be chance, this many are not."""
-_HEAD = "rftdask"
+_NUM_SKIPPED = "num_skipped_in_a_row"
 
 
 @dataclass(frozen=True)
@@ -92,73 +85,27 @@ class Adam:
         return {**({"grad_norm": norm} if finite else {}), "lr": lr, "num_skipped_steps": float(not finite)}
 
     def state_files(self, name: str) -> dict[str, bytes]:
-        """Its state by names of parameters, in safetensors format: `name`, and if it is spread over ranks each rank's
-        part. A rank gives what it is to write.
-        """
-        ranks = self._strategy.ranks
-        if ranks.rank >= self._strategy.num_parts:
-            return {}
+        """Its state by names of parameters, as `save_tensors` does. Called by all ranks."""
         states: Mapping[int, Mapping[str, Tensor]] = self._optimizer.state_dict()["state"]
-        tensors: dict[str, Tensor] = {}
-        starts: dict[str, list[int]] = {}
+        tensors = {_NUM_SKIPPED: torch.tensor(self._num_skipped_in_a_row)}
         for index, parameter in enumerate(self._trained):
-            for key, value in states.get(index, {}).items():
-                tensors[f"{parameter}/{key}"] = local(torch.as_tensor(value)).cpu().contiguous()
-                starts[f"{parameter}/{key}"] = [part.start for part in box_of(torch.as_tensor(value))]
-        head = {
-            "num_files": self._strategy.num_parts,
-            "num_skipped_in_a_row": self._num_skipped_in_a_row,
-            "starts": starts,
-        }
-        # One entry: the library writes several in any order, and the same state should give the same bytes.
-        return {_file_name(name, ranks.rank): save(tensors, {_HEAD: json.dumps(head, sort_keys=True)})}
+            tensors |= {f"{parameter}/{key}": value for key, value in states.get(index, {}).items()}
+        return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded)
 
-    def load_state_files(self, name: str, read: Callable[[str], bytes]) -> None:
-        """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it."""
-        held: dict[str, Tensor] = {}
-        number, num_files = 0, 1
-        while number < num_files:
-            data = read(_file_name(name, number))
-            head = _head(data)
-            num_files = head["num_files"]
-            self._num_skipped_in_a_row = head["num_skipped_in_a_row"]
-            for key, tensor in load(data).items():
-                self._take(held, key, tensor, head["starts"][key])
-            number += 1
-        states: dict[int, dict[str, Tensor]] = {}
-        for index, (parameter, like) in enumerate(self._trained.items()):
-            own = {key.rpartition("/")[2]: value for key, value in held.items() if key.rpartition("/")[0] == parameter}
-            if own:
-                states[index] = {key: spread_like(like, value) if value.dim() else value for key, value in own.items()}
+    def load_state_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it. Called by all ranks.
+
+        Raises: RoleError: it is not the state of this model's optimizer.
+        """
+        saved = SavedTensors(name, files, self._strategy.ranks)
+        num_skipped = torch.tensor(self._num_skipped_in_a_row)
+        held: dict[str, dict[str, Tensor]] = {parameter: {} for parameter in self._trained}
+        tensors = {_NUM_SKIPPED: num_skipped}
+        for full_name in saved.names:
+            parameter, _, key = full_name.rpartition("/")
+            if parameter in held:
+                tensors[full_name] = held[parameter][key] = saved.empty_like(full_name, self._trained[parameter])
+        saved.load(tensors)
+        self._num_skipped_in_a_row = int(num_skipped)
+        states = {index: own for index, own in enumerate(held.values()) if own}
         self._optimizer.load_state_dict({"state": states, "param_groups": self._optimizer.state_dict()["param_groups"]})
-
-    def _take(self, held: dict[str, Tensor], key: str, tensor: Tensor, starts: Sequence[int]) -> None:
-        """Of a file's tensor, which begins at `starts` in the whole, the part that this rank holds."""
-        parameter = self._trained[key.rpartition("/")[0]]
-        if not tensor.dim():
-            held[key] = tensor  # a count of steps, the same in all files
-            return
-        box = box_of(parameter)
-        part = held.setdefault(key, torch.empty([own.stop - own.start for own in box], dtype=tensor.dtype))
-        low = [max(own.start, start) for own, start in zip(box, starts, strict=True)]
-        ends = [min(own.stop, start + size) for own, start, size in zip(box, starts, tensor.shape, strict=True)]
-        if all(first < end for first, end in zip(low, ends, strict=True)):
-            begins = [own.start for own in box]
-            part[_within(low, ends, begins)] = tensor[_within(low, ends, starts)]
-
-
-def _within(low: Sequence[int], ends: Sequence[int], begins: Sequence[int]) -> tuple[slice, ...]:
-    """A box of the whole as one of a part that begins at `begins`."""
-    return tuple(slice(a - begin, b - begin) for a, b, begin in zip(low, ends, begins, strict=True))
-
-
-def _file_name(name: str, number: int) -> str:
-    """optim.safetensors, then optim-1.safetensors and so on."""
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}-{number}.{ending}" if number else name
-
-
-def _head(data: bytes) -> dict[str, Any]:
-    """What `state_files` put into the head of a safetensors file, which is its size in 8 bytes, then JSON."""
-    size = int.from_bytes(data[:8], "little")
-    return dict(json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_HEAD]))

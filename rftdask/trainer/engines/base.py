@@ -6,7 +6,7 @@ Promise: in deterministic mode on a CPU, the same state and the same batch give 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from rftdask.buffer.batch import Batch
 from rftdask.synchronizer.fingerprint import Fingerprint
@@ -34,11 +34,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_files(self) -> dict[str, bytes]:
-        """Files from which `load_state_files` restores policy, optimizer and random state, to the bit."""
+        """Files from which `load_state_files` restores policy, optimizer and random state, to the bit; a rank gets what
+        it is to write. Called by all ranks.
+        """
 
     @abstractmethod
-    def load_state_files(self, read: Callable[[str], bytes]) -> None:
-        """Restore; `read` gives a file of `state_files` by name."""
+    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        """Restore from what all ranks wrote, however many they were. Called by all ranks."""
 
     @abstractmethod
     def export_files(self) -> Mapping[str, bytes]:

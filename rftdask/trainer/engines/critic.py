@@ -7,11 +7,10 @@ the model says before it sees the token. Letters: as in packing.py; H hidden siz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
 from rftdask.errors import RoleError
@@ -19,7 +18,8 @@ from rftdask.trainer.attention import hidden_states
 from rftdask.trainer.engines.adam import Adam, CriticOptions
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes
-from rftdask.trainer.engines.strategies.base import Strategy, layers_of
+from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
+from rftdask.trainer.engines.tensor_files import SavedTensors
 from rftdask.trainer.model import load_policy, state_bytes
 from rftdask.trainer.packing import PackedRows
 
@@ -103,10 +103,10 @@ class Critic:
         tensors = self._strategy.full_state(self._model)
         return {**files, _MODEL: state_bytes(tensors)} if self._strategy.ranks.leads else files
 
-    def load_state_files(self, read: Callable[[str], bytes]) -> None:
+    def load_state_files(self, files: Mapping[str, bytes]) -> None:
         """As of `TrainEngine.load_state_files`."""
-        self._strategy.load_full_state(self._model, load(read(_MODEL)))
-        self._adam.load_state_files(_OPTIMIZER, read)
+        SavedTensors(_MODEL, files, self._strategy.ranks).load(distinct_state(self._model))
+        self._adam.load_state_files(_OPTIMIZER, files)
 
 
 def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:

@@ -6,7 +6,7 @@ For tests and benchmarks of everything around the engine. The same batches in th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -36,8 +36,8 @@ class FakeTrainEngine(TrainEngine):
     def state_files(self) -> dict[str, bytes]:
         return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
-    def load_state_files(self, read: Callable[[str], bytes]) -> None:
-        self._digest = load(read(CHECKPOINT_MODEL_FILE))["digest"].tobytes()
+    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        self._digest = load(files[CHECKPOINT_MODEL_FILE])["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
         return self.weights()

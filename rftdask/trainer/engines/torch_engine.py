@@ -43,7 +43,8 @@ from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.engines.passes import Passes, plan_passes
-from rftdask.trainer.engines.strategies.base import Single, Strategy, layers_of
+from rftdask.trainer.engines.strategies.base import Single, Strategy, distinct_state, layers_of
+from rftdask.trainer.engines.tensor_files import SavedTensors
 from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
@@ -239,26 +240,16 @@ class TorchEngine(TrainEngine):
             files[_COEFS] = save({"kl": self._kl_coefs})
         return files
 
-    def load_state_files(self, read: Callable[[str], bytes]) -> None:
-        try:
-            missing = self._strategy.load_full_state(self._model, self._read_weights(read))
-        except (KeyError, RuntimeError) as error:
-            raise RoleError(f"checkpoint does not fit the model: {error}") from error
-        lacking = missing - set(getattr(self._model, "all_tied_weights_keys", None) or ())
+    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        name, own = CHECKPOINT_MODEL_FILE, distinct_state(self._model)
         if self._adapter:
-            lacking &= self._adapter.keys()
-        if lacking:
-            raise RoleError(f"checkpoint does not fit the model: missing {sorted(lacking)}")
-        self._adam.load_state_files(_OPTIMIZER, read)
+            name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
+            own = {self._adapter[n]: tensor for n, tensor in own.items() if n in self._adapter}
+        SavedTensors(name, files, self._ranks).load(own)
+        self._adam.load_state_files(_OPTIMIZER, files)
         if self._critic is not None:
-            self._critic.load_state_files(read)
-        self._kl_coefs = load(read(_COEFS))["kl"]
-
-    def _read_weights(self, read: Callable[[str], bytes]) -> dict[str, Tensor]:
-        if not self._adapter:
-            return load(read(CHECKPOINT_MODEL_FILE))
-        tensors = load(read(f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"))
-        return {name: tensors[file_name] for name, file_name in self._adapter.items()}
+            self._critic.load_state_files(files)
+        self._kl_coefs = load(files[_COEFS])["kl"]
 
     def export_files(self) -> Mapping[str, bytes]:
         tensors = self._strategy.full_state(self._model, self._adapter or None)

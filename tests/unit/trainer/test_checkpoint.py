@@ -34,8 +34,9 @@ def test_the_newest_is_loaded_with_its_state_and_files(storage: Storage) -> None
         save(storage, step)
     found = Checkpoints(storage, "main").load_newest()
     assert found is not None
-    step, state, read = found
-    assert (step, state, read("actor/model.safetensors")) == (10, {"step": 10}, b"model 10")
+    step, state, files = found
+    assert (step, state, files["actor/model.safetensors"]) == (10, {"step": 10}, b"model 10")
+    assert list(files) == ["actor/model.safetensors", "trainer_state.json"]
     assert checkpoint_steps(storage) == [2, 4, 10]
     assert read_pointer(storage, CHECKPOINT_POINTER) == 10
 
@@ -127,6 +128,17 @@ def test_a_checkpoint_of_another_lineage_is_refused(storage: Storage) -> None:
     save(storage, 2)
     with pytest.raises(DamagedError, match="global_step_2 is of lineage main, this trainer works on fork"):
         Checkpoints(storage, "fork").load_newest()
+
+
+def test_files_are_verified_when_they_are_read_and_not_before(storage: Storage) -> None:
+    save(storage, 2)
+    files = Checkpoints(storage, "main").files(2)
+    assert files is not None
+    storage.put("global_step_2/actor/model.safetensors", b"model 3")
+    assert "actor/model.safetensors" in files and "absent" not in files and len(files) == 2
+    with pytest.raises(DamagedError, match=r"actor/model\.safetensors: 7 bytes do not match"):
+        files["actor/model.safetensors"]
+    assert Checkpoints(storage, "main").files(3) is None
 
 
 def test_other_folders_are_no_checkpoints(storage: Storage) -> None:

@@ -189,7 +189,7 @@ def test_every_rank_writes_its_files_and_one_manifest_names_them_all(strategy: s
     in_threads(3, rank, num_groups=2)
     found = Checkpoints(storage, "main").load_newest()
     assert found is not None
-    assert [found[2](f"part-{i}") for i in range(3)] == [b"x"] * 3
+    assert [found[2][f"part-{i}"] for i in range(3)] == [b"x"] * 3
     assert set(order[:3]) == {"part-0", "part-1", "part-2"}
     assert order[3:5] == ["trainer_state.json", "MANIFEST.json"]
     if strategy != "unrestricted":

@@ -106,7 +106,7 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
         first.train_step(rollouts(seed=step), step)
     files = first.state_files()
     second = engine(models, name, parts, seed=9)
-    second.load_state_files(files.__getitem__)
+    second.load_state_files(files)
     assert second.state_files() == files
     for each in (first, second):
         each.train_step(rollouts(seed=3), 3)
@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is
         assert (metrics["num_skipped_steps"], "grad_norm" in metrics) == ((0.0, True) if step == 2 else (1.0, False))
         assert (trained.weights() == start) == (step != 2)
     again = engine(models, "grpo", parts)
-    again.load_state_files(trained.state_files().__getitem__)
+    again.load_state_files(trained.state_files())
     for each in (trained, again):  # a resumed engine goes on counting
         each.train_step(spoil(rollouts()), 4)
         with pytest.raises(RoleError, match=r"step 5: the gradient norm is .* not finite in the 2 steps before"):

@@ -7,11 +7,11 @@ the batch is the sum over the ranks. A strategy says where weights lie, and wher
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from rftdask.trainer.ranks import Ranks
 
@@ -31,11 +31,6 @@ class Strategy(ABC):
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts the optimizer state is cut; the first so many ranks hold all of them."""
-        return self.ranks.size if self.sharded else 1
 
     @abstractmethod
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
@@ -61,23 +56,12 @@ class Strategy(ABC):
         Empty on ranks other than 0.
         """
         tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) in seen or (names is not None and name not in names):
-                continue
-            seen.add(id(tensor))
-            whole = full(tensor.detach())
-            if self.ranks.leads:
-                tensors[name] = whole.cpu().contiguous()
+        for name, tensor in distinct_state(module).items():
+            if names is None or name in names:
+                whole = full(tensor)
+                if self.ranks.leads:
+                    tensors[name] = whole.cpu().contiguous()
         return tensors
-
-    def load_full_state(self, module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Give the module these weights, of which a rank keeps its part; names of the module that are not in it."""
-        own = module.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                local(own[name]).copy_(part_of(own[name], tensor))
-        return own.keys() - tensors.keys()
 
 
 class Single(Strategy):
@@ -90,6 +74,14 @@ class Single(Strategy):
         pass
 
 
+def distinct_state(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict, sharing memory, of tied tensors the first name only."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(tensors.values())
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over the ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -98,37 +90,6 @@ def full(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of it, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of `tensor`, which has the same shape."""
-    return whole[box_of(tensor)]
-
-
-def spread_like(tensor: Tensor, part: Tensor) -> Tensor:
-    """This rank's `part` of a tensor that is spread over the ranks as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor.from_local(
-        part.to(tensor.to_local().device),
-        tensor.device_mesh,
-        tensor.placements,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part this rank holds, by dimension: of n places over W ranks, ceil(n / W) each until none are left."""
-    box = [slice(0, count) for count in tensor.shape]
-    for placement in tensor.placements if isinstance(tensor, DTensor) else ():
-        if isinstance(placement, Shard):
-            assert isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1
-            count, mesh = tensor.shape[placement.dim], tensor.device_mesh
-            each = -(-count // mesh.size())
-            start = min(count, mesh.get_local_rank() * each)
-            box[placement.dim] = slice(start, min(count, start + each))
-    return tuple(box)
 
 
 def layers_of(module: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.Module]:

@@ -46,14 +46,10 @@ class TensorParallel(Strategy):
         self._mesh = DeviceMesh.from_group(members, device.type)
         self._partial: set[int] = set()
 
-    @property
-    def num_parts(self) -> int:
-        return self._mesh.size()
-
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         """Raises: DataError: the model has no plan, one that we do not know, or sizes that it does not divide."""
         model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-        plan = plan_of(model, self.num_parts)
+        plan = plan_of(model, self._mesh.size())
         for name, parameter in model.named_parameters():
             if plan.get(replace_layer_number_by_wildcard(name.rpartition(".")[0])) == _PARTIAL:
                 self._partial.add(id(parameter))

@@ -1,0 +1,61 @@
+"""A checkpoint of several ranks is one of `torch.distributed.checkpoint`: PyTorch's own reader, in one process and
+without us, finds in its folder every weight and every moment of AdamW, to the bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load, save
+
+from rftdask.storage import open_storage
+from rftdask.synchronizer.manifest import is_valid
+from rftdask.toy import build_toy_model
+from rftdask.trainer.engines.strategies.base import distinct_state, full
+from rftdask.trainer.ranks import Ranks
+from rftdask.trainer.saver import Saver
+from tests.e2e.gloo_ranks import run_ranks
+from tests.e2e.test_ranks_agree import batch_for, engine, strategy_of
+
+STEP = 2
+
+
+def train_and_save(gangs: dict[int, Ranks], model: str, folder: str) -> bytes:
+    """What two ranks hold together after some steps, and have saved."""
+    ranks = gangs[2]
+    made = engine(model, "grpo", strategy_of("fsdp2", ranks))
+    for step in range(1, STEP + 1):
+        made.train_step(batch_for("grpo", step), step)
+    tensors = dict(distinct_state(made._model))
+    states = made._adam._optimizer.state_dict()["state"]
+    for index, name in enumerate(made._adam._trained):
+        tensors |= {f"{name}/{key}": value for key, value in states[index].items()}
+    whole = {name: full(tensor).contiguous() for name, tensor in tensors.items()}
+    saver = Saver(open_storage(folder), "main", ranks=ranks, writers=Ranks(torch.distributed.new_group()))
+    saver.save(STEP, made.state_files(), {})
+    saver.flush()
+    return save(whole)
+
+
+def test_pytorch_reads_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)
+    run = str(tmp_path / "run")
+    found = run_ranks(2, tmp_path, train_and_save, str(tmp_path / "model"), run)
+    expected = load(found[0])
+    folder = tmp_path / "run" / f"global_step_{STEP}"
+    assert is_valid(open_storage(run), folder.name, version=STEP)
+    assert {path.name for path in (folder / "actor").iterdir()} == {
+        "kl_coefs.safetensors",
+        "model.safetensors",
+        "optim-1.safetensors",
+        "optim.safetensors",
+    }
+    into = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "actor")))
+    assert sum(name.endswith("/exp_avg_sq") for name in into) > 10
+    for name, tensor in expected.items():
+        assert torch.equal(into[name], tensor), name
