@@ -53,8 +53,10 @@ def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spre
     planner = dcp.DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=spread
     )
+    # In one order, since who writes what depends on it, and what a rank holds is in the order in which it came to be.
+    state = dict(sorted(tensors.items()))
     with _in_our_words(f"{name} cannot be saved"):
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group)
     return writer.files
 
 
