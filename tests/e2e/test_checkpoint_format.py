@@ -53,9 +53,13 @@ def test_pytorch_reads_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
         "optim-1.safetensors",
         "optim.safetensors",
     }
-    into = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    # As in docs/trainer.md.
+    reader = dcp.HuggingFaceStorageReader(str(folder / "actor"))
+    saved = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in saved.items()}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
-        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "actor")))
-    assert sum(name.endswith("/exp_avg_sq") for name in into) > 10
+        dcp.load(state, storage_reader=reader)
+    assert state.keys() - expected.keys() == {"kl", "num_skipped_in_a_row"}
+    assert sum(name.endswith("/exp_avg_sq") for name in state) > 10
     for name, tensor in expected.items():
-        assert torch.equal(into[name], tensor), name
+        assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
