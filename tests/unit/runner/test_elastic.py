@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rftdask.explorer.elastic import OPEN_REQUESTS, ScaleRule, Seen
 
 LIMITS = st.tuples(st.integers(1, 40), st.integers(0, 40)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-STEPS = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 60), st.integers(0, 100)), max_size=30)
+STEPS = st.lists(st.tuples(st.floats(0.001, 50), st.integers(0, 60), st.integers(0, 100)), max_size=30)
 
 
 def follow(rule: ScaleRule, steps: list[tuple[float, int, int]]) -> list[ScaleRule]:
