@@ -21,6 +21,7 @@ import io
 import logging
 import os
 import queue
+import signal
 import struct
 import subprocess
 import sys
@@ -255,6 +256,9 @@ def main(target: str, *modules: str) -> None:
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the last lines before a kill are those one wants to see
+    # SLURM sends SIGTERM to every process of a job that is to end; the driver ends what it has, in its order. A handler
+    # in place of SIG_IGN, which the programs that a child starts would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     channel = Channel(sys.stdin.buffer, sink)
     module, _, function = target.partition(":")
     if modules:

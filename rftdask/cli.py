@@ -1,13 +1,17 @@
 """The command line. Thin: each command is one call. Exit codes: 0 all of it was done, 1 a role failed, 2 the user can
-mend it.
+mend it, 130 and 143 it was asked to end, with work left (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -35,6 +39,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run"
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_STOPPED = 130
+EXIT_TERMINATED = 143
 _LOOK_S = 1.0
 
 
@@ -45,7 +50,7 @@ def run(
     progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
 ) -> None:
-    """Run a configuration to its end, or continue it. Ctrl-C ends with a checkpoint (exit code 130)."""
+    """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) end with a checkpoint."""
     checked = load_config(config, overrides or [])
     _warn(checked.warnings)
     # Late: the other commands need neither Dask nor pandas.
@@ -55,16 +60,19 @@ def run(
     from rftdask.monitor.summary import render_summary
 
     experiment = Experiment(checked)
-    try:
-        _wait_for_owner(checked, patience)
-        summary = experiment.run(progress=progress)  # type: ignore[arg-type]
-    except KeyboardInterrupt:
-        typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
-        raise typer.Exit(EXIT_STOPPED) from None
-    Console().print(render_summary(summary))
-    if summary.status != "finished":
-        typer.echo("stopped with a checkpoint; the same command continues", err=True)
-        raise typer.Exit(EXIT_STOPPED)
+    with _ending_on_sigterm(experiment.stop) as terminated:
+        try:
+            _wait_for_owner(checked, patience, terminated)
+            if terminated():
+                raise typer.Exit(EXIT_TERMINATED)
+            summary = experiment.run(progress=progress)  # type: ignore[arg-type]
+        except KeyboardInterrupt:
+            typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
+            raise typer.Exit(EXIT_STOPPED) from None
+        Console().print(render_summary(summary))
+        if summary.status != "finished":
+            typer.echo("stopped with a checkpoint; the same command continues", err=True)
+            raise typer.Exit(EXIT_TERMINATED if terminated() else EXIT_STOPPED)
 
 
 @app.command()
@@ -399,13 +407,37 @@ def _status_lines(stage: object) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines if text]
 
 
-def _wait_for_owner(config: Config, patience_s: float) -> None:
+@contextlib.contextmanager
+def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """SIGTERM calls `stop`, however often it comes: SLURM sends it to a script and all its processes, and the script
+    sends it on. What it gives tells whether there was one.
+    """
+    came: list[int] = []
+
+    def on_terminate(number: int, _: object) -> None:
+        came.append(number)
+        if len(came) == 1:
+            with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
+                os.write(2, b"SIGTERM: the run ends with a checkpoint\n")
+            stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], bool]) -> None:
     """Until nobody works on the run: an owner that was killed on another machine is seen to be dead after a while."""
     from rftdask.run_folder import check_run
     from rftdask.storage import open_storage
 
     end = time.monotonic() + patience_s
-    while time.monotonic() < end:
+    while time.monotonic() < end and not called_off():
         try:
             for stage in config.stage_configs():
                 check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",))

@@ -213,8 +213,10 @@ class StageRun:
             worker_deadline_s=self._cluster.worker_deadline_s,
             note=self._note,
             cancelled=self._over.is_set,
+            stopping=lambda: self._stopping,
         )
-        result = gang.run()
+        # Without a rank there was nothing to write down.
+        result = gang.run() or {"step": max(checkpoint_steps(self._storage), default=0), "stopped": True}
         self._trainer_result = result
         if result["stopped"]:
             self._over.set()

@@ -217,19 +217,21 @@ def offline_scripts(
 
 def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
     """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
-    walltime is near) too, and then the job is queued again.
+    walltime is near) too, and then the job is queued again. After TERM it is not: SLURM knows whether it ends the job
+    (scancel) or queues it again (requeue, preemption).
     """
     return [
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
         "run= again= stop= code=1",
-        "trap 'stop=1; [ -n \"$run\" ] && kill -INT $run' INT TERM",
-        "trap 'stop=1 again=1; [ -n \"$run\" ] && kill -INT $run' USR1",
+        "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
+        "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
+        "trap 'stop=INT again=1; [ -n \"$run\" ] && kill -INT $run' USR1",
         'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
         f"{run} &",
         "run=$!",
-        '[ -n "$stop" ] && kill -INT $run',
+        '[ -n "$stop" ] && kill -$stop $run',
         "while :; do",
         "  stop=",
         "  wait $run; now=$?",
@@ -239,10 +241,10 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         f'if [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; then',
         "  why=",
         '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
-        '  [ $code -gt 128 ] && [ $code -ne 130 ] && why="after it was killed (exit code $code)"',
+        '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
         '  if [ -n "$why" ]; then echo "queued again $why"; scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi',
         "fi",
-        *at_end,
+        *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
         "exit $code",
     ]
 

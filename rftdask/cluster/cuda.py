@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from rftdask.cluster.base import Layout, visible_gpus
-from rftdask.cluster.local import LocalCluster
+from rftdask.cluster.local import LocalCluster, preloads
 from rftdask.errors import UserError
 
 
@@ -66,7 +66,7 @@ def placed(base: Any, layout: Layout) -> Any:
                 "name": worker.name,
                 "resources": dict.fromkeys(worker.resources, 1),
                 # Not dask-cuda's own, which takes GPU memory for the worker.
-                "preload": ["rftdask.cluster.preload"],
+                "preload": preloads(worker.resources),
                 "preload_argv": [],
                 "dashboard": False,
                 "dashboard_address": None,

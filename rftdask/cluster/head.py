@@ -14,7 +14,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster.base import CONTROL_RESOURCE, Cluster, Layout, close_in_turn
-from rftdask.cluster.local import DASK_CONFIG
+from rftdask.cluster.local import DASK_CONFIG, preloads
 from rftdask.cluster.private import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
@@ -57,7 +57,7 @@ class HeadCluster(Cluster):
                 "dashboard_address": None,
                 "memory_limit": 0,
                 "silence_logs": logging.CRITICAL,
-                "preload": ["rftdask.cluster.preload"],
+                "preload": preloads((CONTROL_RESOURCE,)),
                 "resources": {CONTROL_RESOURCE: 1},
             },
         }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from rftdask.cluster.base import Cluster, Layout, WorkerPlan, close_in_turn, scaled, visible_gpus
+from rftdask.cluster.base import EXPLORER_RESOURCE, Cluster, Layout, WorkerPlan, close_in_turn, scaled, visible_gpus
 from rftdask.errors import WaitTimeout
 
 _START_DEADLINE_S = 120
@@ -28,6 +29,12 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.comm.retry.count": 3,
     "distributed.worker.multiprocessing-method": "spawn",
 }
+
+
+def preloads(resources: Collection[str]) -> list[str]:
+    """Of a worker process that this one starts. Explorers end at once when they are told to: nothing needs them."""
+    outlasts = [] if EXPLORER_RESOURCE in resources else ["rftdask.cluster.outlast"]
+    return ["rftdask.cluster.preload", *outlasts]
 
 
 class LocalCluster(Cluster):
@@ -80,7 +87,7 @@ class LocalCluster(Cluster):
                 # The data is in child processes, which the nanny does not see.
                 "memory_limit": 0,
                 "silence_logs": logging.CRITICAL,
-                "preload": ["rftdask.cluster.preload"],
+                "preload": preloads(worker.resources),
                 "resources": dict.fromkeys(worker.resources, 1),
                 "env": env,
             },

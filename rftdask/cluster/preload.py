@@ -1,4 +1,4 @@
-"""Preload of every local worker process. Ctrl-C reaches the whole terminal group; only the driver is to act on it."""
+"""Preload of every worker process. Ctrl-C reaches the whole terminal group; only the driver is to act on it."""
 
 from __future__ import annotations
 

@@ -145,8 +145,11 @@ class Gang:
         worker_deadline_s: float,
         note: Callable[[str], None],
         cancelled: Callable[[], bool],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """make_spec: (rank, rendezvous) -> spec; note: told of restarts; cancelled: the run is over, stop trying."""
+        """make_spec: (rank, rendezvous) -> spec; note: told of restarts; cancelled: the run is over, stop trying;
+        stopping: it is to end; ranks see that for themselves, so this is for the time when there are none.
+        """
         self._client = client
         self._make_spec = make_spec
         self._world_size = world_size
@@ -154,10 +157,13 @@ class Gang:
         self._worker_deadline_s = worker_deadline_s
         self._note = note
         self._cancelled = cancelled
+        self._stopping = stopping
         self._generation = 0
 
-    def run(self) -> dict[str, Any]:
-        """The result of rank 0. Raises: RoleError: out of restarts, with the last cause; FencedError; UserError."""
+    def run(self) -> dict[str, Any] | None:
+        """The result of rank 0; None: it was to end while no rank was at work. Raises: RoleError: out of restarts, with
+        the last cause; FencedError; UserError.
+        """
         while True:
             try:
                 return self._run_generation()
@@ -171,8 +177,10 @@ class Gang:
                     f"trainer restarts from its newest checkpoint ({self._generation} of {self._max_restarts}): {error}"
                 )
 
-    def _run_generation(self) -> dict[str, Any]:
+    def _run_generation(self) -> dict[str, Any] | None:
         addresses = self._wait_for_workers()
+        if not addresses:
+            return None
         try:
             rendezvous = self._client.run(free_address, workers=addresses[:1])[addresses[0]]
         except (OSError, KeyError) as error:
@@ -233,8 +241,11 @@ class Gang:
         )
 
     def _wait_for_workers(self) -> list[str]:
+        """Empty: it is not worth waiting for them any more."""
         deadline = time.monotonic() + self._worker_deadline_s
         while True:
+            if self._stopping():
+                return []
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
             if len(able) >= self._world_size:

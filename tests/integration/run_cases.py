@@ -158,6 +158,12 @@ class RunProcess:
         """SIGINT to all processes of the group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """SIGTERM to every process of the run, wherever it hangs in the tree, as SLURM does to a job that it ends."""
+        for process in self.survivors():
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+
     def pause(self) -> None:
         """Nothing in the process group runs on; engines and ranks are groups of their own and wait for it."""
         os.killpg(self.process.pid, signal.SIGSTOP)

@@ -1,10 +1,12 @@
 """Runs that are asked to stop, and runs that may not start. Promises:
 
-- Ctrl-C ends a run with a checkpoint and exit code 130, and the same command continues it to its end;
+- Ctrl-C ends a run with a checkpoint and exit code 130, SIGTERM to its driver or to all of its processes with 143, and
+  the same command continues it to its end;
 - a run folder has one owner: a second start is refused, says who works there, and disturbs nothing;
 - a config that does not belong to the folder is refused, naming the keys.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,19 +30,24 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_continues(config: Path) -> None:
+@pytest.mark.parametrize(
+    ("ask", "code"), [(RunProcess.interrupt, 130), (RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_continues(
+    config: Path, ask: Callable[[RunProcess], None], code: int
+) -> None:
     folder = run_folder(config)
     settings = ("trainer.total_steps=80", "trainer.save_interval=0")
     with RunProcess("run", str(config), *settings) as run:
         run.wait_until(lambda: num_steps(folder) >= 3)
-        run.interrupt()
+        ask(run)
         ended = run.end()
         run.wait_for_no_survivors()
-    assert ended.code == 130, ended
+    assert ended.code == code, ended
     assert "stopped" in ended.out
     stopped_at = read_number(folder / "latest_checkpointed_iteration.txt")
     assert 3 <= stopped_at < 80
-    assert_sound(folder)
+    assert assert_sound(folder)["step"] == stopped_at, "nothing is trained again"
 
     finish(config, *settings)
     assert assert_sound(folder)["checkpoint"] == 80

@@ -84,15 +84,24 @@ def make_spec(rank: int, rendezvous: tuple[str, int]) -> RankSpec:
     return RankSpec({}, "memory://x", None, rank, 1, rendezvous, 1, None)
 
 
-def gang(client: FakeClient, *, world_size: int = 1, notes: list[str] | None = None, cancelled: bool = False) -> Gang:
+def gang(
+    client: FakeClient,
+    *,
+    world_size: int = 1,
+    notes: list[str] | None = None,
+    cancelled: bool = False,
+    worker_deadline_s: float = 0.0,
+    stopping: bool | Callable[[], bool] = False,
+) -> Gang:
     return Gang(
         client,  # type: ignore[arg-type]  # the few calls that a gang makes
         make_spec,
         world_size=world_size,
         max_restarts=2,
-        worker_deadline_s=0.0,
+        worker_deadline_s=worker_deadline_s,
         note=(notes if notes is not None else []).append,
         cancelled=lambda: cancelled,
+        stopping=stopping if callable(stopping) else lambda: stopping,
     )
 
 
@@ -143,6 +152,14 @@ def test_a_run_that_ends_calls_its_ranks_off() -> None:
     with pytest.raises(RoleError, match="the run ended while the trainer was at work"):
         gang(client, cancelled=True).run()
     assert client.cancelled == [1]
+
+
+def test_a_run_that_is_to_end_waits_for_no_trainer_workers() -> None:
+    waiting = gang(FakeClient({"tcp://a": False}), worker_deadline_s=60.0, stopping=True)
+    assert waiting.run() is None
+    lost = FakeClient({"tcp://a": True}, [RoleError("lost")], [{"step": 9}])
+    restarted = gang(lost, stopping=lambda: len(lost.submitted) > 0)
+    assert restarted.run() is None, "the newest checkpoint is as good"
 
 
 def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
