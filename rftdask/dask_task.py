@@ -1,10 +1,15 @@
-"""What a Dask task can know of itself. Dask cannot stop a running thread, so a task that waits has to look."""
+"""What a Dask task can know of itself, and others of its worker. Dask cannot stop a running thread, so a task that
+waits has to look.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from distributed import get_worker
+
+LEAVING_TOPIC = "rftdask-leaving"
+"""Where it is said of a worker, by its address, that it was told to end by who gave it, and not for what it runs."""
 
 
 def make_called_off() -> Callable[[], bool]:

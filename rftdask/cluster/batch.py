@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from distributed import SchedulerPlugin
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
@@ -28,6 +31,7 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
+from rftdask.cluster.join import LEAVING
 from rftdask.cluster.private import PrivateFolder
 from rftdask.config import Config
 from rftdask.config.schema_model import JobConfig
@@ -36,6 +40,8 @@ from rftdask.storage import Storage
 
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
 _LOOK_S = 2.0
+_SOON_S = 0.25
+"""After a worker was lost: its job ends a moment later, and then there is to be another one. The pauses grow again."""
 _MISSING_S = 120.0
 """Of a worker that was there, before its job counts as lost where the batch system is not asked."""
 _SUBMIT_S = 120.0
@@ -48,6 +54,16 @@ log = logging.getLogger(__name__)
 
 class _GivenUp(RoleError):
     """No more jobs are submitted, and the run is to end."""
+
+
+class _OnLoss(SchedulerPlugin):
+    """Calls when a worker leaves the scheduler, in its loop."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self._call()
 
 
 class BatchCluster(HeadCluster):
@@ -64,12 +80,15 @@ class BatchCluster(HeadCluster):
         self._failed_submits = 0
         self._number = 0
         self._error: RftError | None = None
+        self._pause_s = _LOOK_S
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._job_class = job_class(self._system)
         slurm.forget_restarts()
         self._cancel_left_over()
         super().__init__(config, layout, folder)
+        cluster: Any = self._cluster
+        cluster.loop.add_callback(cluster.scheduler.add_plugin, _OnLoss(self._hurry))
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
         self._thread.start()
 
@@ -110,8 +129,13 @@ class BatchCluster(HeadCluster):
                 self._error = RoleError(f"the jobs of the run are no longer kept: {type(error).__name__}: {error}")
                 return
             failures = max(self._failed_submits, *self._failed_starts.values())
-            self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S))
+            pause_s, self._pause_s = self._pause_s, min(1.5 * self._pause_s, _LOOK_S)
+            self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
             self._wake.clear()
+
+    def _hurry(self) -> None:
+        self._pause_s = _SOON_S
+        self._wake.set()
 
     def _look(self) -> None:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
@@ -226,9 +250,10 @@ def job_options(config: Config, role: str, name: str, folder: PrivateFolder, log
             "1",
             "--memory-limit",
             "0",
-            "--preload",
-            "rftdask.cluster.preload",
+            *LEAVING,
         ],
+        # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
+        "python": f"exec {shlex.quote(sys.executable)}",
     }
     if cluster.type == "slurm":
         job: JobConfig = getattr(cluster.slurm, role)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,11 @@ from rftdask.config import Config
 from rftdask.errors import RoleError
 from rftdask.waiting import wait_for
 
+LEAVING = (
+    *("--preload", "rftdask.cluster.preload", "--preload", "rftdask.cluster.leave"),
+    *("--preload-nanny", "rftdask.cluster.leave"),
+)
+"""Options of `dask worker`: it says when it is told to end, and leaves Ctrl-C to others."""
 _LOOK_S = 0.5
 MAX_FAILURES = 3
 """Workers in a row that ended with an error."""
@@ -33,7 +39,7 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     started, failures = 0, 0
     while wait_for(lambda: folder.read_address() is not None, patience_s, _LOOK_S):
         started += 1
-        code = subprocess.run(_command(config, folder, role, started, patience_s), check=False).returncode
+        code = _run(_command(config, folder, role, started, patience_s))
         failures = failures + 1 if code else 0
         if folder.read_address() is None:
             break  # it said that the run is over; one that was killed would have said nothing
@@ -43,6 +49,25 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
                 "they said is above"
             )
     return started
+
+
+def _run(command: list[str]) -> int:
+    """Its exit code. SIGTERM is passed on, and ends this process as soon as the worker has ended."""
+    with subprocess.Popen(command) as worker:
+        told: list[int] = []
+
+        def on_terminate(number: int, _: object) -> None:
+            told.append(number)
+            worker.terminate()
+
+        before = signal.signal(signal.SIGTERM, on_terminate)
+        try:
+            code = worker.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if told:
+        raise SystemExit(128 + signal.SIGTERM)
+    return code
 
 
 def _command(config: Config, folder: PrivateFolder, role: str, number: int, patience_s: float) -> list[str]:
@@ -56,6 +81,6 @@ def _command(config: Config, folder: PrivateFolder, role: str, number: int, pati
         *folder.worker_options(cluster.tls, cluster.interface),
     ]
     command += ["--name", name, "--resources", f"{role}=1", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]
-    command += ["--preload", "rftdask.cluster.preload", "--death-timeout", f"{patience_s:.0f}"]
+    command += [*LEAVING, "--death-timeout", f"{patience_s:.0f}"]
     command += ["--local-directory", os.environ.get("TMPDIR", "/tmp")]
     return command

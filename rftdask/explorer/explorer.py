@@ -27,6 +27,7 @@ from rftdask.buffer.progress import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.schedule import TaskRef, explore_tasks
 from rftdask.buffer.shard import done_batches
 from rftdask.config import Config
+from rftdask.dask_task import LEAVING_TOPIC
 from rftdask.errors import FencedError, RftError, RoleError, UserError
 from rftdask.explorer.blame import STRIKES, Trial
 from rftdask.explorer.elastic import ScaleRule, Seen
@@ -173,6 +174,7 @@ class Explorer:
         pending = self._pending_batches()
         upcoming = next(pending, None)
         self._client.subscribe_topic(BEGAN_TOPIC, lambda event: self._suspects.began(*event[1]))
+        self._client.subscribe_topic(LEAVING_TOPIC, lambda event: self._suspects.leaves(event[1]))
         try:
             while not self._cancelled():
                 self._submit_evals(is_training=upcoming is not None and not self._trainer_has_enough())
@@ -186,6 +188,7 @@ class Explorer:
                     upcoming = next(pending, None)
         finally:
             self._client.unsubscribe_topic(BEGAN_TOPIC)
+            self._client.unsubscribe_topic(LEAVING_TOPIC)
             self._client.cancel([future for _, future in self._outstanding.values()], force=True)
             for writer in self._metrics.values():
                 writer.flush()
@@ -397,11 +400,11 @@ class Explorer:
             return
         if isinstance(error, UserError | FencedError):
             raise error
-        if isinstance(error, KilledWorker) or type(error) is RoleError:
+        if error is None or isinstance(error, KilledWorker) or type(error) is RoleError:
             self._take_loss(spec, str(future.key), error, cause)
             return
         attempts = self._attempts[spec.key] = self._attempts.get(spec.key, 0) + 1
-        if error is not None and not isinstance(error, RftError | OSError):
+        if not isinstance(error, RftError | OSError):
             raise RoleError(f"rollout batch {spec.key} failed: {cause}") from error
         if attempts >= MAX_ATTEMPTS:
             raise RoleError(f"rollout batch {spec.key} failed {attempts} times; the last time: {cause}") from error
@@ -411,12 +414,13 @@ class Explorer:
         self._note(text)
         self._retry.append(spec)
 
-    def _take_loss(self, spec: RolloutSpec, key: str, error: BaseException, cause: str) -> None:
-        """The batch's worker was lost, or its engine, which is as good as that."""
-        was_running = not isinstance(error, KilledWorker) or self._suspects.was_running(
-            key, on=error.last_worker.address
-        )
+    def _take_loss(self, spec: RolloutSpec, key: str, error: BaseException | None, cause: str) -> None:
+        """The batch's worker was lost, or its engine, which is as good as that; error: None: after the batch had ended,
+        so nothing of it is to blame.
+        """
+        was_running = error is not None
         if isinstance(error, KilledWorker):
+            was_running = self._suspects.was_running(key, on=error.last_worker.address)
             cause = f"its worker {error.last_worker.address} was lost"
         trial = self._suspects.lost(spec, was_running, cause)
         log.warning("rollout batch %s runs again: %s (%s)", spec.key, cause, trial)

@@ -1,8 +1,9 @@
 """Suspects: what the explorer remembers of lost workers, and what follows for the rollout batches that they had.
 
-A batch that only waited on a lost worker is no suspect, whoever lost it; the workers say what they begin. The one that
-was running is, and `blame.Trial` says how it runs again. A task found to be poisonous does not run in later epochs.
-This module knows no Dask, and nothing in it is needed to go on after a restart, which would find out anew.
+A batch that only waited on a lost worker is no suspect, whoever lost it; the workers say what they begin. Nor is any
+batch of a worker that said it was told to end: preempted, at its walltime, cancelled. Else the one that was running is,
+and `blame.Trial` says how it runs again. A task found to be poisonous does not run in later epochs. This module
+knows no Dask, and nothing in it is needed to go on after a restart, which would find out anew.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Suspects:
         self._takes_parts = takes_parts
         self._lock = threading.Lock()
         self._running: dict[str, str] = {}
+        self._leaving: set[str] = set()
         self._trials: dict[tuple[str, int, int], Trial] = {}
         self._losses: dict[tuple[str, int, int], int] = {}
         self._poisonous: set[tuple[bool, int, int]] = set()
@@ -50,10 +52,17 @@ class Suspects:
             if self._running.get(worker) == key:
                 del self._running[worker]
 
-    def was_running(self, key: str, on: str) -> bool:
-        """Whether the task may have been under way on the worker: it said so, or did not come to say anything."""
+    def leaves(self, worker: str) -> None:
+        """The worker was told to end. From any thread."""
         with self._lock:
-            return self._running.get(on, key) == key
+            self._leaving.add(worker)
+
+    def was_running(self, key: str, on: str) -> bool:
+        """Whether the worker may have been lost to the task: that was under way, as the worker said, or it did not come
+        to say anything, and it did not leave for another reason.
+        """
+        with self._lock:
+            return on not in self._leaving and self._running.get(on, key) == key
 
     def lost(self, spec: RolloutSpec, was_running: bool, cause: str) -> Trial:
         """A worker that had the batch was lost. Raises: RoleError: too often; or nobody could run it in parts."""

@@ -162,6 +162,7 @@ def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None
         "--name trainer-0-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0} ",
         f"--tls-key {tmp_path}/runs/rftdask/try/control/private/key.pem ",
         "--interface ib0 ",
+        f"\nexec {shlex.quote(sys.executable)} -m distributed.cli.dask_worker ",  # whom SLURM tells to end
     ):
         assert text in script
     assert "#SBATCH -t" not in script  # the partition's default
@@ -217,6 +218,7 @@ def test_an_offline_chain_divides_the_steps_into_rounds(tmp_path: Path) -> None:
 DRIVER = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(60)
 """
@@ -226,7 +228,9 @@ time.sleep(60)
     ("sent", "to_driver", "cancelled", "code", "requeued"),
     [
         (signal.SIGUSR1, False, False, 130, True),  # the walltime is near
-        (signal.SIGINT, False, False, 130, False),  # rftdask cancel, or scancel by hand
+        (signal.SIGINT, False, False, 130, False),  # rftdask cancel
+        (signal.SIGTERM, False, False, 143, False),  # scancel by hand, or a requeue, of which SLURM knows itself
+        (signal.SIGTERM, True, False, 143, False),  # somebody asked the driver alone
         (signal.SIGUSR1, False, True, 130, False),  # both at once
         (signal.SIGKILL, True, False, 137, True),  # the driver ran out of memory, say
     ],

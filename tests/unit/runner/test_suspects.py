@@ -1,6 +1,7 @@
 """Promises of what the explorer remembers of lost workers:
 
-- a batch that waited on a lost worker is no suspect; one that ran there is, also if its worker had no time to say so;
+- a batch that waited on a lost worker is no suspect; one that ran there is, also if its worker had no time to say so,
+  but not if the worker was told to end;
 - a poisonous task is known again in later epochs; its siblings are not;
 - what no task can be to blame for ends the run, with the numbers: losses without end, and task after task.
 """
@@ -98,3 +99,11 @@ def test_a_log_without_parts_ends_the_run_in_place_of_a_search() -> None:
     suspects = Suspects(takes_parts=False)
     with pytest.raises(RoleError, match="cannot keep a part of it"):
         find_poison(suspects, spec(1, 2))
+
+
+def test_a_worker_that_was_told_to_end_blames_nothing_that_it_ran() -> None:
+    suspects = Suspects(takes_parts=True)
+    suspects.began(WORKER, "one")
+    suspects.leaves(WORKER)
+    assert not suspects.was_running("one", on=WORKER)
+    assert suspects.was_running("one", on="tcp://10.0.0.8:4711")

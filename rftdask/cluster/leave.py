@@ -1,0 +1,42 @@
+"""Preload of the workers that a batch system gives and takes, and of their nannies. One that it takes (preempted,
+cancelled, at its walltime) gets SIGTERM, and says so before it goes: then nobody suspects the task that it runs.
+
+It is the nanny that says it, since the worker may be busy; the worker, which may get the signal at the same moment,
+ends a little later. Invariant: who was killed in any other way says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from typing import Any
+
+from distributed import Nanny
+
+from rftdask.dask_task import LEAVING_TOPIC
+
+_LATER_S = 0.5
+_SAY_S = 1.0
+
+
+def dask_setup(server: Any) -> None:
+    """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
+    if not isinstance(server, Nanny):
+        signal.signal(signal.SIGTERM, _end_later)
+
+
+async def dask_teardown(server: Any) -> None:
+    """Called when either closes: the nanny for a signal, or because the run is over, when nobody listens."""
+    address = server.worker_address if isinstance(server, Nanny) else None
+    if address:
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(server.scheduler.log_event(topic=LEAVING_TOPIC, msg=address), _SAY_S)
+
+
+def _end_later(*_: object) -> None:
+    timer = threading.Timer(_LATER_S, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
