@@ -49,6 +49,7 @@ def run(
     overrides: Overrides = None,
     progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) end with a checkpoint."""
     checked = load_config(config, overrides or [])
@@ -60,7 +61,9 @@ def run(
     from rftdask.monitor.summary import render_summary
 
     experiment = Experiment(checked)
-    with _ending_on_sigterm(experiment.stop) as terminated:
+    if with_parent:
+        threading.Thread(target=end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+    with _ending_on_sigterm(lambda: experiment.stop(may_return=True)) as terminated:
         try:
             _wait_for_owner(checked, patience, terminated)
             if terminated():
@@ -429,6 +432,13 @@ def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]
         yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end_with(parent: int) -> None:
+    """SIGTERM to this process once the other one, its parent, is gone: a run must not go on beside its batch system."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], bool]) -> None:

@@ -68,7 +68,7 @@ class Experiment:
         self._progress = Progress(stage=self.config.name)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stop_requested = False
+        self._stop_requested = self._may_return = False
 
     @classmethod
     def from_yaml(cls, path: str | Path, *overrides: str) -> Experiment:
@@ -121,11 +121,12 @@ class Experiment:
         try:
             with ProgressView.create(progress) as view, start_cluster(self.config, layout, storage) as cluster:
                 status = self._run_stages(stages, sizes, cluster, layout, view, folders)
+                cluster.may_return = self._may_return
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            self._stop_requested = False
+            self._stop_requested = self._may_return = False
             note_end(storage, status, error)
             logs.close()
             if folders:
@@ -165,9 +166,12 @@ class Experiment:
             raise self._error
         return self.summary
 
-    def stop(self) -> None:
-        """Ask the run to end with a checkpoint, soon; it can be continued later."""
+    def stop(self, may_return: bool = False) -> None:
+        """Ask the run to end with a checkpoint, soon; it can be continued later. may_return: whoever asks may do that
+        at once, so workers that others started are to wait for it a while.
+        """
         self._stop_requested = True
+        self._may_return = may_return
         if self._stage is not None:
             self._stage.stop()
 

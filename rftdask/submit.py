@@ -34,6 +34,7 @@ MAX_RESTARTS = 100
 """Of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 PATIENCE_S = 120
 """For an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
+_DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
 _CONTROLLER = "controller"
 
 
@@ -136,7 +137,7 @@ def plan_submission(
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
     """The job that drives the run."""
     job = config.cluster.slurm.controller
-    run = _rftdask("run", str(folder.path / CONFIG_FILE), "--progress", "plain", "--patience", str(PATIENCE_S))
+    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     lines = _header(config, _CONTROLLER, job, log_folder(storage, folder), f"--signal=B:USR1@{WARNING_S}")
     return _text([*lines, "", *job.prologue, *driver_shell(folder, run)])
 
@@ -159,7 +160,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
                 f"srun --het-group={group} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
                 f"--open-mode=append bash -c {shlex.quote(prologue)} &"
             )
-    run = _rftdask("run", str(folder.path / CONFIG_FILE), "--progress", "plain", "--patience", str(PATIENCE_S))
+    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     text = _text([*lines, "", *roles.controller.prologue, *driver_shell(folder, run, steps)])
     return Script(_CONTROLLER, _CONTROLLER, text)
 
@@ -181,7 +182,7 @@ def offline_scripts(
     logs, path, scripts = log_folder(storage, folder), str(folder.path / CONFIG_FILE), []
     for number in range(1, rounds + 1):
         steps = f"buffer.total_steps={total * number // rounds}"
-        run = ("run", path, steps, "--progress", "plain", "--patience", str(PATIENCE_S))
+        run = ("run", path, steps, *_DRIVER_OPTIONS)
         explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer
         engines = f"explorer.rollout_model.engine_num={explore_jobs}"
         drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)

@@ -125,6 +125,8 @@ class Cluster(ABC):
     client: Client
     worker_deadline_s: float = 300.0
     """How long the workers of a role may take to join; on a batch system that is the time in its queue."""
+    may_return: bool = False
+    """Set before `close`: the run may go on in a moment, so workers that others started are not told it is over."""
 
     @abstractmethod
     def scale(self, role: str, num_workers: int) -> None:

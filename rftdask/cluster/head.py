@@ -84,7 +84,8 @@ class HeadCluster(Cluster):
         return sum(role in worker.resources for worker in self._layout.workers)
 
     def close(self) -> None:
-        self._folder.remove_address(self.address)
+        if not self.may_return:
+            self._folder.remove_address(self.address)
         close_in_turn(self.client, self._cluster)
         self._restore.__exit__(None, None, None)
 

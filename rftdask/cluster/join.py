@@ -1,7 +1,7 @@
 """Join: a worker for one role, on this machine, of a run whose scheduler is somewhere else. Scripts and srun start it.
 
-It outlives a scheduler that is killed: the worker ends, and another one is started as soon as there is a scheduler
-again. It ends well with the run, which takes its address back, or when there is none for a while.
+It outlives a scheduler that is killed or that may return: the worker ends, and another one is started as soon as a
+scheduler answers again. It ends well with the run, which takes its address back, or when none answers for a while.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LEAVING = (
 )
 """Options of `dask worker`: it says when it is told to end, and leaves Ctrl-C to others."""
 _LOOK_S = 0.5
+_KNOCK_S = 5.0
 MAX_FAILURES = 3
 """Workers in a row that ended with an error."""
 
@@ -37,7 +38,7 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     Raises: RoleError: workers cannot be started here.
     """
     started, failures = 0, 0
-    while wait_for(lambda: folder.read_address() is not None, patience_s, _LOOK_S):
+    while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):
         started += 1
         code = _run(_command(config, folder, role, started, patience_s))
         failures = failures + 1 if code else 0
@@ -49,6 +50,18 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
                 "they said is above"
             )
     return started
+
+
+def _answers(address: str | None) -> bool:
+    """Whether somebody listens there; Dask's worker would knock for half a minute where nobody does any more."""
+    if address is None:
+        return False
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _KNOCK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _run(command: list[str]) -> int:

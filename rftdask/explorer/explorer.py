@@ -58,6 +58,7 @@ MAX_ATTEMPTS = 4
 _TICK_S = 0.25
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
+_RESULT_LOOK_S = 1.0
 _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
@@ -390,7 +391,7 @@ class Explorer:
                 return
 
     def _take(self, spec: RolloutSpec, future: Future) -> None:
-        result, error, cause = _outcome(future)
+        result, error, cause = _outcome(future, self._cancelled)
         if result is not None:
             self._suspects.ended(result.worker, str(future.key))
             self._add(spec, result)
@@ -528,12 +529,17 @@ class Explorer:
         remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))
 
 
-def _outcome(future: Future) -> tuple[RolloutResult | None, BaseException | None, str]:
+def _outcome(future: Future, called_off: Callable[[], bool]) -> tuple[RolloutResult | None, BaseException | None, str]:
     """What an ended task came to: its result, or else its error, if it has one, and the cause in words."""
     if future.status == "finished":
-        try:
-            return future.result(timeout=_RESULT_S), None, ""
-        except (TimeoutError, CancelledError):
-            return None, None, "its worker was lost with the result"
+        end = time.monotonic() + _RESULT_S
+        while time.monotonic() < end and not called_off():
+            try:
+                return future.result(timeout=_RESULT_LOOK_S), None, ""
+            except TimeoutError:
+                continue
+            except CancelledError:
+                break
+        return None, None, "its worker was lost with the result"
     error = future.exception() if future.status == "error" else None
     return None, error, f"{type(error).__name__}: {error}" if error is not None else f"the task is {future.status}"

@@ -5,7 +5,9 @@
 - in one allocation a run goes on where it was when its driver is killed with -9;
 - a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
   that nobody disturbed, and each job's worker is told from the one before by its name;
-- a chain of jobs explores and trains over one log, in rounds;
+- a controller that SLURM ends is told so, ends its run with a checkpoint, and comes back if SLURM queues it again;
+- a chain of jobs explores and trains over one log, in rounds, also when SLURM queues a job of either kind again that
+  was in the middle of it;
 - what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind.
 
 Skipped where SLURM does not answer (`sinfo -h`).
@@ -28,11 +30,11 @@ import yaml
 
 from rftdask import Experiment
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import read_jobs
+from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.errors import RftError
 from rftdask.run_folder import lease_holder
 from rftdask.storage import open_storage
-from tests.integration.run_cases import assert_sound, call_cli, num_steps, write_config
+from tests.integration.run_cases import assert_sound, call_cli, num_shards, num_steps, write_config
 
 DEADLINE_S = 300.0
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
@@ -77,8 +79,11 @@ class Demo:
         self.config.write_text(yaml.safe_dump(tree))
         self.folder = folder / "runs" / "rftdask" / "demo"
 
+    def jobs(self) -> list[JobRecord]:
+        return read_jobs(open_storage(self.folder))
+
     def job_ids(self, *roles: str) -> list[str]:
-        return [job.job_id for job in read_jobs(open_storage(self.folder)) if not roles or job.role in roles]
+        return [job.job_id for job in self.jobs() if not roles or job.role in roles]
 
     def alive(self, *roles: str) -> dict[str, str]:
         return slurm.states(self.job_ids(*roles))
@@ -193,19 +198,25 @@ def test_one_allocation_holds_all_roles_and_comes_back_when_its_driver_is_killed
     assert assert_sound(demo.folder)["checkpoint"] > before
 
 
-def test_a_chain_of_jobs_explores_and_trains_in_rounds(tmp_path: Path) -> None:
+def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again(tmp_path: Path) -> None:
     demo = Demo(
         tmp_path,
-        ("buffer", "total_steps", 4),
+        ("buffer", "total_steps", 40),
         ("trainer", "total_steps", None),
+        ("trainer", "save_interval", 1),
         ("synchronizer", "sync_style", "fully_async"),
     )
     try:
         ended = call_cli("submit", str(demo.config), "--offline", "--rounds", "2", "--explore-jobs", "2")
         assert ended.code == 0, ended
+        (explore,), (train,) = ([j.job_id for j in demo.jobs() if j.name == name] for name in ("explore-1", "train-1"))
+        wait_until(lambda: num_shards(demo.folder) >= 1, "a shard")
+        slurm.call("scontrol", "requeue", f"{explore}_0")  # that drives
+        wait_until((demo.folder / "latest_checkpointed_iteration.txt").exists, "a checkpoint")
+        slurm.call("scontrol", "requeue", train)
         demo.wait_for_end()
         status = assert_sound(demo.folder)
-        assert (status["step"], status["explore_step"]) == (4, 4), demo.log()
+        assert (status["step"], status["explore_step"]) == (40, 40), demo.log()
     finally:
         demo.cancel_all()
 
@@ -219,6 +230,9 @@ def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Pat
     assert done.returncode == 0, (done.stdout, done.stderr, [path.read_text()[-4000:] for path in logs.glob("*.log")])
     assert "3 kills (1 x controller requeue, 1 x preemption, 1 x trainer)" in done.stdout
     assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
+    said = "".join(path.read_text() for path in logs.glob("controller-*"))
+    assert "SIGTERM: the run ends with a checkpoint" in said
+    assert "losses in a row" not in said, "what a preempted explorer ran is no suspect"
     # SLURM lets jobs inherit how often the job that submits them was restarted; their own count begins at 0.
     submitted = re.findall(r"submitted job (\d+)", (logs / "driver.log").read_text())
     joined = re.findall(r"worker \w+-\d+-(\d+)-(\d+) .* joined", (logs / "driver.log").read_text())

@@ -260,6 +260,26 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
+def test_a_driver_does_not_outlive_the_script_of_its_job(tmp_path: Path) -> None:
+    ready, told = tmp_path / "ready", tmp_path / "told"
+    watching = f"""
+import os, pathlib, signal, time
+from rftdask.cli import end_with
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).touch())
+parent = os.getppid()
+pathlib.Path({str(ready)!r}).touch()
+end_with(parent)
+"""
+    script = f"{shlex.join([sys.executable, '-c', watching])} & wait"
+    with subprocess.Popen(["bash", "-c", script]) as shell:
+        wait_for(ready.exists)
+        shell.kill()
+    wait_for(told.exists)
+    config = configured(tmp_path)
+    text = controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
+    assert " --with-parent &\n" in text
+
+
 def test_a_controller_that_was_cancelled_before_it_started_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / CANCELLED_FILE).touch()
     script = "\n".join(driver_shell(PrivateFolder(tmp_path), f"touch {tmp_path}/ran"))

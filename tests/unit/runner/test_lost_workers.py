@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class FakeFuture:
         self.key = key
         self.outcome = outcome
         self.status = (
-            "error" if isinstance(outcome, Exception) and not isinstance(outcome, TimeoutError) else "finished"
+            "error" if isinstance(outcome, Exception) and not isinstance(outcome, CancelledError) else "finished"
         )
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -83,7 +84,7 @@ def ended_well(client: FakeClient, key: str, spec: RolloutSpec) -> RolloutResult
 
 
 def lost_with_the_result(client: FakeClient, key: str, spec: RolloutSpec) -> Exception:
-    return TimeoutError()
+    return CancelledError()
 
 
 def told_to_end(client: FakeClient, key: str, spec: RolloutSpec) -> Exception:
