@@ -1,13 +1,15 @@
 """Chaos: a run whose processes are killed at random moments, and what it comes to.
 
     python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
-                               [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...]
+                               [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...] [--model quickstart]
 
 A run with a fake model and real processes, in style fixed, is made twice: undisturbed, and while something is killed
 with signal 9 again and again: an explorer worker, an engine, the trainer's rank, its worker (with the synchronizer), or
 the driver, which is also the scheduler; this script then starts the same command again, as a batch system would. With
 `--slurm` both runs are submitted to the SLURM of this machine, with explorers on its partition `spot`, and explorer
 jobs are preempted, requeued and cancelled, too, as are the jobs of trainer and controller; nobody starts them again.
+With `--model quickstart` nothing is fake: it is the GRPO stage of config/quickstart.yaml, from the model that its first
+stage makes; steps take seconds, so a few are enough (--steps 8 --kills 4).
 A kill comes each time that a share of the steps is done, so it does as much harm on a busy machine as on a quiet one;
 or, with `--every`, after about so many seconds.
 
@@ -21,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,71 +32,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import yaml
+from chaos_configs import fake_tree, quickstart_tree, write_config
 from chaos_runs import SILENCE_S, LocalRun, Run, SlurmRun, read_recoveries, render, wait_until
 
 from rftdask.buffer.ledger import Ledger
 from rftdask.buffer.shard import ShardName
 from rftdask.storage import open_storage
-
-WORKFLOW = """
-import asyncio
-
-async def long_tailed(task, model):
-    answer = await model.generate(task.prompt)
-    await asyncio.sleep({rollout_s} if task.index % 8 else {longest_s})
-    return float(len(answer.tokens) % 3)
-"""
-
-
-def write_config(
-    folder: Path, name: str, steps: int, explorers: int, rollout_s: float, ahead: int, on_slurm: bool
-) -> Path:
-    """rollout_s: of seven rollouts in eight, the others take ten times as long; ahead: steps off policy."""
-    (folder / "chaos_workflow.py").write_text(WORKFLOW.format(rollout_s=rollout_s, longest_s=10 * rollout_s))
-    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(64)]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
-    tree: dict[str, Any] = {
-        "name": name,
-        "project": "chaos",
-        "checkpoint_root_dir": str(folder / "runs"),
-        "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
-        "algorithm": {"algorithm_type": "grpo", "repeat_times": 2, "kl_loss_fn": "none"},
-        "cluster": slurm_section(folder) if on_slurm else {"num_cpus": 1 + explorers},
-        "buffer": {
-            "batch_size": 4 * explorers,
-            "total_epochs": 100_000,
-            "explorer_input": {
-                "taskset": {"path": str(folder / "tasks.jsonl"), "format": columns},
-                "default_workflow_type": "chaos_workflow.long_tailed",
-                "default_reward_fn_type": "exact_reward",
-            },
-        },
-        "explorer": {"tasks_per_batch": 4, "rollout_model": {"engine_type": "fake", "engine_num": explorers}},
-        "trainer": {"trainer_type": "fake", "total_steps": steps, "save_interval": 5, "max_restarts": 100_000},
-        "synchronizer": {"sync_offset": ahead},
-        "monitor": {"monitor_type": "none"},
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def slurm_section(folder: Path) -> dict[str, Any]:
-    path = shlex.quote(os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    common = {"walltime": "01:00:00", "memory": "1GB", "prologue": [f"export OMP_NUM_THREADS=1 PYTHONPATH={path}"]}
-    return {
-        "type": "slurm",
-        "interface": "lo",
-        "slurm": {
-            "controller": {"partition": "main", **common},
-            "trainer": {"partition": "main", "gres": "gpu:1", **common},
-            "explorer": {"partition": "spot", "gres": "gpu:1", **common},
-        },
-    }
 
 
 def draw(kinds: Sequence[str], kills: int, seed: int) -> list[str]:
@@ -209,6 +151,7 @@ def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slurm", action="store_true", help="as jobs of the SLURM of this machine")
+    parser.add_argument("--model", choices=("fake", "quickstart"), default="fake")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--kinds", default="", help="what to kill, separated by commas; without it, everything")
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
@@ -230,8 +173,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rftdask-chaos-") as temporary:
         folder = (args.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        real = args.model == "quickstart"
+        tree = quickstart_tree(folder, args.explorers) if real else fake_tree(folder, args.explorers, args.rollout_s)
         plain, chaos = (
-            write_config(folder, name, args.steps, args.explorers, args.rollout_s, args.ahead, kind is SlurmRun)
+            write_config(folder, name, tree, args.steps, args.explorers, args.ahead, kind is SlurmRun)
             for name, kind in (("undisturbed", reference), ("chaos", start))
         )
         plain_s, other = run_undisturbed(reference, plain)

@@ -258,33 +258,46 @@ def _command_line(process: psutil.Process) -> str:
 # ---- how long explorers were away, by the driver's log
 
 
-class Recoveries(NamedTuple):
-    """Seconds."""
+class Away(NamedTuple):
+    """How long an explorer was not there, in seconds."""
 
-    starts: list[float]
-    """From the submission of an explorer's job until its worker had joined."""
-    by_kind: dict[str, list[float]]
-    """From a strike at an explorer until a worker had joined in its place."""
+    total_s: float
+    """From the submission of its job, or from a strike at it, until its worker, or one in its place, had joined."""
+    own_s: float
+    """Without what is SLURM's: from the submission of a job, or from its end, until its script began."""
+
+
+class Recoveries(NamedTuple):
+    starts: list[Away]
+    by_kind: dict[str, list[Away]]
 
 
 def read_recoveries(run: Run) -> Recoveries:
     """Those that a strike at the controller did not interrupt."""
     text = "".join(path.read_text() for path in sorted((run.folder / "log").glob("driver.log*"), reverse=True))
+    jobs = "".join(path.read_text() for path in (run.folder / "log").glob("explorer-*.log"))
+    began = sorted((float(at), job) for job, at in re.findall(r"^job (\d+) begins at ([\d.]+)$", jobs, re.MULTILINE))
     submitted = [(at, job) for at, job in _events(text, r"submitted job (\d+) \(explorer-")]
     joined = [(at, job) for at, job in _events(text, r"worker explorer-\d+-(\d+)-\d+ .*joined")]
-    starts = [ended - at for at, job in submitted if (ended := _next(joined, job, at)) is not None]
-    by_kind: dict[str, list[float]] = {}
+    starts = [
+        Away(end - at, end - (_last(began, job, at, end) or at))
+        for at, job in submitted
+        if (end := _next(joined, job, at)) is not None
+    ]
+    by_kind: dict[str, list[Away]] = {}
     for strike in run.strikes:
-        job_id: str | None = strike.job_id
+        job_id, slurms_s = strike.job_id, strike.at
         if strike.kind == "scancel":
-            job_id = next((job for at, job in submitted if at > strike.at), None)
+            slurms_s, job_id = next(((at, job) for at, job in submitted if at > strike.at), (strike.at, ""))
         elif strike.kind not in ("preemption", "requeue", "explorer worker"):
             continue
         end = _next(joined, job_id, strike.at)
         if end is not None and not any(
             strike.at < other.at < end and other.kind in ("driver", "controller requeue") for other in run.strikes
         ):
-            by_kind.setdefault(strike.kind, []).append(end - strike.at)
+            # From here on SLURM had it, until its script began; a worker that was killed starts again within its job.
+            again_s = _last(began, job_id, slurms_s, end) or slurms_s
+            by_kind.setdefault(strike.kind, []).append(Away(end - strike.at, end - strike.at - (again_s - slurms_s)))
     return Recoveries(starts, by_kind)
 
 
@@ -294,14 +307,21 @@ def _events(text: str, pattern: str) -> Iterator[tuple[float, str]]:
             yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), found.group(1)
 
 
-def _next(events: list[tuple[float, str]], job_id: str | None, after: float) -> float | None:
+def _next(events: list[tuple[float, str]], job_id: str, after: float) -> float | None:
     return next((at for at, job in events if job == job_id and at > after), None)
 
 
+def _last(events: list[tuple[float, str]], job_id: str, after: float, before: float) -> float | None:
+    return max((at for at, job in events if job == job_id and after < at < before), default=None)
+
+
 def render(found: Recoveries) -> str:
-    start_s = statistics.median(found.starts)
-    told = [
-        f"{kind} {statistics.median(times):.1f} s ({statistics.median(times) / start_s:.2f} of a start, {len(times)})"
-        for kind, times in sorted(found.by_kind.items())
-    ]
-    return f"an explorer's job starts in {start_s:.1f} s ({len(found.starts)}); it is back after {', '.join(told)}"
+    lines = []
+    for name, what in (("total_s", "in all"), ("own_s", "without SLURM's part")):
+        start_s = statistics.median(getattr(away, name) for away in found.starts)
+        told = [f"{what}: an explorer's job starts in {start_s:.1f} s ({len(found.starts)})"]
+        for kind, cases in sorted(found.by_kind.items()):
+            back_s = statistics.median(getattr(away, name) for away in cases)
+            told.append(f"back from {kind} in {back_s:.1f} s ({back_s / start_s:.2f} of a start, {len(cases)})")
+        lines.append("; ".join(told))
+    return "\n".join(lines)

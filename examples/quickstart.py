@@ -18,14 +18,18 @@ from rftdask.toy import build_toy_model, write_toy_tasks
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 
 
-def main(overrides: list[str]) -> None:
-    began = time.monotonic()
-    experiment = Experiment.from_yaml(CONFIG, *overrides)
-    assets = Path(experiment.config.checkpoint_root_dir) / "toy"
+def make_toy(assets: Path) -> None:
+    """The model and its tasks, unless they are there."""
     if not (assets / "model" / "model.safetensors").exists():  # the last file that is written
         write_toy_tasks(assets)
         # One wide layer of many heads learns these sums in fewer steps than deeper models of as many weights.
         build_toy_model(assets / "model", hidden_size=256, intermediate_size=512, num_layers=1, num_heads=16)
+
+
+def main(overrides: list[str]) -> None:
+    began = time.monotonic()
+    experiment = Experiment.from_yaml(CONFIG, *overrides)
+    make_toy(Path(experiment.config.checkpoint_root_dir) / "toy")
     summary = experiment.run()
     Console().print(render_summary(summary))
     seconds = time.monotonic() - began
