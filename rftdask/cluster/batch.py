@@ -129,7 +129,7 @@ class BatchCluster(HeadCluster):
                 self._error = RoleError(f"the jobs of the run are no longer kept: {type(error).__name__}: {error}")
                 return
             failures = max(self._failed_submits, *self._failed_starts.values())
-            pause_s, self._pause_s = self._pause_s, min(1.5 * self._pause_s, _LOOK_S)
+            pause_s, self._pause_s = self._pause_s, min(1.3 * self._pause_s, _LOOK_S)
             self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
             self._wake.clear()
 

@@ -1,8 +1,8 @@
 """Preload of the workers that a batch system gives and takes, and of their nannies. One that it takes (preempted,
 cancelled, at its walltime) gets SIGTERM, and says so before it goes: then nobody suspects the task that it runs.
 
-It is the nanny that says it, since the worker may be busy; the worker, which may get the signal at the same moment,
-ends a little later. Invariant: who was killed in any other way says nothing.
+It is the nanny that says it, since the worker may be busy, and then kills the worker, which may have got the signal at
+the same moment and waits for that. Invariant: who was killed in any other way says nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from distributed import Nanny
 
 from rftdask.dask_task import LEAVING_TOPIC
 
-_LATER_S = 0.5
+_LATER_S = 5.0
+"""After which a worker ends whose nanny does not end it."""
 _SAY_S = 1.0
 
 
@@ -34,6 +35,9 @@ async def dask_teardown(server: Any) -> None:
     if address:
         with contextlib.suppress(OSError, TimeoutError):
             await asyncio.wait_for(server.scheduler.log_event(topic=LEAVING_TOPIC, msg=address), _SAY_S)
+        if server.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server.pid, signal.SIGKILL)
 
 
 def _end_later(*_: object) -> None:
