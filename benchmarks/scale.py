@@ -24,13 +24,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import dask
 import numpy as np
 from buffer import measure_long_log
-from distributed import Client, LocalCluster, get_client
+from distributed import Client, LocalCluster, get_client, get_worker
 
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import load_config
@@ -41,6 +42,7 @@ from rftdask.monitor.metrics import MetricsWriter
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
 from rftdask.synchronizer.weights import publish_weights
+from rftdask.waiting import wait_for
 
 TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384
@@ -173,6 +175,7 @@ def simulated_workers(count: int) -> Iterator[Client]:
             processes=False,
             resources={"explorer": 1},
             dashboard_address=None,
+            memory_limit=0,  # of one process, whose memory each of 256 workers would take for its own
             silence_logs=50,
         ) as cluster,
         Client(cluster) as client,
@@ -181,14 +184,18 @@ def simulated_workers(count: int) -> Iterator[Client]:
         yield client
 
 
-BEGAN = threading.Semaphore(0)
-"""Released by each worker that is about to wait: they are threads of this process."""
+WAITS_TOPIC = "waits"
+"""Where each worker says for which version it is about to wait."""
 
 
 def wait_in_worker(url: str, version: int) -> float:
-    BEGAN.release()
+    get_worker().log_event(WAITS_TOPIC, version)
     SyncHandle(open_storage(url), get_client()).wait_for_version(version, 60)
     return time.perf_counter()
+
+
+def all_wait(client: Client, version: int, num_workers: int) -> bool:
+    return sum(message == version for _, message in client.get_events(WAITS_TOPIC)) == num_workers
 
 
 def measure_notice(client: Client, publishes: int) -> float:
@@ -199,8 +206,8 @@ def measure_notice(client: Client, publishes: int) -> float:
     delays = []
     for version in range(1, publishes + 1):
         futures = [client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in names]
-        for _ in names:
-            BEGAN.acquire(timeout=120)
+        if not wait_for(partial(all_wait, client, version, len(names)), 120, 0.1):
+            raise SystemExit(f"fewer than {len(names)} workers came to wait for a version")
         time.sleep(0.5)  # until the last of them waits
         publish_weights(storage, version, b"weights", "main")
         moved = time.perf_counter()
