@@ -4,6 +4,7 @@ mend it, 130 and 143 it was asked to end, with work left (Ctrl-C, SIGTERM).
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import os
@@ -41,6 +42,7 @@ EXIT_USER = 2
 EXIT_STOPPED = 130
 EXIT_TERMINATED = 143
 _LOOK_S = 1.0
+_NOTICE_S = 0.1
 
 
 @app.command()
@@ -414,23 +416,37 @@ def _status_lines(stage: object) -> list[tuple[str, str]]:
 def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """SIGTERM calls `stop`, however often it comes: SLURM sends it to a script and all its processes, and the script
     sends it on. What it gives tells whether there was one.
+
+    A thread calls it: it writes to storage, and takes locks that the code which a signal interrupts may hold.
     """
     came: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_NOTICE_S):
+            if came:
+                try:
+                    stop()
+                except BaseException:
+                    _thread.interrupt_main()  # it could not be asked to end well, so it ends at once
+                    raise
+                return
 
     def on_terminate(number: int, _: object) -> None:
         came.append(number)
         if len(came) == 1:
             with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
                 os.write(2, b"SIGTERM: the run ends with a checkpoint\n")
-            stop()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # signals are the main thread's
         return
     before = signal.signal(signal.SIGTERM, on_terminate)
+    threading.Thread(target=look, name="sigterm", daemon=True).start()
     try:
         yield lambda: bool(came)
     finally:
+        over.set()
         signal.signal(signal.SIGTERM, before)
 
 

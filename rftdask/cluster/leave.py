@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
 from typing import Any
 
 from distributed import Nanny
 
+from rftdask.cluster.outlast import end_after
 from rftdask.dask_task import LEAVING_TOPIC
 
 _LATER_S = 5.0
@@ -26,7 +26,7 @@ _SAY_S = 1.0
 def dask_setup(server: Any) -> None:
     """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
     if not isinstance(server, Nanny):
-        signal.signal(signal.SIGTERM, _end_later)
+        end_after(_LATER_S)
 
 
 async def dask_teardown(server: Any) -> None:
@@ -38,9 +38,3 @@ async def dask_teardown(server: Any) -> None:
         if server.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGKILL)
-
-
-def _end_later(*_: object) -> None:
-    timer = threading.Timer(_LATER_S, os._exit, (128 + signal.SIGTERM,))
-    timer.daemon = True
-    timer.start()

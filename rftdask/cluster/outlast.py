@@ -17,10 +17,15 @@ GRACE_S = 30.0
 
 def dask_setup(worker: Any) -> None:
     """Called by Dask in the worker's main thread before it joins."""
-    signal.signal(signal.SIGTERM, _end_later)
+    end_after(GRACE_S)
 
 
-def _end_later(*_: object) -> None:
-    timer = threading.Timer(GRACE_S, os._exit, (128 + signal.SIGTERM,))
-    timer.daemon = True
-    timer.start()
+def end_after(grace_s: float) -> None:
+    """From now on SIGTERM ends this process so many seconds later."""
+
+    def end_later(*_: object) -> None:
+        timer = threading.Timer(grace_s, os._exit, (128 + signal.SIGTERM,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_later)
