@@ -32,15 +32,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from rftdask.buffer.batch import batch_from_table
-from rftdask.buffer.experience import Experience, experiences_to_table
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log_files import STEPS_PER_BUCKET, ParquetLog
-from rftdask.buffer.progress import first_open_step, note_complete
-from rftdask.buffer.reader import EntryReader
-from rftdask.buffer.sampling import Cursor, SampleRule
-from rftdask.buffer.source import LogOptions, LogSource
-from rftdask.buffer.writer import BatchWriter
+from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.batches.entry_reader import EntryReader
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.selection import Cursor, SampleRule
+from rftdask.buffer.batches.source import LogOptions, LogSource
+from rftdask.buffer.log.completeness import first_open_step, note_complete
+from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.schema import Experience, experiences_to_table
+from rftdask.buffer.log.writer import BatchWriter
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage, open_storage
 

@@ -36,8 +36,8 @@ from pathlib import Path
 from chaos_configs import fake_tree, quickstart_tree, write_config
 from chaos_runs import SILENCE_S, LocalRun, Run, SlurmRun, read_recoveries, render, wait_until
 
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.shard import ShardName
 from rftdask.storage import open_storage
 
 

@@ -36,15 +36,15 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
-from rftdask.buffer.task import Task
-from rftdask.explorer.batcher import GenerateBatch
-from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.engines.host import EngineClient, EngineSpec
-from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
-from rftdask.explorer.runner import Engines, run_rollout_batch
-from rftdask.explorer.stream import Streaming
-from rftdask.explorer.workflows.base import PolicyModel
-from rftdask.explorer.workflows.registry import workflow
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.streaming_queue import Streaming
+from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.workflows.base import PolicyModel
+from rftdask.rollouts.workflows.registry import workflow
 
 VOCAB_SIZE = 128
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}

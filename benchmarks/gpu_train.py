@@ -29,14 +29,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batch import Batch, supervised_batch
-from rftdask.estimate import GB, TrainSizes, train_parts
-from rftdask.lora import Lora
-from rftdask.model_shape import ModelShape, read_shape
-from rftdask.toy import build_toy_model
+from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.commands.estimate import GB, TrainSizes, train_parts
+from rftdask.models.lora import Lora
+from rftdask.models.model_shape import ModelShape, read_shape
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.lr_schedule import LearningRate
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""

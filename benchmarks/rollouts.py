@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rftdask.buffer.task import Task
-from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
-from rftdask.explorer.runner import Engines, run_rollout_batch
-from rftdask.explorer.sandbox import Nursery, SandboxOptions, SandboxSpec
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
+from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec
 
 
 class _Tokenizer:

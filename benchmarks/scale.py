@@ -36,13 +36,13 @@ from distributed import Client, LocalCluster, get_client, get_worker
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import load_config
 from rftdask.explorer.explorer import ExplorePlan, Explorer
-from rftdask.explorer.rollouts import RolloutResult, RolloutSpec
-from rftdask.explorer.tasks import TaskOrder
+from rftdask.explorer.task_order import TaskOrder
+from rftdask.explorer.worker_task import RolloutResult, RolloutSpec
 from rftdask.monitor.metrics import MetricsWriter
+from rftdask.processes.poll import wait_for
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.synchronizer.weights import publish_weights
-from rftdask.waiting import wait_for
+from rftdask.weights.published import publish_weights
 
 TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384

@@ -30,15 +30,15 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batch import Batch, supervised_batch
-from rftdask.toy import build_toy_model
+from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.attention import hidden_states
 from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.padding import pad
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.model import load_policy
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.schedule import LearningRate
 
 VOCAB_SIZE, NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 14_336, 4, 4, 192
 LR = 1e-6

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from rftdask import Experiment
+from rftdask.models.toy import build_toy_model, write_toy_tasks
 from rftdask.monitor.summary import render_summary
-from rftdask.toy import build_toy_model, write_toy_tasks
 
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 

@@ -96,9 +96,9 @@ def estimate(
     gpu: Annotated[str, typer.Option(help='What fits it: "H100 80GB", "RTX 4090", 48GB')] = "",
 ) -> None:
     """Say how much GPU memory a configuration needs, part by part, and what fits; starts nothing."""
-    from rftdask.estimate import estimate as estimate_memory
-    from rftdask.estimate import gpu_bytes, render, what_fits
-    from rftdask.model_shape import read_shape
+    from rftdask.commands.estimate import estimate as estimate_memory
+    from rftdask.commands.estimate import gpu_bytes, render, what_fits
+    from rftdask.models.model_shape import read_shape
 
     checked = load_config(config, overrides or [])
     _warn(checked.warnings)
@@ -125,7 +125,7 @@ def submit(
     explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
 ) -> None:
     """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
-    from rftdask.submit import plan_submission
+    from rftdask.commands.submit import plan_submission
 
     if offline and single_allocation:
         raise UserError("--offline makes jobs of its own; leave out --single-allocation")
@@ -138,7 +138,7 @@ def submit(
         typer.echo(submission.render())
         return
     # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
-    from rftdask.checks import check_inputs
+    from rftdask.run.preflight import check_inputs
 
     check_inputs(checked.stage_configs())
     for job in submission.submit():
@@ -155,7 +155,7 @@ def join(
 ) -> None:
     """Work for a run whose cluster.type is joined, as one more worker, until it is over."""
     from rftdask.cluster.join import join as work
-    from rftdask.cluster.private import PrivateFolder
+    from rftdask.cluster.secrets_folder import PrivateFolder
     from rftdask.storage import open_storage
 
     if role not in ("trainer", "explorer"):
@@ -172,7 +172,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is added; Ctrl-C ends it")] = False,
 ) -> None:
     """Print the end of the logs of a run and its jobs, also when it is dead."""
-    from rftdask.control import follow_logs, read_logs
+    from rftdask.commands.jobs import follow_logs, read_logs
 
     with contextlib.suppress(KeyboardInterrupt):
         for name, tail in follow_logs(run, role, lines) if follow else read_logs(run, role, lines):
@@ -186,7 +186,7 @@ def cancel(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait before its jobs are killed")] = 600,
 ) -> None:
     """End a run with a checkpoint, wherever it runs; rftdask submit continues it."""
-    from rftdask.control import cancel as end_run
+    from rftdask.commands.jobs import cancel as end_run
 
     end_run(run, timeout, typer.echo)
 
@@ -194,7 +194,7 @@ def cancel(
 @app.command()
 def attach(run: Run) -> None:
     """Look into the cluster of a run: its workers and what they do now. In a notebook: Experiment.attach(RUN)."""
-    from rftdask.control import connect
+    from rftdask.commands.jobs import connect
 
     with connect(run) as client:
         workers = client.scheduler_info(n_workers=-1)["workers"]
@@ -211,8 +211,8 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     experiences do not add up.
     """
     # Late: the other commands do not need Dask's scheduler.
-    from rftdask.control import read_run_jobs
-    from rftdask.status import read_status, to_json
+    from rftdask.commands.jobs import read_run_jobs
+    from rftdask.commands.status import read_status, to_json
 
     found = read_run_jobs(run)
     stages = read_status(run) if found.has_begun else []
@@ -250,7 +250,7 @@ def convert(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, without a network."""
     # Late: it imports torch and transformers.
-    from rftdask.convert import convert as convert_checkpoint
+    from rftdask.commands.convert import convert as convert_checkpoint
 
     done = convert_checkpoint(run, out, step=step, merge_lora=merge_lora)
     typer.echo(f"{done.folder}: step {done.step} of {done.run}")
@@ -270,7 +270,7 @@ def replay(
     """Train again what a run trained after STEP, from its ledger, into RUN/lineages/NAME. Unchanged, it must end with
     the very same weights (exit code 1 if not).
     """
-    from rftdask.replay import replay as train_again
+    from rftdask.commands.replay import replay as train_again
 
     folder, found = train_again(run, step, lineage, overrides or [], progress)  # type: ignore[arg-type]
     typer.echo(folder)
@@ -283,7 +283,7 @@ def conformance() -> None:
     # Late: it imports torch, and every framework that is installed.
     import warnings
 
-    from rftdask.algorithm.conformance import failures, format_table, run_conformance
+    from rftdask.testing.conformance import failures, format_table, run_conformance
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the frameworks warn of when they are imported is theirs
@@ -303,8 +303,8 @@ def experiences(
     """Ask what became of the experiences of a run, in SQL over its files."""
     from rich.console import Console
 
-    from rftdask.lineage.sql import OVERVIEW, query, to_csv, to_json, to_terminal
-    from rftdask.lineage.tables import RunTables
+    from rftdask.provenance.sql import OVERVIEW, query, to_csv, to_json, to_terminal
+    from rftdask.provenance.tables import RunTables
 
     tables = RunTables(run)
     found = query(tables, sql or OVERVIEW)
@@ -318,7 +318,7 @@ def experiences(
 @app.command()
 def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/turn")]) -> None:
     """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
-    from rftdask.lineage.trace import trace as read_trace
+    from rftdask.provenance.trace import trace as read_trace
 
     typer.echo(read_trace(run, uid).render())
 
@@ -334,9 +334,9 @@ def view(
     """Browse the experiences of a run with their tokens, in pages that only this machine sees."""
     from pathlib import Path
 
-    from rftdask.lineage.browse import Browser
-    from rftdask.lineage.pages import static_page
-    from rftdask.lineage.serve import serve
+    from rftdask.provenance.browse import Browser
+    from rftdask.provenance.pages import static_page
+    from rftdask.provenance.serve import serve
 
     if html:
         Path(html).write_text(static_page(Browser(run), limit), encoding="utf-8", errors="replace")
@@ -348,7 +348,7 @@ def view(
 @app.command()
 def compact(run: Run) -> None:
     """Merge the small shards of a run that nobody works on into few large files; every experience stays."""
-    from rftdask.compact import compact_run
+    from rftdask.commands.compact import compact_run
 
     for stage in compact_run(run):
         typer.echo(stage.render())
@@ -377,7 +377,7 @@ def crashtest(
     """Kill, unplug and damage short runs in every way we know, and check what they end with. Exit code 1 if any broke a
     promise; see docs/reliability.md.
     """
-    from rftdask.crashtest.suite import CrashTestOptions, parse_parts, run_crash_test
+    from rftdask.testing.crashtest.suite import CrashTestOptions, parse_parts, run_crash_test
 
     options = CrashTestOptions(kills, seed, parse_parts(only), every)
     found = run_crash_test(folder, options, say=lambda line: typer.echo(line, err=True))
@@ -387,7 +387,7 @@ def crashtest(
 
 
 def _status_lines(stage: object) -> list[tuple[str, str]]:
-    from rftdask.status import StageStatus
+    from rftdask.commands.status import StageStatus
 
     assert isinstance(stage, StageStatus)
     if stage.state == "not started":
@@ -459,7 +459,7 @@ def end_with(parent: int) -> None:
 
 def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], bool]) -> None:
     """Until nobody works on the run: an owner that was killed on another machine is seen to be dead after a while."""
-    from rftdask.run_folder import check_run
+    from rftdask.run.run_folder import check_run
     from rftdask.storage import open_storage
 
     end = time.monotonic() + patience_s

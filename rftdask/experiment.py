@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rftdask.ahead import HeadStart
-from rftdask.buffer.log_open import open_log
-from rftdask.checks import check_inputs
+from rftdask.buffer.log.open import open_log
 from rftdask.cluster.base import Layout
-from rftdask.cluster.start import plan_cluster, start_cluster
+from rftdask.cluster.factory import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError
 from rftdask.monitor.logs import LogFolder, setup_logging
@@ -31,10 +29,12 @@ from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.report import write_report
 from rftdask.monitor.summary import RunSummary
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
-from rftdask.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
-from rftdask.stage import Event, StageResult, StageRun
+from rftdask.run.preflight import check_inputs
+from rftdask.run.prestart import HeadStart
+from rftdask.run.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
+from rftdask.run.stage import Event, StageResult, StageRun
+from rftdask.run.summary import StageFolder, summarize
 from rftdask.storage import Storage, open_storage
-from rftdask.summarize import StageFolder, summarize
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rftdask.cluster.base import Cluster
-    from rftdask.lineage.trace import Trace
+    from rftdask.provenance.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Experiment:
 
         Raises: DataError: it is no run folder; UserError: it has no cluster now; WaitTimeout: that does not answer.
         """
-        from rftdask.control import connect  # late: only who attaches needs a client
+        from rftdask.commands.jobs import connect  # late: only who attaches needs a client
 
         experiment = cls.open(url)
         experiment.client = connect(str(url))
@@ -211,9 +211,9 @@ class Experiment:
 
     def sql(self, query: str) -> pd.DataFrame:
         """What `query` gives over the tables of the run (docs/lineage.md); needs the extra `sql`."""
-        from rftdask.lineage.sql import query as run_query  # late: only who looks at a run needs it
-        from rftdask.lineage.sql import warn_of
-        from rftdask.lineage.tables import RunTables
+        from rftdask.provenance.sql import query as run_query  # late: only who looks at a run needs it
+        from rftdask.provenance.sql import warn_of
+        from rftdask.provenance.tables import RunTables
 
         tables = RunTables(self.url)
         found = run_query(tables, query)
@@ -222,7 +222,7 @@ class Experiment:
 
     def trace(self, uid: str) -> Trace:
         """The life of one experience; print it. Raises: DataError: there is none of that uid."""
-        from rftdask.lineage.trace import trace
+        from rftdask.provenance.trace import trace
 
         return trace(self.url, uid)
 

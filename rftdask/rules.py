@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rftdask.buffer.backpressure import UnreadLimit
-from rftdask.buffer.priority import ReplayRule
+from rftdask.buffer.batches.backpressure import UnreadLimit
+from rftdask.buffer.batches.replay_priority import ReplayRule
 from rftdask.config import Config
 from rftdask.config.mixture import demonstrations, num_experts, num_own_rollouts
 from rftdask.synchronizer.styles import SyncRules, SyncStyle

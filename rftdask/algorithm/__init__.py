@@ -13,7 +13,7 @@ from rftdask.algorithm.drops import DropReason, count_drops
 from rftdask.algorithm.entropy import ENTROPY_FNS
 from rftdask.algorithm.kl import KL_FNS
 from rftdask.algorithm.loss_inputs import LossInputs
-from rftdask.algorithm.policy_losses import POLICY_LOSS_FNS
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 
 __all__ = [
     "ADVANTAGE_FNS",

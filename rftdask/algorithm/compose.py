@@ -16,8 +16,8 @@ from rftdask.algorithm.corrections import Correction
 from rftdask.algorithm.entropy import ENTROPY_FNS
 from rftdask.algorithm.kl import KL_FNS
 from rftdask.algorithm.loss_inputs import PolicyLoss
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.names import build, one_of, require, resolve
-from rftdask.algorithm.policy_losses import POLICY_LOSS_FNS
 
 Args = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from rftdask.algorithm.compose import ALGORITHMS, DEPRECATED_ALGORITHMS, make_al
 from rftdask.algorithm.corrections import Correction
 from rftdask.algorithm.entropy import ENTROPY_FNS
 from rftdask.algorithm.kl import KL_FNS
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.operators import OPERATORS
-from rftdask.algorithm.policy_losses import POLICY_LOSS_FNS
 
 PARTS: dict[str, Mapping[str, type]] = {
     "Advantage functions": ADVANTAGE_FNS,

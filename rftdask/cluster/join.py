@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 
-from rftdask.cluster.private import PrivateFolder
+from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import RoleError
-from rftdask.waiting import wait_for
+from rftdask.processes.poll import wait_for
 
 LEAVING = (
-    *("--preload", "rftdask.cluster.preload", "--preload", "rftdask.cluster.leave"),
-    *("--preload-nanny", "rftdask.cluster.leave"),
+    *("--preload", "rftdask.cluster.sigint_preload", "--preload", "rftdask.cluster.preemption_preload"),
+    *("--preload-nanny", "rftdask.cluster.preemption_preload"),
 )
 """Options of `dask worker`: it says when it is told to end, and leaves Ctrl-C to others."""
 _LOOK_S = 0.5

@@ -17,7 +17,7 @@ _START_DEADLINE_S = 120
 
 DASK_CONFIG: dict[str, Any] = {
     # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
-    # them again without a word (explorer/suspects.py tells preemption from poison).
+    # them again without a word (explorer/poison.py tells preemption from poison).
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": "120s",
     # Idle workers must not take the cores from those who compute.
@@ -33,8 +33,8 @@ DASK_CONFIG: dict[str, Any] = {
 
 def preloads(resources: Collection[str]) -> list[str]:
     """Of a worker process that this one starts. Explorers end at once when they are told to: nothing needs them."""
-    outlasts = [] if EXPLORER_RESOURCE in resources else ["rftdask.cluster.outlast"]
-    return ["rftdask.cluster.preload", *outlasts]
+    outlasts = [] if EXPLORER_RESOURCE in resources else ["rftdask.cluster.sigterm_preload"]
+    return ["rftdask.cluster.sigint_preload", *outlasts]
 
 
 class LocalCluster(Cluster):

@@ -2,7 +2,7 @@
 
 from rftdask.config.load import load_config, replace
 from rftdask.config.plan import Plan, RolePlan, StagePlan, make_plan
-from rftdask.config.schema_run import Config
-from rftdask.config.source import fill_from_environment
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import fill_from_environment
 
 __all__ = ["Config", "Plan", "RolePlan", "StagePlan", "fill_from_environment", "load_config", "make_plan", "replace"]

@@ -26,9 +26,9 @@ from rftdask.config.base import (
     marks_of,
     plain,
 )
-from rftdask.config.messages import allowed_values, nearest, one_of, readable, show
-from rftdask.config.schema import field_at, is_number, join, sections_with, settable_keys
-from rftdask.config.source import Problem
+from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
+from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
+from rftdask.config.yaml_source import Problem
 
 Schema = TypeVar("Schema", bound=Section)
 MarkType = TypeVar("MarkType", bound=Mark)

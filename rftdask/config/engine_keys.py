@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rftdask.config.schema_explorer import InferenceModelConfig
-from rftdask.config.schema_run import Config
-from rftdask.config.source import Problem
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import Problem
 
 _SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 _REFUSED = (*_SPLITS, "extra_engine_args")

@@ -11,11 +11,11 @@ from typing import Any
 
 from rftdask.config.base import plain
 from rftdask.config.check import Checker
-from rftdask.config.fill import Fills, fill
-from rftdask.config.rules import RULES, stages_differ
-from rftdask.config.schema_run import Config
-from rftdask.config.source import Problem, escape, read_tree
-from rftdask.config.surprises import warn
+from rftdask.config.compatibility_warnings import warn
+from rftdask.config.cross_checks.rules import RULES, stages_differ
+from rftdask.config.defaults import Fills, fill
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import Problem, escape, read_tree
 from rftdask.errors import ConfigError
 
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")

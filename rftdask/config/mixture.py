@@ -2,7 +2,7 @@
 
 import math
 
-from rftdask.config.schema_run import Config
+from rftdask.config.schema.run import Config
 
 EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""

@@ -6,11 +6,11 @@ Reads the sizes of local datasets and nothing else. Numbers that depend on an un
 from dataclasses import dataclass
 
 from rftdask.config.algorithms import ALGORITHMS
-from rftdask.config.count import count_rows
+from rftdask.config.count_rows import count_rows
+from rftdask.config.cross_checks.rules import eval_interval
 from rftdask.config.mixture import num_own_rollouts
-from rftdask.config.rules import eval_interval
-from rftdask.config.schema_buffer import TasksetConfig
-from rftdask.config.schema_run import Config
+from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.config.schema.run import Config
 
 _UNKNOWN = "known when the dataset is read"
 

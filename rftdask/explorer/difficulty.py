@@ -14,16 +14,16 @@ import torch
 
 from rftdask.algorithm.names import build
 from rftdask.algorithm.selectors import DifficultyRule
-from rftdask.buffer.choices import Choices
-from rftdask.buffer.experience import Status
-from rftdask.buffer.groups import first_copies
-from rftdask.buffer.log import ExperienceLog
-from rftdask.buffer.schedule import TaskRef
-from rftdask.buffer.shard import ShardName, done_batches
-from rftdask.buffer.tasksets import Taskset
-from rftdask.config.schema_buffer import DataSelectorConfig, TasksetConfig
+from rftdask.buffer.batches.groups import first_copies
+from rftdask.buffer.log.log import ExperienceLog
+from rftdask.buffer.log.schema import Status
+from rftdask.buffer.log.shard import ShardName, done_batches
+from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
+from rftdask.data.task_schedule import TaskRef
+from rftdask.data.tasksets import Taskset
 from rftdask.errors import DamagedError, DataError
-from rftdask.explorer.tasks import taskset_spec
+from rftdask.explorer.chosen_tasks import Choices
+from rftdask.explorer.task_order import taskset_spec
 from rftdask.storage import Storage
 
 

@@ -20,20 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future, KilledWorker
 
-from rftdask.buffer.backpressure import SettledGroups
-from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.log_open import open_log
-from rftdask.buffer.progress import NOTE_EVERY, first_open_step, note_complete
-from rftdask.buffer.schedule import TaskRef, explore_tasks
-from rftdask.buffer.shard import done_batches
+from rftdask.buffer.batches.backpressure import SettledGroups
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.log.completeness import NOTE_EVERY, first_open_step, note_complete
+from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log.shard import done_batches
 from rftdask.config import Config
-from rftdask.dask_task import LEAVING_TOPIC
+from rftdask.data.task_schedule import TaskRef, explore_tasks
 from rftdask.errors import FencedError, RftError, RoleError, UserError
-from rftdask.explorer.blame import STRIKES, Trial
-from rftdask.explorer.elastic import ScaleRule, Seen
-from rftdask.explorer.eval_agenda import EvalAgenda
-from rftdask.explorer.evaluations import EvalTaskset
-from rftdask.explorer.rollouts import (
+from rftdask.explorer.autoscale import ScaleRule, Seen
+from rftdask.explorer.bisection import STRIKES, Trial
+from rftdask.explorer.evaluation import EvalTaskset
+from rftdask.explorer.evaluation_queue import EvalAgenda
+from rftdask.explorer.poison import Suspects
+from rftdask.explorer.step_metrics import StepTotals
+from rftdask.explorer.task_order import TaskOrder
+from rftdask.explorer.worker_task import (
     BEGAN_TOPIC,
     EXPLORER_RESOURCE,
     RolloutResult,
@@ -41,14 +43,12 @@ from rftdask.explorer.rollouts import (
     run_rollouts,
     set_aside,
 )
-from rftdask.explorer.suspects import Suspects
-from rftdask.explorer.tasks import TaskOrder
-from rftdask.explorer.totals import StepTotals
 from rftdask.monitor.metrics import MetricsWriter
+from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import Admission, SyncStyle
-from rftdask.synchronizer.weights import latest_published, remove_weights_below, request_version
+from rftdask.weights.published import latest_published, remove_weights_below, request_version
 
 if TYPE_CHECKING:
     from rftdask.explorer.difficulty import LearnedOrder  # which needs torch

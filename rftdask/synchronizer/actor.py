@@ -15,7 +15,7 @@ from typing import Any
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.weights import Published, latest_published
+from rftdask.weights.published import Published, latest_published
 
 log = logging.getLogger(__name__)
 

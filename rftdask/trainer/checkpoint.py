@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rftdask.buffer.retention import ResumePoint
+from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
-from rftdask.synchronizer.manifest import (
+from rftdask.weights.manifest import (
     FileEntry,
     Manifest,
     commit_folder,
@@ -24,7 +24,7 @@ from rftdask.synchronizer.manifest import (
     read_manifest,
     remove_folder,
 )
-from rftdask.synchronizer.weights import CHECKPOINT_POINTER, move_pointer
+from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer
 
 STATE_FILE = "trainer_state.json"
 HF_FOLDER = "actor/huggingface"

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 from distributed import Client, Future, KilledWorker, Worker, get_worker
 
-from rftdask.child import LOG_LEVEL, Child
-from rftdask.dask_task import make_called_off
 from rftdask.errors import FencedError, PeerLostError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.processes.child import LOG_LEVEL, Child
+from rftdask.processes.dask_task import make_called_off
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"

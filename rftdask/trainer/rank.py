@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm import Algorithm
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log_open import open_log
-from rftdask.buffer.parent import lineage_of, parent_storage, read_parent
-from rftdask.buffer.replayed import ReplayedSource
-from rftdask.buffer.sampling import SampleRule
-from rftdask.buffer.source import BatchSource, DatasetSource, LogOptions, LogSource
-from rftdask.buffer.tokenizer import load_tokenizer
-from rftdask.child import Channel
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
+from rftdask.buffer.batches.replayed_source import ReplayedSource
+from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import BatchSource, DatasetSource, LogOptions, LogSource
+from rftdask.buffer.log.open import open_log
 from rftdask.config import Config, load_config
-from rftdask.lora import Lora
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.models.lora import Lora
 from rftdask.monitor.metrics import MetricsWriter
+from rftdask.processes.child import Channel
 from rftdask.rules import (
     make_sync_rules,
     num_experts,
@@ -38,18 +38,18 @@ from rftdask.rules import (
     train_step_limit,
     unread_limit,
 )
-from rftdask.run_folder import STOP_FILE
+from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle
-from rftdask.synchronizer.weights import read_requested_version
+from rftdask.trainer.background_checkpoints import Saver
+from rftdask.trainer.build import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
+from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.rank0 import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks, lost_peer
-from rftdask.trainer.recipe import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
-from rftdask.trainer.saver import Saver
-from rftdask.trainer.schedule import LearningRate
 from rftdask.trainer.trainer import Trainer, TrainerOptions
+from rftdask.weights.published import read_requested_version
 
 if TYPE_CHECKING:
     from rftdask.trainer.engines.adam import AdamOptions, CriticOptions

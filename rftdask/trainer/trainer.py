@@ -16,20 +16,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rftdask.buffer.batch import Batch
-from rftdask.buffer.ledger import LedgerEntry
-from rftdask.buffer.source import BatchSource
+from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.ledger import LedgerEntry
+from rftdask.buffer.batches.source import BatchSource
 from rftdask.storage import Storage
-from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.weights import (
+from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
+from rftdask.trainer.engines.base import TrainEngine
+from rftdask.weights.fingerprint import Fingerprint
+from rftdask.weights.published import (
     fingerprint_extra,
     publish_weights,
     published_versions,
     remove_weights_below,
     restore_pointer,
 )
-from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
-from rftdask.trainer.engines.base import TrainEngine
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rftdask.algorithm.conformance import PEERS, Row, failures, format_table, run_conformance
-from rftdask.algorithm.conformance import run as runner
-from rftdask.algorithm.conformance.cases import Case, Peer, loss_of, sample_batch
 from rftdask.cli import app
+from rftdask.testing.conformance import PEERS, Row, failures, format_table, run_conformance
+from rftdask.testing.conformance import run as runner
+from rftdask.testing.conformance.cases import Case, Peer, loss_of, sample_batch
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from crash_cases import part, run_crash_test
 
-from rftdask.crashtest.damage import damage_files
-from rftdask.crashtest.ending import check_ending, new_memory, run_undisturbed
-from rftdask.crashtest.figures import CrashReport, Figures, ProtectionFigures
-from rftdask.crashtest.power import lose_power
-from rftdask.crashtest.rivals import meet_rivals
-from rftdask.crashtest.suite import CrashTestOptions
-from rftdask.crashtest.workload import Parts, Plan, Witness, run_all
 from rftdask.errors import UserError
 from rftdask.storage.memory import MemoryStorage
+from rftdask.testing.crashtest.damage import damage_files
+from rftdask.testing.crashtest.ending import check_ending, new_memory, run_undisturbed
+from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
+from rftdask.testing.crashtest.power import lose_power
+from rftdask.testing.crashtest.rivals import meet_rivals
+from rftdask.testing.crashtest.suite import CrashTestOptions
+from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 
 
 def test_a_process_killed_at_a_storage_operation_loses_nothing(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_unknown_part_is_refused() -> None:
 
 
 def test_a_storage_that_processes_cannot_share_is_refused() -> None:
-    from rftdask.crashtest.suite import run_crash_test as run
+    from rftdask.testing.crashtest.suite import run_crash_test as run
 
     with pytest.raises(UserError, match="memory://x: the crash test kills processes that share a file system"):
         run("memory://x", CrashTestOptions())

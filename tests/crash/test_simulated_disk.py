@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from rftdask.crashtest.disk import SimulatedDisk
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage.local import LocalStorage
+from rftdask.testing.crashtest.disk import SimulatedDisk
 
 SEEDS = range(40)
 DATA = bytes(range(1, 101))

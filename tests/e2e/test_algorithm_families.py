@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rftdask import Experiment
-from rftdask.toy import build_toy_model
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import HF_FOLDER
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows

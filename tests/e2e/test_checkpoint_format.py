@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save
 
+from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.synchronizer.manifest import is_valid
-from rftdask.toy import build_toy_model
+from rftdask.trainer.background_checkpoints import Saver
 from rftdask.trainer.engines.strategies.base import distinct_state, full
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.saver import Saver
+from rftdask.weights.manifest import is_valid
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.test_ranks_agree import batch_for, engine, strategy_of
 

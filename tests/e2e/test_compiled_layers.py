@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.toy import build_toy_model
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.base import Single
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks

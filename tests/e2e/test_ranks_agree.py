@@ -24,17 +24,17 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batch import Batch, join_batches, supervised_batch
-from rftdask.lora import Lora
-from rftdask.toy import build_toy_model
+from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
+from rftdask.models.lora import Lora
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.strategies.base import Single, Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.schedule import LearningRate
 from tests.e2e.gloo_ranks import run_ranks
 
 ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.replay import replay
+from rftdask.commands.replay import replay
 from tests.e2e.toy_runs import finish, run_folder, write_grpo_config
 from tests.integration.run_cases import final_weights
 

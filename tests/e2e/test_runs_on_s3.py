@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.buffer.audit import audit_log
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log_open import open_log
+from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.open import open_log
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
 from rftdask.rules import tasks_per_batch
-from rftdask.run_folder import read_run
+from rftdask.run.run_folder import read_run
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.weights import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
+from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 from tests.e2e.toy_runs import write_grpo_config
 from tests.integration.run_cases import RunProcess, call_cli, final_weights, finish, run_folder, write_config
 from tests.unit.storage.s3_proxy import S3Process

@@ -1,6 +1,6 @@
 """A reward that an untrained model does not always miss, given to runs by its dotted path."""
 
-from rftdask.buffer.task import Task
+from rftdask.data.task import Task
 
 
 def varied_reward(response: str, truth: str, task: Task) -> float:

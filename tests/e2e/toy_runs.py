@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rftdask.toy import build_toy_model, write_toy_tasks
+from rftdask.models.toy import build_toy_model, write_toy_tasks
 from tests.integration.run_cases import RunProcess
 
 DEADLINE_S = 400.0

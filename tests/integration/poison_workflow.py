@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 
-from rftdask.explorer.workflows.base import PolicyModel, Task
+from rftdask.rollouts.workflows.base import PolicyModel, Task
 
 
 async def poisonous(task: Task, model: PolicyModel) -> float:

@@ -25,14 +25,14 @@ import pytest
 import yaml
 
 from rftdask import cli
-from rftdask.buffer.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.shard import ShardName
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.log.shard import ShardName
 from rftdask.storage import open_storage
 
 DEADLINE_S = 300.0
 """Of one run, on a machine that does much else: many times what it takes alone."""
 MARK = "RFTDASK_TEST_RUN"
-ENGINE = "rftdask.explorer.engines.host:serve"
+ENGINE = "rftdask.engines.client:serve"
 TRAINER = "rftdask.trainer.rank:serve"
 
 BATCH_SIZE = 4

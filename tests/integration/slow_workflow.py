@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rftdask.explorer.workflows.base import PolicyModel, Task
+from rftdask.rollouts.workflows.base import PolicyModel, Task
 
 
 async def uneven(task: Task, model: PolicyModel) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from run_cases import REPEAT_TIMES, RunProcess, assert_sound, call_cli, num_shards, run_folder, write_config
 
-from rftdask.buffer.log_files import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.experiment import Experiment
-from rftdask.run_folder import Lease
+from rftdask.run.run_folder import Lease
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import checkpoint_steps
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batch import batch_from_table
-from rftdask.buffer.experience import Experience
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.task import Task
-from rftdask.buffer.tokenizer import load_tokenizer
+from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.model import rollout_seed
-from rftdask.explorer.rollout import RolloutDefaults, ServedWeights
-from rftdask.explorer.runner import Engines, run_rollout_batch
+from rftdask.data.task import Task
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.models.toy import build_toy_model
 from rftdask.monitor.metrics import read_metrics
+from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
+from rftdask.rollouts.policy.recording import rollout_seed
+from rftdask.rollouts.runner import Engines, run_rollout_batch
 from rftdask.storage import open_storage
-from rftdask.toy import build_toy_model
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.rank import run_rank
 

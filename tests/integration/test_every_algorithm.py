@@ -16,19 +16,19 @@ from run_cases import BATCH_SIZE as NUM_TASKS
 from run_cases import assert_sound, finish, run_folder, write_config
 
 from rftdask.algorithm import ADVANTAGE_FNS
-from rftdask.buffer.audit import audit_log
-from rftdask.buffer.experience import Experience
-from rftdask.buffer.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.tokenizer import load_tokenizer
-from rftdask.checks import check_inputs
+from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.config.algorithms import ALGORITHMS
-from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
-from rftdask.explorer.engines.transformers import TransformersEngine
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.models.toy import build_toy_model
 from rftdask.monitor.metrics import read_metrics
+from rftdask.run.preflight import check_inputs
 from rftdask.storage import Storage, open_storage
-from rftdask.toy import build_toy_model
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.rank import run_rank
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from run_cases import RunProcess, assert_sound, final_weights, ledger_of, run_folder, write_config
 
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.shard import done_batches
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import done_batches
 from rftdask.storage import open_storage
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from run_cases import DEADLINE_S
 
 from rftdask.cluster.join import LEAVING
 from rftdask.cluster.local import DASK_CONFIG
-from rftdask.dask_task import LEAVING_TOPIC
+from rftdask.processes.dask_task import LEAVING_TOPIC
 
 pytestmark = pytest.mark.slow
 

@@ -21,13 +21,13 @@ from run_cases import (
     write_config,
 )
 
-from rftdask.checks import check_inputs
 from rftdask.cluster.base import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
-from rftdask.run_folder import open_run
-from rftdask.stage import StageRun
+from rftdask.run.preflight import check_inputs
+from rftdask.run.run_folder import open_run
+from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
 
 pytestmark = pytest.mark.slow

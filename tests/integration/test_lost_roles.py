@@ -27,8 +27,8 @@ from run_cases import (
     write_config,
 )
 
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.shard import done_batches
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import done_batches
 from rftdask.config import load_config
 from rftdask.rules import make_sync_rules
 from rftdask.storage import open_storage

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_cases import BATCH_SIZE, REPEAT_TIMES, RunProcess, assert_sound, finish, ledger_of, run_folder, write_config
 
-from rftdask.buffer.ledger import Ledger
+from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import open_storage
 
 AT = "buffer.trainer_input.experience_buffer"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from run_cases import assert_sound, call_cli, final_weights, finish, ledger_of, run_folder, write_config
 
-from rftdask.buffer.ledger import Ledger
-from rftdask.replay import compare, prepare
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.commands.replay import compare, prepare
 from rftdask.storage import open_storage
 
 STEPS = 6
@@ -73,7 +73,7 @@ def test_weights_that_differ_are_told(run: Path, tmp_path: Path) -> None:
     _, ours = prepare(str(run), 4, "differs", [])
     theirs = open_storage(run)
     assert compare(theirs, ours).render() == "no checkpoint to compare with lineage main"
-    from rftdask.synchronizer.manifest import write_folder
+    from rftdask.weights.manifest import write_folder
 
     write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
     found = compare(theirs, ours)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_cases import RunProcess, assert_sound, finish, num_shards, run_folder, write_config
 
-from rftdask.buffer.log_files import ParquetLog
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import open_storage
 
 pytestmark = pytest.mark.slow

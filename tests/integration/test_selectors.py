@@ -8,7 +8,7 @@ import pytest
 import yaml
 from run_cases import BATCH_SIZE, RunProcess, assert_sound, finish, num_steps, run_folder, write_config
 
-from rftdask.buffer.log_files import ParquetLog
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import open_storage
 
 NUM_TASKS = 16

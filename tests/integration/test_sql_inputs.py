@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 from run_cases import call_cli, finish, run_folder, write_config
 
-from rftdask.buffer.ledger import Ledger
-from rftdask.lineage.tables import RunTables
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.provenance.tables import RunTables
 from rftdask.storage import open_storage
 
 SHORT = ("buffer.explorer_input.eval_tasksets=[]", "trainer.total_steps=3", "trainer.save_interval=3")

@@ -17,8 +17,8 @@ STEPS = 2
 PLUGIN = """
 import os
 
-from rftdask.explorer.workflows.base import Reward, Step
-from rftdask.explorer.workflows.registry import workflow
+from rftdask.rollouts.workflows.base import Reward, Step
+from rftdask.rollouts.workflows.registry import workflow
 
 
 @workflow("two_turns")

@@ -29,20 +29,23 @@ PROJECT = PYPROJECT["project"]
 
 LAYERS = (
     {"errors"},
-    {"config", "storage", "algorithm", "child", "dask_task", "lora", "model_shape", "toy", "waiting"},
-    {"buffer", "synchronizer", "monitor"},
-    {"rules", "pipeline"},
-    {"run_folder"},
+    {"config", "storage", "algorithm", "processes", "models"},
+    {"data", "weights", "monitor"},
+    {"buffer", "synchronizer"},
+    {"rules"},
+    {"run.run_folder", "engines"},
+    {"rollouts"},
     {"explorer", "trainer"},
-    {"cluster", "checks", "convert", "estimate", "summarize", "status", "lineage", "crashtest", "compact"},
-    {"ahead", "stage", "submit"},
-    {"control"},
+    {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
+    {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},
+    {"commands.submit"},
+    {"commands.jobs"},
     {"experiment"},
-    {"replay"},
+    {"commands"},
     {"cli"},
     {"", "__main__"},  # the package itself: what users import
 )
-"""First name below `rftdask` of the modules of each layer, the lowest first."""
+"""Names below `rftdask` of the packages and modules of each layer, the lowest first; the longest that fits counts."""
 
 Graph = dict[str, set[str]]
 
@@ -85,18 +88,21 @@ def import_graph(package: Path) -> Graph:
     return graph
 
 
-def top_level(module: str) -> str:
-    return module.partition(".")[2].partition(".")[0]
+def place(module: str) -> str:
+    """The name in LAYERS that a module goes by; its first name below the package where there is none."""
+    below = module.partition(".")[2]
+    names = [name for names in LAYERS for name in names if f"{below}.".startswith(f"{name}.") or name == below]
+    return max(names, key=len, default=below.partition(".")[0])
 
 
 def layer_problems(graph: Graph) -> list[str]:
     """A sentence for every import that does not point downward and every module without a layer."""
     level = {name: number for number, names in enumerate(LAYERS) for name in names}
-    unknown = sorted({top_level(module) for module in graph} - level.keys())
+    unknown = sorted({place(module) for module in graph} - level.keys())
     problems = [f"{name} has no layer: place it in LAYERS in {Path(__file__).name}" for name in unknown]
     for module, targets in graph.items():
         for target in sorted(targets):
-            here, there = top_level(module), top_level(target)
+            here, there = place(module), place(target)
             if here != there and {here, there} <= level.keys() and level[there] >= level[here]:
                 problems.append(f"{module} imports {target}, which is in no lower layer")
     return problems
@@ -232,7 +238,7 @@ UNPINNED_EXTRAS = {"gpu", "vllm"}
 OFFERED_BY = {"mlflow": "mlflow-skinny"}
 """Import name -> distribution, where the names differ and the distribution may be absent."""
 PEERS = {"openrlhf", "trinity", "verl"}
-"""What rftdask.algorithm.conformance, and nothing else, imports to compare our losses with. The versions they ask for
+"""What rftdask.testing.conformance, and nothing else, imports to compare our losses with. The versions they ask for
 exclude each other and ours, so no extra could install them; tests/conformance/install_peers.sh does."""
 
 
@@ -249,7 +255,7 @@ def test_what_the_package_imports_is_declared():
     for module, tree in read_modules(ROOT / "rftdask").items():
         for source, _ in imported_names(module, False, tree):
             name = source.partition(".")[0]
-            if name in PEERS and module.startswith("rftdask.algorithm.conformance."):
+            if name in PEERS and module.startswith("rftdask.testing.conformance."):
                 continue
             offers = {canonicalize_name(offer) for offer in distributions.get(name, [OFFERED_BY.get(name, name)])}
             if name not in {"", "rftdask", *sys.stdlib_module_names} and not offers & declared:

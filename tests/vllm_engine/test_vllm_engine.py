@@ -18,19 +18,19 @@ import torch
 
 from rftdask import Experiment
 from rftdask.algorithm import make_algorithm
+from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.engines.verify import load_proven
+from rftdask.engines.vllm import VllmEngine
 from rftdask.errors import RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
-from rftdask.explorer.engines.proof import load_proven
-from rftdask.explorer.engines.transformers import TransformersEngine
-from rftdask.explorer.engines.vllm import VllmEngine
-from rftdask.lora import Lora
-from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
-from rftdask.toy import build_toy_model
+from rftdask.models.lora import Lora
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.schedule import LearningRate
+from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
 from tests.integration.run_cases import RunProcess, assert_sound
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.vllm_engine.vllm_models import END_IDS, save_qwen2

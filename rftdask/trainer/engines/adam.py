@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rftdask.errors import RoleError
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
-from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.lr_schedule import LearningRate
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Steps with a gradient that is not finite: one may be chance, this many are not."""

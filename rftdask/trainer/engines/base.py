@@ -8,8 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from rftdask.buffer.batch import Batch
-from rftdask.synchronizer.fingerprint import Fingerprint
+from rftdask.buffer.batches.batch import Batch
+from rftdask.weights.fingerprint import Fingerprint
 
 
 class TrainEngine(ABC):

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 from safetensors.numpy import load, save
 
-from rftdask.buffer.batch import Batch
-from rftdask.synchronizer.weights import CHECKPOINT_MODEL_FILE, MODEL_FILE
+from rftdask.buffer.batches.batch import Batch
 from rftdask.trainer.engines.base import TrainEngine
+from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 
 
 class FakeTrainEngine(TrainEngine):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm import AdvantageInputs
-from rftdask.buffer.batch import Batch
+from rftdask.buffer.batches.batch import Batch
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
 from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.engines.row_balance import deal, rows_of_units, unit_costs
 from rftdask.trainer.packing import micro_batches
 from rftdask.trainer.ranks import Ranks
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from rftdask.algorithm import Algorithm, LossInputs
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.buffer.batch import Batch
+from rftdask.buffer.batches.batch import Batch
 from rftdask.errors import DataError, RoleError
-from rftdask.lora import (
+from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     Lora,
@@ -36,8 +36,6 @@ from rftdask.lora import (
     settings_bytes,
     without_adapters,
 )
-from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
-from rftdask.synchronizer.weights import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
 from rftdask.trainer.engines.adam import Adam, AdamOptions, CriticOptions
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
@@ -48,6 +46,8 @@ from rftdask.trainer.engines.tensor_files import SavedTensors
 from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
+from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"

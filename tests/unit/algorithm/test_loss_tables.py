@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rftdask.algorithm import KL_FNS, POLICY_LOSS_FNS, Correction, LossInputs, token_weights
-from rftdask.algorithm.offpolicy_losses import Vespo
-from rftdask.algorithm.preference_losses import Dpo
-from rftdask.algorithm.ratio_losses import Sapo
+from rftdask.algorithm.losses.offpolicy_losses import Vespo
+from rftdask.algorithm.losses.preference_losses import Dpo
+from rftdask.algorithm.losses.ratio_losses import Sapo
 from tests.unit.algorithm.algorithm_cases import from_ratios, inputs, loss_only, rows
 
 OLD = [-1.0, -1.0, -1.0]

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rftdask.buffer.experience import Experience, Status
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log import ExperienceLog
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.sampling import SampleRule
-from rftdask.buffer.shard import ShardName
-from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import LogOptions, LogSource
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.log import ExperienceLog
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.buffer.log.shard import ShardName
 from rftdask.storage import Storage, open_storage
 
 _numbers = itertools.count()

@@ -23,7 +23,7 @@ from rftdask.config import (
     schema_trainer,
 )
 from rftdask.config.base import Derived, Filled, Ignored, Later, Renamed, Secret, child_of, default_of, marks_of, plain
-from rftdask.config.schema import walk
+from rftdask.config.schema.walk import walk
 
 KEYS = dict(walk(Config))
 SCHEMAS = [schema_algorithm, schema_buffer, schema_explorer, schema_model, schema_run, schema_trainer]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from config_cases import config, grpo, problems, sft
 
-from rftdask.buffer.backpressure import UnreadLimit
-from rftdask.buffer.priority import ReplayRule
+from rftdask.buffer.batches.backpressure import UnreadLimit
+from rftdask.buffer.batches.replay_priority import ReplayRule
 from rftdask.rules import max_uses, replay_rule, train_step_limit, unread_limit
 
 AT = "buffer.trainer_input.experience_buffer"

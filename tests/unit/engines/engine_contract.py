@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 
 
 def make_requests(num_prompts: int = 3, group_size: int = 2, max_tokens: int = 6, first_seed: int = 0):

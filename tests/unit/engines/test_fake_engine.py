@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.engines import make_engine
+from rftdask.engines.base import Engine, GenerateRequest, SamplingParams
+from rftdask.engines.fake import FakeEngine
 from rftdask.errors import UserError
-from rftdask.explorer.engines import make_engine
-from rftdask.explorer.engines.base import Engine, GenerateRequest, SamplingParams
-from rftdask.explorer.engines.fake import FakeEngine
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 
 
@@ -38,7 +38,7 @@ def test_an_unknown_engine_is_refused_with_the_names_of_the_known() -> None:
 
 def test_the_fake_engine_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from rftdask.explorer.engines import make_engine; make_engine('fake', ''); "
+        "import sys; from rftdask.engines import make_engine; make_engine('fake', ''); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.client import EngineClient, EngineSpec, serve
+from rftdask.engines.fake import FakeEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.explorer.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.engines.fake import FakeEngine
-from rftdask.explorer.engines.host import EngineClient, EngineSpec, serve
 
 DEADLINE_S = 120.0
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from rftdask.algorithm import make_algorithm
+from rftdask.engines.base import Engine, Give, Take
+from rftdask.engines.client import serve
+from rftdask.engines.fake import FakeEngine
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.engines.verify import load_proven
 from rftdask.errors import RoleError, WeightsError
-from rftdask.explorer.engines.base import Engine, Give, Take
-from rftdask.explorer.engines.fake import FakeEngine
-from rftdask.explorer.engines.host import serve
-from rftdask.explorer.engines.proof import load_proven
-from rftdask.explorer.engines.transformers import TransformersEngine
-from rftdask.lora import Lora
-from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.toy import build_toy_model
+from rftdask.models.lora import Lora
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.weights.fingerprint import Fingerprint
 
 PRINT = Fingerprint(((3, 1),), ((-2.0,),), "float32")
 
@@ -159,7 +159,7 @@ ENGINE = """
 import subprocess, sys, os
 os.environ["RFTDASK_ENGINE_PID"] = str(os.getpid())
 child = "import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-grandchild = "from rftdask.explorer.engines.orphans import end_with_engine as e; e(); print('up', flush=True); input()"
+grandchild = "from rftdask.engines.vllm_orphans import end_with_engine as e; e(); print('up', flush=True); input()"
 subprocess.run([sys.executable, "-c", child.format(grandchild=grandchild)])
 """
 

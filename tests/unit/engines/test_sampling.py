@@ -1,4 +1,4 @@
-"""Sampling: the rules of `rftdask.explorer.engines.sampling`."""
+"""Sampling: the rules of `rftdask.engines.sampling`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftdask.explorer.engines.base import SamplingParams
-from rftdask.explorer.engines.sampling import (
+from rftdask.engines.base import SamplingParams
+from rftdask.engines.sampling import (
     SamplingRows,
     draw_uniforms,
     forbid_tokens,

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rftdask.engines import make_engine
+from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
-from rftdask.explorer.engines import make_engine
-from rftdask.explorer.engines.base import Engine, GenerateRequest, Generation, SamplingParams
-from rftdask.explorer.engines.transformers import TransformersEngine
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, Look, make_requests, serve
 from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 

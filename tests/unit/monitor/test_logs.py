@@ -9,7 +9,7 @@ import pytest
 from rftdask.errors import StorageError
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.storage import open_storage
-from rftdask.storage.faults import FaultyStorage
+from rftdask.testing.storage_faults import FaultyStorage
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ import rftdask
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import TMP_PREFIX, check_path
-from rftdask.storage.faults import FaultyStorage
 from rftdask.storage.fsspec_store import FsspecStorage
+from rftdask.testing.storage_faults import FaultyStorage
 
 RACE = """
 import sys

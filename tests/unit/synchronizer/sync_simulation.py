@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from rftdask.buffer.backpressure import UnreadLimit
-from rftdask.buffer.ledger import LedgerEntry, Rows
-from rftdask.buffer.priority import ReplayRule, UseCounts, select_with_reuse
-from rftdask.buffer.sampling import Cursor, Group, Position, SampleRule, Selection, select_groups, staleness
+from rftdask.buffer.batches.backpressure import UnreadLimit
+from rftdask.buffer.batches.ledger import LedgerEntry, Rows
+from rftdask.buffer.batches.replay_priority import ReplayRule, UseCounts, select_with_reuse
+from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups, staleness
 from rftdask.synchronizer.styles import SyncRules, SyncStyle
 
 

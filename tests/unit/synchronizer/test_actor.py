@@ -16,7 +16,7 @@ import pytest
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, Synchronizer
-from rftdask.synchronizer.weights import WEIGHTS_POINTER, publish_weights
+from rftdask.weights.published import WEIGHTS_POINTER, publish_weights
 
 _numbers = itertools.count()
 NEVER_S = 3600.0

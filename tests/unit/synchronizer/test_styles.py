@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_simulation import Simulation
 
-from rftdask.buffer.backpressure import UnreadLimit
-from rftdask.buffer.priority import ReplayRule
+from rftdask.buffer.batches.backpressure import UnreadLimit
+from rftdask.buffer.batches.replay_priority import ReplayRule
 from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, Admission, SyncRules, SyncStyle
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle

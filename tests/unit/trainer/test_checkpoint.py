@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from trainer_cases import new_storage
 
-from rftdask.buffer.retention import ResumePoint
+from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, StorageError
 from rftdask.storage import Storage
-from rftdask.storage.faults import FaultyStorage
-from rftdask.synchronizer.manifest import NAME, is_valid
-from rftdask.synchronizer.weights import CHECKPOINT_POINTER, read_pointer
+from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import (
     Checkpoints,
     checkpoint_steps,
     newest_valid_checkpoint,
     oldest_resume_point,
 )
+from rftdask.weights.manifest import NAME, is_valid
+from rftdask.weights.published import CHECKPOINT_POINTER, read_pointer
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rftdask.algorithm import AdvantageInputs, make_algorithm
 from rftdask.algorithm.operators import make_operator
-from rftdask.buffer.experience import Experience, Status, experiences_to_table
-from rftdask.trainer.curation import AlgorithmCuration
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.trainer.batch_filters import AlgorithmCuration
 
 
 def table(rewards: list[list[float]], **changes: dict[tuple[int, int], Any]) -> pa.Table:

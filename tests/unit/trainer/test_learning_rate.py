@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.lr_schedule import LearningRate
 
 
 def test_warm_up_is_linear_and_ends_at_the_rate() -> None:

@@ -18,17 +18,17 @@ from test_torch_engine import SIZES, adam, rollouts
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm import make_algorithm
+from rftdask.engines import make_engine
+from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.explorer.engines import make_engine
-from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
-from rftdask.lora import Lora, add_adapter
+from rftdask.models.lora import Lora, add_adapter
+from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.synchronizer.manifest import write_folder
-from rftdask.synchronizer.weights import publish_weights, read_checkpoint_weights
-from rftdask.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
+from rftdask.weights.manifest import write_folder
+from rftdask.weights.published import publish_weights, read_checkpoint_weights
 
 KINDS = {
     "plain": Lora(rank=4, alpha=8),

@@ -26,9 +26,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rftdask.engines import make_engine
+from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.errors import DataError
-from rftdask.explorer.engines import make_engine
-from rftdask.explorer.engines.base import GenerateRequest, SamplingParams
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
 

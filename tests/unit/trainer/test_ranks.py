@@ -16,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_cases import Sink, fill_log, new_storage, source_of
 
-from rftdask.buffer.batch import Batch, join_batches, supervised_batch
-from rftdask.buffer.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
-from rftdask.storage.faults import FaultyStorage
+from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.testing.thread_ranks import in_threads
+from rftdask.trainer.background_checkpoints import Saver, turns_of
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
-from rftdask.trainer.engines.dealing import deal, rows_of_units, unit_costs
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.passes import plan_passes
-from rftdask.trainer.exchange import from_bytes, join_parts, places_of, to_bytes
-from rftdask.trainer.lead import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
+from rftdask.trainer.engines.row_balance import deal, rows_of_units, unit_costs
+from rftdask.trainer.gather import from_bytes, join_parts, places_of, to_bytes
+from rftdask.trainer.rank0 import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.saver import Saver, turns_of
-from rftdask.trainer.thread_ranks import in_threads
 from rftdask.trainer.trainer import Trainer, TrainerOptions
 
 NUM_STEPS = 5

@@ -16,14 +16,14 @@ from safetensors.torch import load
 from trainer_cases import new_storage
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
 from rftdask.errors import DataError, RoleError
-from rftdask.toy import build_toy_model
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.schedule import LearningRate
+from rftdask.trainer.lr_schedule import LearningRate
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from trainer_cases import Sink, fill_log, make_trainer, new_storage
 
-from rftdask.buffer.audit import audit_log
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log_files import ParquetLog
+from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
 from rftdask.storage import Storage
-from rftdask.storage.faults import FaultyStorage
-from rftdask.synchronizer.manifest import is_valid
-from rftdask.synchronizer.weights import (
+from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.trainer import TrainResult
+from rftdask.weights.manifest import is_valid
+from rftdask.weights.published import (
     CHECKPOINT_POINTER,
     WEIGHTS_POINTER,
     latest_published,
     published_versions,
     read_pointer,
 )
-from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
-from rftdask.trainer.trainer import TrainResult
 
 NUM_STEPS = 5
 

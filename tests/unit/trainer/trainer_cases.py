@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rftdask.buffer.experience import Experience
-from rftdask.buffer.ledger import Ledger
-from rftdask.buffer.log_files import ParquetLog
-from rftdask.buffer.sampling import SampleRule
-from rftdask.buffer.source import LogOptions, LogSource
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import LogOptions, LogSource
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine

@@ -1,0 +1,66 @@
+"""Back-pressure: how far explorers may be ahead of what the trainer has read. A pure rule, and the count it needs.
+
+How much lies unread is known without any message: the schedule says how many groups come before a rollout batch, and
+the ledger how many are settled. Bytes are estimated by the mean size of the experiences committed so far.
+Invariant: what the next train batch may need is always let through, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rftdask.buffer.batches.ledger import Ledger
+
+SETTLED_NOTE = "settled_groups"
+"""Note of a ledger entry: groups that it and all entries before it settle."""
+
+
+@dataclass(frozen=True)
+class UnreadLimit:
+    """Example: UnreadLimit(max_experiences=4096, max_bytes=None, always=512).admits(4000, mean_bytes=0.0)"""
+
+    max_experiences: int | None
+    max_bytes: int | None
+    always: int
+    """Experiences that may be unread whatever the limits say: those of a train batch."""
+
+    def admits(self, unread: int, mean_bytes: float) -> bool:
+        """Whether a rollout batch may begin before which `unread` experiences are unread or still under way.
+
+        mean_bytes: of an experience; 0 while none is known, which lets it begin.
+        """
+        if unread < self.always:
+            return True
+        if self.max_experiences is not None and unread >= self.max_experiences:
+            return False
+        return self.max_bytes is None or unread * mean_bytes < self.max_bytes
+
+
+class SettledGroups:
+    """How many groups the ledger has settled. Reading on costs one look at the next entry."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._step = 0
+        self._count: int | None = None
+
+    def count(self) -> int:
+        """Up to the last entry there is now."""
+        if self._count is None:
+            self._step = self._ledger.last_step()
+            self._count = self._count_back(self._step)
+        while (entry := self._ledger.read(self._step + 1)) is not None:
+            self._step += 1
+            self._count += len(entry.positions)
+        return self._count
+
+    def _count_back(self, step: int) -> int:
+        """From the newest entry back to one that notes the count, or to the first."""
+        count = 0
+        while step > 0:
+            entry = self._ledger.read(step)
+            if entry is not None and SETTLED_NOTE in entry.notes:
+                return count + int(entry.notes[SETTLED_NOTE])
+            count += len(entry.positions) if entry is not None else 0
+            step -= 1
+        return count

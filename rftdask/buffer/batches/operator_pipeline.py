@@ -1,0 +1,129 @@
+"""Experience pipeline: the operators of the config, run over rows of the experience log.
+
+They run where the config says: when a train batch is formed (trainer/batch_filters.py), or in the explorer before a
+rollout batch is committed (`filter_experiences`). Operators look at single rows or at groups, and both hold whole
+groups, so both places drop the same rows. Invariant: nothing is lost silently: a dropped row is committed, or named in
+the ledger, with its reason; an operator that fails is an error that names it and the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from rftdask.algorithm import DropReason
+from rftdask.algorithm.operators import OPERATORS, ExperienceTable, Operator, make_operator
+from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.config import Config
+from rftdask.errors import OperatorError, UserError
+
+UNSHAPED_REWARD = "unshaped_reward"
+"""Metric of an experience whose reward an operator changed before it was committed: the reward it was given."""
+
+
+def operators_of(config: Config) -> list[Operator]:
+    """The experience operators of the config, in order. Raises: UserError: a name or arguments that do not exist."""
+    operators = []
+    for number, entry in enumerate(config.data_processor.experience_pipeline.operators):
+        where = f"data_processor.experience_pipeline.operators[{number}]"
+        unknown = sorted(set(entry) - {"name", "args"})
+        if unknown or "name" not in entry:
+            raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
+        try:
+            operators.append(make_operator(entry["name"], _plain(entry.get("args") or {})))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+    return operators
+
+
+def run_pipeline(operators: Sequence[Operator], table: pa.Table) -> tuple[ExperienceTable, list[str]]:
+    """The rows (schema of experiences, with rewards) after all operators; and which operator dropped each, or "".
+
+    Raises: OperatorError: one failed.
+    """
+    current = experience_table(table)
+    dropped_by = [""] * len(table)
+    for operator in operators:
+        was = current.keep_N
+        try:
+            current, _ = operator(current)
+        except Exception as error:
+            raise _failure(operator, table, error) from error
+        for row in (was & ~current.keep_N).nonzero().flatten().tolist():
+            dropped_by[row] = operator_name(operator)
+    return current, dropped_by
+
+
+def filter_experiences(
+    operators: Sequence[Operator], experiences: Sequence[Experience], baseline_rollout: int | None
+) -> list[Experience]:
+    """The experiences of whole groups as they are to be committed, in their order: dropped ones with status filtered
+    and the reason, others with the rewards that the operators made.
+
+    baseline_rollout: number of the greedy rollouts, which are no samples. Raises: OperatorError.
+    """
+    result = list(experiences)
+    places = [i for i, e in enumerate(experiences) if e.status.trainable and e.rollout != baseline_rollout]
+    if not operators or not places:
+        return result
+    after, dropped_by = run_pipeline(operators, experiences_to_table([experiences[i] for i in places]))
+    rewards = after.rewards_N.numpy().astype(np.float32)
+    for place, reward, code, name in zip(places, rewards, after.reasons_N.tolist(), dropped_by, strict=True):
+        experience = result[place]
+        if code != DropReason.KEPT:
+            reason = f"operator {name}: {DropReason(code).name.lower()}"
+            result[place] = replace(experience, status=Status.FILTERED, error=reason)
+        elif experience.reward is not None and reward != np.float32(experience.reward):
+            metrics = {**experience.metrics, UNSHAPED_REWARD: experience.reward}
+            result[place] = replace(experience, reward=float(reward), metrics=metrics)
+    return result
+
+
+def operator_name(operator: Operator) -> str:
+    """As the config calls it."""
+    return next((name for name, kind in OPERATORS.items() if type(operator) is kind), type(operator).__name__)
+
+
+def experience_table(table: pa.Table) -> ExperienceTable:
+    """Rewards, groups, truncation and the metrics that every row may carry, as operators take them."""
+    batch = batch_from_table(table)
+    truncated = [status == Status.TRUNCATED for status in table.column("status").to_pylist()]
+    rows = [dict(pairs) for pairs in table.column("metrics").to_pylist()]
+    names = sorted({name for row in rows for name in row})
+    return ExperienceTable(
+        rewards_N=torch.tensor(batch.rewards),
+        group_N=torch.tensor(batch.groups),
+        truncated_N=torch.tensor(truncated, dtype=torch.bool),
+        stats={name: torch.tensor([row.get(name, float("nan")) for row in rows]) for name in names},
+    )
+
+
+def _failure(operator: Operator, table: pa.Table, error: Exception) -> OperatorError:
+    """The error that names the first task on which the operator fails by itself, or else all of them."""
+    groups = batch_from_table(table).groups
+    keys = [f"{t}/{e}/{i}" for t, e, i in zip(*(table.column(c).to_pylist() for c in _TASK), strict=True)]
+    what = f"the {int(groups.max()) + 1 if len(groups) else 0} tasks together, none alone"
+    for group in range(int(groups.max()) + 1 if len(groups) else 0):
+        rows = np.flatnonzero(groups == group)
+        try:
+            operator(experience_table(table.take(pa.array(rows))))
+        except Exception as alone:
+            what, error = f"task {keys[rows[0]]}", alone
+            break
+    return OperatorError(f"operator {operator_name(operator)} failed on {what}: {type(error).__name__}: {error}")
+
+
+_TASK = ("taskset", "epoch", "task_index")
+
+
+def _plain(value: Any) -> Any:
+    """Frozen dicts and tuples of a config as the dicts and lists that arguments are checked as."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,171 @@
+"""Priority replay: which groups make the next batch when a group may be trained more than once. Pure rules.
+
+Invariants: use counts are a fold over ledger entries and kept nowhere else; a group is used again whole, the very rows
+that were trained before; none is used once its oldest token is staler than the bound. After k batches at most
+k * groups_per_batch fresh groups are settled, so what the explorer may count on holds as without replay.
+Source of the priorities: the replay buffer of Trinity-RFT, whose config keys they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rftdask.buffer.batches.ledger import LedgerEntry, Rows
+from rftdask.buffer.batches.selection import (
+    Cursor,
+    Group,
+    Position,
+    SampleRule,
+    Selection,
+    UsedGroup,
+    next_positions,
+    staleness,
+)
+
+TIME_NOTE = "time_s"
+"""Note of a ledger entry: when it was formed, in Unix seconds. Cooldowns are measured between such stamps."""
+
+
+@dataclass(frozen=True)
+class ReplayRule:
+    """Which groups come first: those of the largest `policy_version - decay * num_uses + sigma * noise`.
+
+    Example: ReplayRule(decay=2.0, reuse_cooldown_s=30.0)   # linear_decay
+    """
+
+    decay: float = 2.0
+    use_count_limit: int | None = None
+    """Times that a group is trained in all; None: no limit."""
+    sigma: float = 0.0
+    """Standard deviation of the noise, in policy versions."""
+    reuse_cooldown_s: float | None = None
+    """Between the batches of two uses of a group; None: groups are used once, by priority."""
+    seed: int = 0
+    after_the_end: bool = False
+    """Whether used groups alone may make a batch when no fresh one can come any more."""
+
+    @property
+    def max_uses(self) -> int | None:
+        """Most entries that may train one row; None: any number."""
+        return 1 if self.reuse_cooldown_s is None else self.use_count_limit
+
+    def priorities(self, versions: Sequence[int], uses: Sequence[int], step: int) -> np.ndarray:
+        """[N] float64 of the candidates of batch `step`; the noise is a function of (seed, step) and of their order."""
+        values = np.asarray(versions, np.float64) - self.decay * np.asarray(uses, np.float64)
+        if self.sigma > 0:
+            key = np.array([self.seed % 2**64, step], dtype=np.uint64)
+            values += self.sigma * np.random.Generator(np.random.Philox(key=key)).standard_normal(len(values))
+        return values
+
+
+class UseCounts:
+    """The groups that may be used again, folded from the ledger.
+
+    Example:
+        for step in range(uses.first_step(9), 9): uses.fold(ledger.read(step), version_of)
+        uses.ready(policy_version=8, now_s=clock())
+    """
+
+    def __init__(self, rule: ReplayRule, max_staleness: int | None) -> None:
+        self._rule = rule
+        self._max_staleness = max_staleness
+        self._groups: dict[tuple[str, tuple[int, ...]], UsedGroup] = {}
+        self.step = 0
+        """The last entry folded in."""
+
+    def first_step(self, step: int) -> int:
+        """The oldest entry that matters for the batch of `step`: what was trained before it is too stale by now.
+
+        A group sampled by version v is trained after step v at the earliest, therefore the bound limits the fold.
+        """
+        if self._max_staleness is None:
+            return self.step + 1
+        return max(self.step + 1, step - self._max_staleness)
+
+    def fold(self, entry: LedgerEntry, version_of: Callable[[Rows], int]) -> None:
+        """Count the uses in an entry; entries come in order. version_of: oldest version of some rows of the log."""
+        self.step = entry.step
+        if self._rule.reuse_cooldown_s is None:
+            return
+        at_s = entry.notes.get(TIME_NOTE, 0.0)
+        for rows in entry.use:
+            if rows.of_dataset:
+                continue
+            key = (rows.source, rows.rows)
+            was = self._groups.get(key)
+            if was is None:
+                was = UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
+            self._groups[key] = replace(was, num_uses=was.num_uses + 1, last_used_s=at_s)
+        self._groups = {key: group for key, group in self._groups.items() if self._may_be_used(group, entry.step)}
+
+    def ready(self, policy_version: int, now_s: float) -> list[UsedGroup]:
+        """Those that have cooled down and are within the bound, in an order that the ledger alone decides."""
+        return [group for group in self._usable(policy_version) if self._is_cool(group, now_s)]
+
+    def is_cooling(self, policy_version: int, now_s: float) -> bool:
+        """Whether waiting would make more of them ready."""
+        return any(not self._is_cool(group, now_s) for group in self._usable(policy_version))
+
+    def _usable(self, policy_version: int) -> list[UsedGroup]:
+        groups = (self._groups[key] for key in sorted(self._groups))
+        return [group for group in groups if self._may_be_used(group, policy_version)]
+
+    def _may_be_used(self, group: UsedGroup, policy_version: int) -> bool:
+        limit, bound = self._rule.use_count_limit, self._max_staleness
+        fresh = bound is None or staleness(policy_version, group.min_policy_version) <= bound
+        return fresh and (limit is None or group.num_uses < limit)
+
+    def _is_cool(self, group: UsedGroup, now_s: float) -> bool:
+        # Written so that a clock that was set back cannot keep a group for longer than its cooldown from then on.
+        return not 0.0 <= now_s - group.last_used_s < (self._rule.reuse_cooldown_s or 0.0)
+
+
+def select_with_reuse(
+    waiting: Mapping[Position, Group],
+    used: Sequence[UsedGroup],
+    cursor: Cursor,
+    policy_version: int,
+    rule: SampleRule,
+    replay: ReplayRule,
+    count: int | None = None,
+) -> Selection | None:
+    """The groups of the next batch by priority, fresh ones and used ones; None while too few are there.
+
+    A fresh group that failed or is too stale is settled first and takes the place of a fresh one; only used groups may
+    fill that place. In order, the fresh candidates are those positions that are next, whatever else is there.
+    Args: as of `select_groups`; used: in a fixed order.
+    """
+    wanted = rule.groups_per_batch if count is None else count
+    positions = next_positions(cursor, wanted, rule.tasks_per_step) if rule.ordered else sorted(waiting)
+    if any(position not in waiting for position in positions):
+        return None
+    fresh = [waiting[position] for position in positions]
+    unusable = [group for group in fresh if rule.rejects(group, policy_version)][:wanted]
+    good = [group for group in fresh if not rule.rejects(group, policy_version)]
+    values = replay.priorities(
+        [group.min_policy_version for group in good] + [group.min_policy_version for group in used],
+        [0] * len(good) + [group.num_uses for group in used],
+        policy_version + 1,
+    )
+    taken: list[int] = []
+    places_of_fresh = wanted - len(unusable)
+    for number in np.argsort(-values, kind="stable").tolist():
+        if len(taken) == wanted:
+            break
+        if number < len(good):
+            if not places_of_fresh:
+                continue
+            places_of_fresh -= 1
+        taken.append(number)
+    if len(taken) + len(unusable) < wanted:
+        return None
+    taken.sort()  # fresh groups by position, then used ones
+    return Selection(
+        use=tuple(good[number] for number in taken if number < len(good)),
+        stale=tuple(group for group in unusable if group.trainable_rows),
+        empty=tuple(group for group in unusable if not group.trainable_rows),
+        reuse=tuple(used[number - len(good)] for number in taken if number >= len(good)),
+    )

@@ -1,0 +1,257 @@
+"""The experience log as files: immutable shards in small buckets. Committing is one atomic put; a name in the listing
+is the commit.
+
+It knows how shards are found and set aside; what is in one is the part of a subclass, here Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import pyarrow as pa
+
+from rftdask.buffer.log.compaction import NUM_THREADS, CompactedShards, Compaction
+from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.log.prefetch import in_order
+from rftdask.buffer.log.schema import Experience
+from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
+from rftdask.errors import DamagedError, DataError, NotFoundError
+from rftdask.storage import Storage
+from rftdask.storage.checked_json import dump_checked, load_checked
+
+STEPS_PER_BUCKET = 64
+"""Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
+
+_SEALED = "SEALED.json"
+_MAX_PARSED = 8
+"""Buckets whose names are kept parsed."""
+_REMOVED = "removed"
+"""Folder with one file a bucket that names the shards retention removed."""
+
+
+class FileLog(ExperienceLog):
+    """A log whose shards are files of one format."""
+
+    suffix: str
+    """Of the names of its shards."""
+    takes_parts = True
+    num_readers = NUM_THREADS
+
+    def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
+        super().__init__(folder, run)
+        self._storage = storage
+        self._gone: set[str] = set()
+        """Quarantined shards whose originals are gone."""
+        self._parsed: dict[str, dict[str, ShardName | None]] = {}
+        """Of buckets listed lately, the names: a waiting trainer looks often, and parsing costs more than listing."""
+
+    @abstractmethod
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+        """The name and the bytes of a shard."""
+
+    @abstractmethod
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        """The rows, verified, of these columns at least. Raises: DamagedError; DataError: another schema."""
+
+    def path(self, name: ShardName) -> str:
+        return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
+
+    def check(self) -> None:
+        self._storage.list(self.folder)
+
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
+        name, data = self._encode(experiences, explore_step, batch)
+        name = replace(name, part=part)
+        self._storage.put(self.path(name), data)
+        return name
+
+    def find(self, explore_step: int, batch: int) -> ShardName | None:
+        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+        names = self._names_in(self._bucket(explore_step))
+        return [n for n in names if (n.explore_step, n.batch) == (explore_step, batch)]
+
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        first = self._bucket(first_step)
+        buckets = [b for b in self._buckets() if b >= first]
+        names = (n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
+        return _sorted(names)
+
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._decode(name, self._storage.get(self.path(name)), columns)
+
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        base = f"{self.folder}/quarantine/{name.text}"
+        try:
+            self._storage.put(base, self._storage.get(self.path(name)))
+        except NotFoundError:
+            return  # somebody else set it aside
+        self._storage.put(base + ".reason.json", json.dumps({"shard": name.text, "reason": reason}).encode())
+        self._storage.remove(self.path(name))
+
+    def num_quarantined(self) -> int:
+        # Asked every few seconds: one listing, and of each name once whether its original is gone.
+        for name in self.quarantined():
+            if name.text not in self._gone and not self._storage.exists(self.path(name)):
+                self._gone.add(name.text)
+        return len(self._gone)
+
+    def quarantined(self) -> list[ShardName]:
+        return self._names_in("quarantine")
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        buckets: dict[str, set[str]] = {}
+        for name in names:
+            buckets.setdefault(self._bucket(name.explore_step), set()).add(name.text)
+        for bucket, texts in sorted(buckets.items()):
+            record = f"{self.folder}/{_REMOVED}/{bucket}.json"
+            known = {name.text for name in self._read_removed(record)}
+            if not texts <= known:
+                self._storage.put(record, dump_checked({"shards": sorted(texts | known)}))
+        for name in names:
+            self._storage.remove(self.path(name))
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        folder = f"{self.folder}/{_REMOVED}"
+        first = self._bucket(first_step)
+        buckets = [n for n in self._storage.list(folder) if n.removesuffix(".json").isdigit()]
+        names = (n for b in buckets if b.removesuffix(".json") >= first for n in self._read_removed(f"{folder}/{b}"))
+        return sorted(n for n in names if n.explore_step >= first_step)
+
+    def _read_removed(self, record: str) -> list[ShardName]:
+        try:
+            texts = load_checked(self._storage.get(record))["shards"]
+        except NotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"{record} is damaged ({error}); restore it from a backup: it counts rows") from error
+        return [name for text in texts if (name := ShardName.try_parse(text)) is not None]
+
+    def seal(self, num_explore_steps: int) -> None:
+        self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
+
+    def unseal(self) -> None:
+        self._storage.remove(f"{self.folder}/{_SEALED}")
+
+    def sealed_at(self) -> int | None:
+        try:
+            data = self._storage.get(f"{self.folder}/{_SEALED}")
+        except NotFoundError:
+            return None
+        try:
+            return int(load_checked(data)["num_explore_steps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
+
+    def _buckets(self) -> Iterable[str]:
+        return (n.rstrip("/") for n in self._storage.list(self.folder) if n.rstrip("/").isdigit())
+
+    def _names_in(self, folder: str) -> list[ShardName]:
+        before = self._parsed.get(folder, {})
+        parsed = {
+            text: before[text] if text in before else ShardName.try_parse(text)
+            for text in self._storage.list(f"{self.folder}/{folder}")
+        }
+        if len(self._parsed) >= _MAX_PARSED:
+            self._parsed.clear()
+        self._parsed[folder] = parsed
+        return [n for n in parsed.values() if n is not None and n.suffix == self.suffix]
+
+    @staticmethod
+    def _bucket(explore_step: int) -> str:
+        return f"{explore_step // STEPS_PER_BUCKET:06d}"
+
+
+def _sorted(names: Iterable[ShardName]) -> list[ShardName]:
+    # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
+    return sorted(names, key=lambda n: (n.explore_step, n.batch, n.writer, n.text))
+
+
+class ParquetLog(FileLog):
+    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are. The default, and the one that can be
+    compacted.
+    """
+
+    suffix = "parquet"
+
+    def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
+        super().__init__(storage, folder, run)
+        self._compacted = CompactedShards(storage, folder)
+        self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
+
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+        return encode_shard(
+            experiences, explore_step=explore_step, batch=batch, writer=self.writer, run=self.run, codec=self._codec
+        )
+
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        return decode_shard(name, data, columns)
+
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        loose = self.loose_shards(first_step)  # first: what a pass moves meanwhile is then in its record
+        moved = self.compacted_shards(first_step)
+        return _sorted({*loose, *moved}) if moved else loose
+
+    def loose_shards(self, first_step: int = 1) -> list[ShardName]:
+        return super().shards(first_step)
+
+    def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
+        names = self._compacted.names(self._bucket(first_step), None if last_step is None else self._bucket(last_step))
+        return [n for n in names if first_step <= n.explore_step and (last_step is None or n.explore_step <= last_step)]
+
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        try:
+            return super().read(name, columns)
+        except NotFoundError:
+            rows = self._compacted.read(self._bucket(name.explore_step), name)
+            return rows if columns is None else rows.select(columns)
+
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        if self._compacted.has(self._bucket(name.explore_step), name):
+            raise DamagedError(f"{reason}; it was compacted and cannot run again: restore the file from a backup")
+        super().quarantine(name, reason)
+
+    def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        done = Compaction()
+        for bucket, group in groupby(_sorted(names), key=lambda name: self._bucket(name.explore_step)):
+            if should_stop():
+                break
+            done += self._compact_bucket(bucket, list(group))
+        return done
+
+    def _compact_bucket(self, bucket: str, names: Sequence[ShardName]) -> Compaction:
+        """What a pass before this one has merged and not removed is only removed."""
+        moved = self._compacted.names(bucket, bucket)
+        small = [name for name in names if name not in moved]
+        sizes: dict[ShardName, int] = {}
+        done = self._compacted.write(bucket, self._small_shards(small, sizes)) if len(small) > 1 else Compaction()
+        self._compacted.check(bucket, moved.intersection(names))
+        gone = self._compacted.names(bucket, bucket).intersection(names)
+        for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
+            pass
+        num_bytes = sum(size for name, size in sizes.items() if name in gone)
+        return done + Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
+
+    def _small_shards(
+        self, names: Sequence[ShardName], sizes: dict[ShardName, int]
+    ) -> Iterator[tuple[ShardName, pa.Table]]:
+        """Those that can be read; others stay as they are. sizes: filled with their bytes."""
+
+        def read(name: ShardName) -> tuple[int, pa.Table] | None:
+            try:
+                data = self._storage.get(self.path(name))
+                return len(data), self._decode(name, data, None)
+            except (DamagedError, NotFoundError, DataError):
+                return None
+
+        for name, found in zip(names, in_order(read, names, NUM_THREADS), strict=True):
+            if found is not None:
+                sizes[name] = found[0]
+                yield name, found[1]

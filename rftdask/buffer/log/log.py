@@ -1,0 +1,133 @@
+"""The experience log, as its writers and readers see it: shards of experiences that are committed and then never
+change.
+
+What every backend must keep:
+
+- `commit` is atomic and durable: a reader sees all of a shard or none of it, and what was committed outlives the
+  process. A rollout batch is done exactly when `shards` or `find` show a shard of its (explore step, batch), or
+  parts that hold all its groups (`done_batches`).
+- a shard never changes. It moves into quarantine when its content fails its checksum, and into a large file when it
+  was compacted, and is then listed and read as before.
+- listings trust no cache: what was committed before the call, by anyone, is in the answer.
+
+The log does not know what was trained: the ledger does.
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from rftdask.buffer.log.compaction import Compaction
+from rftdask.buffer.log.schema import Experience
+from rftdask.buffer.log.shard import Part, ShardName
+from rftdask.errors import UserError
+
+EXPERIENCES = "experiences"
+"""Folder of the log that is trained from; the answers of an evaluation are a log of their own."""
+
+
+class ExperienceLog(ABC):
+    """The shards of one run below `folder`. Instances pickle.
+
+    Example:
+        log = open_log(storage, config)
+        name = log.commit(experiences, explore_step=3, batch=0)
+        for name in log.shards(first_step=3): table = log.read(name)
+    """
+
+    def __init__(self, folder: str = EXPERIENCES, run: str = "") -> None:
+        """run: name of the run, kept with every shard."""
+        self.folder = folder
+        self.run = run
+        self.writer = uuid.uuid4().hex[:12]
+        """Random for each incarnation of a process: a restarted worker cannot reuse a name."""
+
+    takes_parts: bool = False
+    """Whether `commit` takes some groups of a rollout batch before the others are done."""
+
+    num_readers: int = 1
+    """Calls of `read` that gain from going on at once."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Look whether the log can be reached; makes nothing. Raises: StorageError."""
+
+    @abstractmethod
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
+        """Write the experiences of one rollout batch, or of a part of it, as one shard; durable when it returns.
+
+        Raises: StorageError.
+        """
+
+    @abstractmethod
+    def find(self, explore_step: int, batch: int) -> ShardName | None:
+        """A committed shard of this whole rollout batch, if there is one."""
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+        """The committed shards of this rollout batch, whole or in parts; of `loose_shards` only."""
+        whole = self.find(explore_step, batch)
+        return [] if whole is None else [whole]
+
+    @abstractmethod
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        """All shards of explore steps >= `first_step`, sorted by step, batch and writer."""
+
+    def loose_shards(self, first_step: int = 1) -> list[ShardName]:
+        """Those of `shards` that were not compacted. For who looks again and again for what is new: it costs less."""
+        return self.shards(first_step)
+
+    def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
+        """Those of `shards` that were compacted, up to `last_step`; in no order."""
+        return []
+
+    @abstractmethod
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of a shard, verified whole; of some columns at least, or of all.
+
+        Raises: DamagedError; NotFoundError; StorageError.
+        """
+
+    @abstractmethod
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        """Set a damaged shard aside with the reason; its rollout batch counts as not done and runs again."""
+
+    @abstractmethod
+    def num_quarantined(self) -> int:
+        """Shards set aside. One whose original is still listed does not count yet: its batch would look done."""
+
+    def quarantined(self) -> list[ShardName] | None:
+        """The names of the shards that were set aside; None where they are not known."""
+        return None
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        """Remove shards for good, their names written down first. Raises: UserError: this log cannot."""
+        raise UserError(f"{type(self).__name__} keeps everything; set experience_buffer.retention.keep to all")
+
+    def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        """Move shards into few large files. Nobody may compact this log at the same time.
+
+        Raises: UserError: this log cannot; DamagedError: what was written is not there.
+        """
+        raise UserError(f"{type(self).__name__} has no small files to merge; only storage_type queue has")
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        """Shards of explore steps >= `first_step` that were removed, or are about to be."""
+        return []
+
+    @abstractmethod
+    def seal(self, num_explore_steps: int) -> None:
+        """Say that no explore step after `num_explore_steps` will come."""
+
+    @abstractmethod
+    def unseal(self) -> None:
+        """Take that back: more will come."""
+
+    @abstractmethod
+    def sealed_at(self) -> int | None:
+        """The last explore step there will be, or None while more may come. Raises: DamagedError."""

@@ -1,0 +1,436 @@
+"""The experience log as tables of a database, SQLite or PostgreSQL, for people to query while the run goes on.
+
+`experiences` has a row for each experience, its scalars as columns, its arrays as little-endian blobs; `shards` has a
+row for each commit, unique in (log, explore step, batch, writer, part). What was set aside is in `quarantined_*`, the
+names of what retention removed in `removed_shards`. A commit is one transaction. Which log of a database belongs to a
+run folder is told by a file of the folder, so a run that is removed and begun again does not find the rows of the one
+before.
+
+SQLite is for one machine: its write-ahead log needs memory that all processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import sqlalchemy as sa
+import tenacity
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from rftdask.buffer.log.jsonl_log import shard_name, to_lines
+from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
+from rftdask.buffer.log.schema import SCHEMA, Experience, experiences_to_table
+from rftdask.buffer.log.shard import Part, ShardName
+from rftdask.data.database import database_url, open_engine, shown
+from rftdask.errors import DamagedError, NotFoundError, StorageError
+from rftdask.storage import Storage
+
+FILE = "experiences.sqlite"
+"""The database of a run that names none, in its folder."""
+_MARKER = "DATABASE.json"
+_SUFFIX = "sql"
+_BUSY_S = 30
+"""A writer waits so long for another; a commit takes milliseconds."""
+_MAX_TRIES = 5
+"""Of a transaction, when the database is busy or the connection was lost."""
+_CREATE_LOCK = 7_237_231
+"""Number of the PostgreSQL lock under which tables are made; any constant will do."""
+_DTYPES = {pa.int32(): "<i4", pa.float32(): "<f4"}
+"""Elements of an array in a blob."""
+
+_Result = TypeVar("_Result")
+_Work = Callable[[sa.Connection], _Result]
+_INTEGER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # only INTEGER counts up by itself there
+_metadata = sa.MetaData()
+
+
+def _sql_type(kind: pa.DataType) -> sa.types.TypeEngine[Any]:
+    if pa.types.is_integer(kind):
+        return sa.BigInteger()
+    if pa.types.is_floating(kind):
+        return sa.Double()
+    return sa.LargeBinary() if pa.types.is_list(kind) else sa.Text()  # a map is JSON
+
+
+def _shard_columns() -> list[sa.Column[Any]]:
+    numbers = ("explore_step", "batch", "num_rows", "min_policy_version", "max_policy_version", "crc32")
+    return [
+        sa.Column("log", sa.String(32), nullable=False),
+        sa.Column("run", sa.Text, nullable=False),
+        sa.Column("folder", sa.Text, nullable=False),
+        sa.Column("writer", sa.String(32), nullable=False),
+        sa.Column("part", sa.Text, nullable=False),  # as in the name of a file; empty for a whole rollout batch
+        *(sa.Column(name, sa.BigInteger, nullable=False) for name in numbers),
+    ]
+
+
+def _row_columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("shard", _INTEGER, primary_key=True, autoincrement=False),
+        sa.Column("row", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("run", sa.Text, nullable=False),
+        sa.Column("folder", sa.Text, nullable=False),
+        *(sa.Column(field.name, _sql_type(field.type), nullable=field.nullable) for field in SCHEMA),
+        # The row as a JSON line where a column cannot hold all of it: a NUL in a text, a number that is none.
+        sa.Column("exact", sa.LargeBinary),
+    ]
+
+
+_shards = sa.Table(
+    "shards",
+    _metadata,
+    sa.Column("id", _INTEGER, primary_key=True),
+    *_shard_columns(),
+    sa.UniqueConstraint("log", "explore_step", "batch", "writer", "part"),
+)
+_experiences = sa.Table("experiences", _metadata, *_row_columns(), sa.Index("experiences_uid", "uid"))
+_bad_shards = sa.Table(
+    "quarantined_shards",
+    _metadata,
+    sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
+    *_shard_columns(),
+    sa.Column("reason", sa.Text, nullable=False),
+)
+_removed_shards = sa.Table(
+    "removed_shards",
+    _metadata,
+    sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
+    *_shard_columns(),
+)
+_bad_experiences = sa.Table("quarantined_experiences", _metadata, *_row_columns())
+_seals = sa.Table(
+    "seals",
+    _metadata,
+    sa.Column("log", sa.String(32), primary_key=True),
+    sa.Column("num_explore_steps", sa.BigInteger, nullable=False),
+)
+
+
+class SqlLog(ExperienceLog):
+    """The log `folder` of a run in a database.
+
+    Example: SqlLog(storage, "postgresql://me@host/experiments"); the URL may name variables of the environment.
+    """
+
+    takes_parts = True
+
+    def __init__(self, storage: Storage, url: str | None = None, folder: str = EXPERIENCES, run: str = "") -> None:
+        """url: None for a SQLite file in the run folder, which must then be local.
+
+        Raises: UserError: a variable that the URL names is not set, or no driver for the database is installed.
+        """
+        super().__init__(folder, run)
+        self._storage = storage
+        self._url = url
+        self._log = ""
+        self._engine = self._open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the connections, and without the URL as it was completed, which may have a password."""
+        return {name: value for name, value in self.__dict__.items() if name != "_engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._engine = self._open()
+
+    def _open(self) -> sa.Engine:
+        if self._url is None:
+            return _engine(sa.URL.create("sqlite", database=f"{self._storage.url}/{FILE}"))
+        return _engine(database_url(self._url))
+
+    def check(self) -> None:
+        if self._engine.dialect.name != "sqlite":
+            self._run("check", lambda connection: connection.execute(sa.select(1)))
+
+    def commit(
+        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+    ) -> ShardName:
+        table = experiences_to_table(experiences)
+        data = to_lines(table)
+        name = replace(shard_name(experiences, explore_step, batch, self.writer, data, _SUFFIX), part=part)
+        place = {"run": self.run, "folder": self.folder}
+        shard = {**_columns_of(name), **place, "log": self._make_log()}
+        rows = [{**row, **place} for row in _rows_of(table, data)]
+
+        def insert(connection: sa.Connection) -> None:
+            number = connection.execute(_shards.insert().returning(_shards.c.id), shard).scalar_one()
+            if rows:
+                connection.execute(_experiences.insert(), [{**row, "shard": number} for row in rows])
+
+        try:
+            self._run("commit", insert, write=True)
+        except IntegrityError as error:
+            # Ours, if an earlier try was done and only its confirmation was lost: a writer commits a batch once.
+            found = self.find_all(explore_step, batch)
+            if name not in found:
+                same = any((n.writer, n.part) == (self.writer, part) for n in found)
+                before = " (it committed others as this batch before)" * same
+                raise StorageError(
+                    f"{self._where()}: writer {self.writer} could not commit batch {batch} of explore step "
+                    f"{explore_step}{before}: {error.orig}"
+                ) from error
+        return name
+
+    def find(self, explore_step: int, batch: int) -> ShardName | None:
+        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+
+    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+        return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == batch)
+
+    def shards(self, first_step: int = 1) -> list[ShardName]:
+        return self._names(_shards, _shards.c.explore_step >= first_step)
+
+    def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        def select(connection: sa.Connection) -> Sequence[Mapping[str, Any]] | None:
+            number = self._number(connection, name)
+            query = sa.select(_experiences).where(_experiences.c.shard == number).order_by(_experiences.c.row)
+            return None if number is None else connection.execute(query).mappings().all()  # type: ignore[return-value]
+
+        rows = self._run("read", select) if self._find_log() else None
+        if rows is None:
+            raise NotFoundError(f"{self._where()} has no shard {name.text}")
+        try:
+            table = _table_of(rows)
+        except (ValueError, TypeError, KeyError, AttributeError, pa.ArrowException) as error:
+            raise DamagedError(f"shard {name.text} of {self._where()}: {error!r}") from error
+        crc32 = zlib.crc32(to_lines(table))
+        if crc32 != name.crc32 or len(rows) != name.num_rows:
+            raise DamagedError(
+                f"shard {name.text} of {self._where()}: its {len(rows)} rows have crc32 {crc32:08x}: rows were changed"
+            )
+        return table
+
+    def quarantine(self, name: ShardName, reason: str) -> None:
+        def move(connection: sa.Connection) -> None:
+            number = self._number(connection, name)
+            of_shard, of_rows = _shards.c.id == number, _experiences.c.shard == number
+            columns = [*_shards.c.keys(), "reason"]
+            shard = sa.select(_shards, sa.literal(reason, sa.Text)).where(of_shard)
+            connection.execute(_bad_shards.insert().from_select(columns, shard))
+            rows = sa.select(_experiences).where(of_rows)
+            connection.execute(_bad_experiences.insert().from_select(_experiences.c.keys(), rows))
+            connection.execute(_experiences.delete().where(of_rows))
+            connection.execute(_shards.delete().where(of_shard))
+
+        if self._find_log():
+            self._run("quarantine", move, write=True)
+
+    def num_quarantined(self) -> int:
+        return len(self.quarantined())
+
+    def quarantined(self) -> list[ShardName]:
+        return self._names(_bad_shards)
+
+    def remove(self, names: Sequence[ShardName]) -> None:
+        def move(connection: sa.Connection) -> None:
+            for name in names:
+                number = self._number(connection, name)
+                shard = sa.select(_shards).where(_shards.c.id == number)
+                connection.execute(_removed_shards.insert().from_select(_shards.c.keys(), shard))
+                connection.execute(_experiences.delete().where(_experiences.c.shard == number))
+                connection.execute(_shards.delete().where(_shards.c.id == number))
+
+        if self._find_log():
+            self._run("remove", move, write=True)
+
+    def removed(self, first_step: int = 1) -> list[ShardName]:
+        return self._names(_removed_shards, _removed_shards.c.explore_step >= first_step)
+
+    def seal(self, num_explore_steps: int) -> None:
+        log = self._make_log()
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(_seals.delete().where(_seals.c.log == log))
+            connection.execute(_seals.insert(), {"log": log, "num_explore_steps": num_explore_steps})
+
+        self._run("seal", write, write=True)
+
+    def unseal(self) -> None:
+        if log := self._find_log():
+            self._run("unseal", lambda c: c.execute(_seals.delete().where(_seals.c.log == log)), write=True)
+
+    def sealed_at(self) -> int | None:
+        query = sa.select(_seals.c.num_explore_steps).where(_seals.c.log == self._find_log())
+        return self._run("read", lambda c: c.execute(query).scalar()) if self._find_log() else None
+
+    def _names(self, table: sa.Table, *where: sa.ColumnElement[bool]) -> list[ShardName]:
+        if not self._find_log():
+            return []
+        query = sa.select(table).where(table.c.log == self._log, *where)
+        return sorted(_name_of(row) for row in self._run("list", lambda c: c.execute(query).all()))
+
+    def _number(self, connection: sa.Connection, name: ShardName) -> int | None:
+        same = [_shards.c[column] == value for column, value in _columns_of(name).items()]
+        return connection.execute(sa.select(_shards.c.id).where(_shards.c.log == self._log, *same)).scalar()
+
+    def _find_log(self) -> str:
+        """The id of this log in the database; empty while nobody has written to it."""
+        if not self._log:
+            try:
+                self._log = str(json.loads(self._storage.get(f"{self.folder}/{_MARKER}"))["log"])
+            except NotFoundError:
+                return ""
+            except (ValueError, KeyError, TypeError) as error:
+                raise DamagedError(
+                    f"{self._storage.url}/{self.folder}/{_MARKER} is damaged; it must be "
+                    f'{{"log": "<as in the table shards>"}}'
+                ) from error
+        return self._log
+
+    def _make_log(self) -> str:
+        if not self._find_log():
+            self._run("create", _create, write=True)
+            self._storage.put_new(f"{self.folder}/{_MARKER}", json.dumps({"log": uuid.uuid4().hex}).encode())
+        return self._find_log()
+
+    def _run(self, verb: str, work: _Work[_Result], write: bool = False) -> _Result:
+        """`work` as one transaction, tried again while the database is busy or not reached.
+
+        Raises: IntegrityError: what it writes exists; StorageError.
+        """
+        retry = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(_MAX_TRIES) | tenacity.stop_after_delay(2 * _BUSY_S),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.1, max=5, jitter=0.1),
+            retry=tenacity.retry_if_exception_type(OperationalError),
+            reraise=True,
+        )
+
+        def once() -> _Result:
+            with self._engine.connect().execution_options(rftdask_write=write) as connection, connection.begin():
+                return work(connection)
+
+        try:
+            return retry(once)
+        except IntegrityError:
+            raise
+        except SQLAlchemyError as error:
+            raise StorageError(
+                f"{verb} in {self._where()} failed: {str(error).partition(chr(10))[0]}; check that the database of "
+                "the run is there and that this user may write to it"
+            ) from error
+
+    def _where(self) -> str:
+        return shown(self._engine.url)
+
+
+@cache
+def _engine(url: sa.URL) -> sa.Engine:
+    """One for all logs of a process. Raises: UserError: no driver is installed."""
+    if url.drivername != "sqlite":
+        return open_engine(url, pool_size=2, pool_pre_ping=True)
+    # A connection for each transaction: cheap for a file, and nothing stays open when the run folder goes.
+    engine = open_engine(url, poolclass=NullPool, connect_args={"timeout": _BUSY_S})
+    sa.event.listen(engine, "connect", _prepare_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # else the driver begins transactions as it likes
+    connection.execute("PRAGMA journal_mode=WAL")  # readers and a writer do not wait for each other
+    connection.execute("PRAGMA synchronous=FULL")  # a commit survives a power loss, as a put does
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # A transaction that reads first and then writes fails at once if another wrote in between; so it writes from the
+    # start, and waits its turn.
+    write = connection.get_execution_options().get("rftdask_write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _create(connection: sa.Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATE_LOCK)))
+    _metadata.create_all(connection)
+
+
+# ---- rows and tables
+
+
+def _columns_of(name: ShardName) -> dict[str, Any]:
+    return {
+        "explore_step": name.explore_step,
+        "batch": name.batch,
+        "writer": name.writer,
+        "part": "" if name.part is None else name.part.text,
+        "num_rows": name.num_rows,
+        "min_policy_version": name.min_policy_version,
+        "max_policy_version": name.max_policy_version,
+        "crc32": name.crc32,
+    }
+
+
+def _name_of(row: Any) -> ShardName:
+    return ShardName(
+        row.explore_step,
+        row.batch,
+        row.writer,
+        row.num_rows,
+        row.min_policy_version,
+        row.max_policy_version,
+        row.crc32,
+        _SUFFIX,
+        Part.parse(*row.part.removeprefix("p").split("-")) if row.part else None,
+    )
+
+
+def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:
+    """The rows for `experiences`; `lines` are the same as JSON lines."""
+    columns = {field.name: _to_sql(table.column(field.name)) for field in SCHEMA}
+    rows = []
+    for number, (line, *values) in enumerate(zip(lines.split(b"\n")[:-1], *columns.values(), strict=True)):
+        exact = None if all(map(_is_plain, values)) else line
+        plain = [value.replace("\0", "") if isinstance(value, str) else value for value in values]
+        rows.append({**dict(zip(columns, plain, strict=True)), "row": number, "exact": exact})
+    return rows
+
+
+def _to_sql(column: pa.ChunkedArray) -> list[Any]:
+    if pa.types.is_map(column.type):
+        return [json.dumps(dict(pairs)) for pairs in column.to_pylist()]
+    if not pa.types.is_list(column.type):
+        return list(column.to_pylist())
+    dtype = _DTYPES[column.type.value_type]
+    return [np.asarray(value.values).astype(dtype).tobytes() for value in column]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether every database gives the value back as it is: no NUL in a text, no -0.0, no infinity, no NaN."""
+    if isinstance(value, str):
+        return "\0" not in value
+    if isinstance(value, float):
+        return math.isfinite(value) and (value != 0.0 or math.copysign(1.0, value) > 0.0)
+    return True
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Inverse of `_rows_of`. Raises: ValueError, TypeError, KeyError, AttributeError, ArrowException: it cannot be."""
+    exact = [None if row["exact"] is None else json.loads(row["exact"]) for row in rows]
+    columns = {}
+    for field in SCHEMA:
+        values = [
+            _from_sql(row[field.name], field.type) if line is None else _from_line(line.get(field.name), field.type)
+            for row, line in zip(rows, exact, strict=True)
+        ]
+        columns[field.name] = pa.array(values, field.type)
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _from_sql(value: Any, kind: pa.DataType) -> Any:
+    if pa.types.is_map(kind):
+        return list(json.loads(value).items())
+    return np.frombuffer(value, _DTYPES[kind.value_type]) if pa.types.is_list(kind) else value
+
+
+def _from_line(value: Any, kind: pa.DataType) -> Any:
+    return list(value.items()) if pa.types.is_map(kind) else value

@@ -1,0 +1,314 @@
+"""Batch: a head whose workers are jobs of a batch system, one job for each, submitted through dask-jobqueue.
+
+A thread keeps as many jobs of each role as were asked for: a job that ended is replaced, one that the system requeued
+is waited for. Nothing needs to survive it: the next start cancels the jobs that this one noted and submits its own. The
+batch systems differ in the class of dask-jobqueue's job and in how one asks which jobs live.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed import SchedulerPlugin
+
+from rftdask.cluster import slurm
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
+from rftdask.cluster.jobs import (
+    MAX_FAILED_STARTS,
+    MAX_FAILED_SUBMITS,
+    JobRecord,
+    jobs_file,
+    note_workers,
+    plan_change,
+    read_jobs,
+    write_jobs,
+)
+from rftdask.cluster.join import LEAVING
+from rftdask.cluster.remote_scheduler import HeadCluster
+from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.config import Config
+from rftdask.config.schema.model import JobConfig
+from rftdask.errors import RftError, RoleError, UserError
+from rftdask.storage import Storage
+
+ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+_LOOK_S = 2.0
+_SOON_S = 0.25
+"""After a worker was lost: its job ends a moment later, and then there is to be another one. The pauses grow again."""
+_MISSING_S = 120.0
+"""Of a worker that was there, before its job counts as lost where the batch system is not asked."""
+_SUBMIT_S = 120.0
+_MAX_PAUSE_S = 60.0
+_DEATH_TIMEOUT_S = 600
+"""A worker that cannot reach its scheduler for so long ends, and with it its job."""
+
+log = logging.getLogger(__name__)
+
+
+class _GivenUp(RoleError):
+    """No more jobs are submitted, and the run is to end."""
+
+
+class _OnLoss(SchedulerPlugin):
+    """Calls when a worker leaves the scheduler, in its loop."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self._call()
+
+
+class BatchCluster(HeadCluster):
+    """Example: with BatchCluster(config, layout, folder, storage) as cluster: cluster.scale("explorer", 8)"""
+
+    def __init__(self, config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> None:
+        self._config = config
+        self._storage = storage
+        self._file = jobs_file(config.mode)
+        self._system = config.cluster.type
+        self._asked = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+        self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
+        self._failed_starts = dict.fromkeys(ROLES, 0)
+        self._failed_submits = 0
+        self._number = 0
+        self._error: RftError | None = None
+        self._pause_s = _LOOK_S
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._job_class = job_class(self._system)
+        slurm.forget_restarts()
+        self._cancel_left_over()
+        super().__init__(config, layout, folder)
+        cluster: Any = self._cluster
+        cluster.loop.add_callback(cluster.scheduler.add_plugin, _OnLoss(self._hurry))
+        self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
+        self._thread.start()
+
+    def scale(self, role: str, num_workers: int) -> None:
+        if role not in ROLES:
+            raise UserError(f"cluster: the workers of a batch system are for {' and '.join(ROLES)}, not for {role!r}")
+        self._asked[role] = num_workers
+        self._wake.set()
+
+    def num_asked(self, role: str) -> int:
+        return self._asked.get(role, 0)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._wake.set()
+            self._thread.join(_SUBMIT_S)
+            self._cancel([job for jobs in self._jobs.values() for job in jobs])
+            self._jobs = {role: [] for role in ROLES}
+            self._note()
+            super().close()
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._look()
+            except _GivenUp as error:
+                self._error = error
+                return
+            except (RftError, OSError) as error:
+                log.warning("the jobs of the run could not be looked at, which is tried again: %s", error)
+            except Exception as error:  # the run must not go on without anybody who keeps its workers
+                log.exception("the jobs of the run are no longer kept")
+                self._error = RoleError(f"the jobs of the run are no longer kept: {type(error).__name__}: {error}")
+                return
+            failures = max(self._failed_submits, *self._failed_starts.values())
+            pause_s, self._pause_s = self._pause_s, min(1.3 * self._pause_s, _LOOK_S)
+            self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
+            self._wake.clear()
+
+    def _hurry(self) -> None:
+        self._pause_s = _SOON_S
+        self._wake.set()
+
+    def _look(self) -> None:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        names = [str(info["name"]) for info in workers.values()]
+        now_s, before = time.time(), dict(self._jobs)
+        for role in ROLES:
+            jobs = [
+                note_workers(job, any(name.startswith(f"{job.name}-{job.job_id}-") for name in names), now_s)
+                for job in self._jobs[role]
+            ]
+            change = plan_change(jobs, self._alive(jobs, now_s), self._asked[role], self._failed_starts[role])
+            for job in change.lost:
+                log.warning("job %s (%s) ended: %s", job.job_id, job.name, self._reason(job))
+            gone = {job.job_id for job in (*change.lost, *change.cancel)}
+            self._jobs[role] = [job for job in jobs if job.job_id not in gone]
+            self._failed_starts[role] = change.num_failed_starts
+            self._cancel(change.cancel)
+            if change.num_failed_starts >= MAX_FAILED_STARTS:
+                raise_failed(role, change.lost, self._log_folder())
+            for _ in range(change.num_new):
+                if not self._closed.is_set():
+                    self._jobs[role].append(self._submit(role))
+                    self._failed_submits = 0
+        if self._jobs != before:
+            self._note()
+
+    def _alive(self, jobs: list[JobRecord], now_s: float) -> frozenset[str]:
+        if self._system == "slurm":
+            return frozenset(slurm.states([job.job_id for job in jobs]))
+        return frozenset(
+            job.job_id for job in jobs if job.missing_since_s is None or now_s - job.missing_since_s < _MISSING_S
+        )
+
+    def _reason(self, job: JobRecord) -> str:
+        return (slurm.reason(job.job_id) if self._system == "slurm" else "") or "its batch system does not say why"
+
+    def _submit(self, role: str) -> JobRecord:
+        name = f"{role}-{self._number}"
+        self._number += 1
+        job = self._job_class(**self.job_options(role, name))
+        # Its script is written and submitted in the loop of the cluster, as its class wants it.
+        try:
+            self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
+        except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+            self._failed_submits += 1
+            if self._failed_submits >= MAX_FAILED_SUBMITS:
+                raise _GivenUp(f"cluster: the batch system refuses the job of {name}: {error}") from error
+            raise RoleError(f"the job of {name} could not be submitted: {error}") from error
+        log.info("submitted job %s (%s)", job.job_id, name)
+        return JobRecord(role, name, str(job.job_id), self._system, time.time())
+
+    def _cancel(self, jobs: list[JobRecord] | tuple[JobRecord, ...]) -> None:
+        for job in jobs:
+            cancel_job(job)
+
+    def _cancel_left_over(self) -> None:
+        """Jobs of an earlier start, whose scheduler is no more; it was killed, or it would have cancelled them."""
+        for job in read_jobs(self._storage, self._file):
+            log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
+            cancel_job(job)
+
+    def _note(self) -> None:
+        write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
+
+    def _log_folder(self) -> Path:
+        return log_folder(self._storage, self._folder)
+
+    def job_options(self, role: str, name: str) -> dict[str, Any]:
+        """Arguments of dask-jobqueue's job class."""
+        return job_options(self._config, role, name, self._folder, self._log_folder())
+
+
+def job_class(system: str) -> Any:
+    """Raises: UserError: dask-jobqueue is not installed."""
+    try:
+        # Late: an extra, and it reads its configuration when it is imported.
+        import dask_jobqueue
+        from dask_jobqueue import htcondor, lsf, oar, pbs, sge
+        from dask_jobqueue import slurm as jobqueue_slurm
+    except ImportError as error:
+        raise UserError(
+            f"cluster.type {system} needs the extra slurm: pip install 'rftdask[slurm]' ({error})"
+        ) from None
+    assert dask_jobqueue
+    return {
+        "slurm": jobqueue_slurm.SLURMJob,
+        "pbs": pbs.PBSJob,
+        "lsf": lsf.LSFJob,
+        "sge": sge.SGEJob,
+        "htcondor": htcondor.HTCondorJob,
+        "oar": oar.OARJob,
+    }[system]
+
+
+def job_options(config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
+    """Arguments of dask-jobqueue's job class for one worker."""
+    cluster = config.cluster
+    common: dict[str, Any] = {
+        # Its command is what a shell reads.
+        "scheduler": shlex.join(folder.worker_options(cluster.tls, cluster.interface)),
+        "job_name": f"rftdask-{role}",
+        "processes": 1,
+        "nanny": True,
+        "death_timeout": _DEATH_TIMEOUT_S,
+        "local_directory": "${TMPDIR:-/tmp}",
+        "worker_extra_args": [
+            "--resources",
+            f"{role}=1",
+            "--no-dashboard",
+            # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
+            "--nthreads",
+            "1",
+            "--memory-limit",
+            "0",
+            *LEAVING,
+        ],
+        # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
+        "python": f"exec {shlex.quote(sys.executable)}",
+    }
+    if cluster.type == "slurm":
+        job: JobConfig = getattr(cluster.slurm, role)
+        return {
+            **common,
+            # The job's number is in the name, because a name that is still known is refused; so is that of its start.
+            "name": f"{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}",
+            "cores": job.cpus,
+            "memory": job.memory,
+            "queue": job.partition,
+            "account": job.account,
+            "walltime": job.walltime or "",
+            "job_directives_skip": () if job.walltime else ("-t ",),
+            "job_extra_directives": [
+                *(f"--{key}={value}" for key, value in (("gres", job.gres), ("constraint", job.constraint)) if value),
+                "--requeue",
+                "--open-mode=append",
+                f"--output={log_path}/{name}-%j.log",
+                *job.directives,
+            ],
+            "job_script_prologue": list(job.prologue),
+        }
+    given = {key: value for key, value in cluster.options.items() if key not in ROLES}
+    own = dict(cluster.options.get(role, {}))
+    return {**common, "log_directory": str(log_path), "name": f"{name}-{JOB_NUMBER[cluster.type]}-0", **given, **own}
+
+
+JOB_NUMBER: Mapping[str, str] = {
+    "pbs": "${PBS_JOBID%%.*}",
+    "lsf": "${LSB_JOBID}",
+    "sge": "${JOB_ID}",
+    "htcondor": "${JOB_ID%%.*}",
+    "oar": "${OAR_JOB_ID}",
+}
+"""How a script of each batch system names its job."""
+
+
+def cancel_job(job: JobRecord) -> None:
+    """Idempotent. Raises: RoleError: its batch system fails."""
+    if job.system == "slurm":
+        slurm.cancel([job.job_id])
+    else:
+        slurm.call(*job_class(job.system).cancel_command.split(), job.job_id)
+
+
+def log_folder(storage: Storage, folder: PrivateFolder) -> Path:
+    """Where jobs log: beside the other logs of the run, or in the private folder where that is no local path."""
+    return folder.base / "log" if "://" in storage.url else Path(storage.url).absolute() / "log"
+
+
+def raise_failed(role: str, lost: tuple[JobRecord, ...], logs: Path) -> None:
+    """Raises: RoleError: that no worker of a role comes up."""
+    tail: Callable[[Path], str] = lambda path: "\n".join(path.read_text(errors="replace").splitlines()[-10:])  # noqa: E731
+    told = [tail(path) for job in lost[-1:] for path in sorted(logs.glob(f"*{job.job_id}.[el]*"))]
+    raise _GivenUp(
+        f"cluster: {MAX_FAILED_STARTS} {role} jobs in a row ended before their worker had joined; the last one, "
+        f"{lost[-1].job_id if lost else '?'}, wrote to {logs}:\n" + "\n".join(told)
+    )

@@ -1,0 +1,99 @@
+"""Head: a scheduler in the driver's process and one worker for the light roles; all other workers join from elsewhere.
+
+They find the scheduler by the run's private folder, and talk TLS with its keys. A head knows neither who starts those
+workers nor where; see batch.py for jobs, join.py for workers that a script starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.utils import get_ip, get_ip_interface
+
+from rftdask.cluster.base import CONTROL_RESOURCE, Cluster, Layout, close_in_turn
+from rftdask.cluster.local import DASK_CONFIG, preloads
+from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.config import Config
+from rftdask.errors import UserError, WaitTimeout
+
+_START_DEADLINE_S = 120
+
+
+class HeadCluster(Cluster):
+    """Scheduler and control worker; `scale` is for subclasses that can start workers.
+
+    Example: with HeadCluster(config, layout, PrivateFolder.of(config, storage)) as cluster: cluster.client.submit(...)
+    """
+
+    def __init__(self, config: Config, layout: Layout, folder: PrivateFolder) -> None:
+        cluster = config.cluster
+        self.worker_deadline_s = cluster.max_queue_s
+        self._layout = layout
+        self._folder = folder
+        self.security = folder.make_keys() if cluster.tls else None
+        folder.make()
+        self._restore = dask.config.set(DASK_CONFIG)
+        host = _host(cluster.interface)
+        protocol = "tls://" if cluster.tls else "tcp://"
+        common: dict[str, Any] = {"host": host, "protocol": protocol, "security": self.security}
+        scheduler = {
+            "cls": Scheduler,
+            "options": {
+                **common,
+                "dashboard": cluster.dashboard_address is not None,
+                "dashboard_address": cluster.dashboard_address or "127.0.0.1:0",
+            },
+        }
+        control = {
+            "cls": Nanny,
+            "options": {
+                **common,
+                "name": "control-0",
+                "nthreads": 1,
+                "dashboard": False,
+                "dashboard_address": None,
+                "memory_limit": 0,
+                "silence_logs": logging.CRITICAL,
+                "preload": preloads((CONTROL_RESOURCE,)),
+                "resources": {CONTROL_RESOURCE: 1},
+            },
+        }
+        self._cluster = SpecCluster(
+            scheduler=scheduler,
+            workers={"control-0": control},
+            security=self.security,
+            silence_logs=40,
+            shutdown_on_close=True,
+        )
+        self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it
+        self.address = str(self._cluster.scheduler_address)
+        folder.write_address(self.address)
+        try:
+            self.client.wait_for_workers(1, timeout=_START_DEADLINE_S)
+        except TimeoutError as error:
+            self.close()
+            raise WaitTimeout(f"the control worker did not start in {_START_DEADLINE_S} s") from error
+
+    def scale(self, role: str, num_workers: int) -> None:
+        raise UserError("cluster.type joined: the workers of this run are started by rftdask join; start more or fewer")
+
+    def num_asked(self, role: str) -> int:
+        return sum(role in worker.resources for worker in self._layout.workers)
+
+    def close(self) -> None:
+        if not self.may_return:
+            self._folder.remove_address(self.address)
+        close_in_turn(self.client, self._cluster)
+        self._restore.__exit__(None, None, None)
+
+
+def _host(interface: str | None) -> str:
+    if interface is None:
+        return str(get_ip())
+    try:
+        return str(get_ip_interface(interface))
+    except ValueError as error:
+        raise UserError(f"cluster.interface: {error}") from error

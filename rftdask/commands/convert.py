@@ -1,0 +1,121 @@
+"""Convert: a checkpoint of a run as a Hugging Face folder, without a network.
+
+It knows the files of a run and nothing of trainers at work, so it may run while one is. Invariant: the folder appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from rftdask.buffer.batches.lineage import lineage_of
+from rftdask.config import Config, load_config
+from rftdask.errors import DataError, UserError
+from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
+from rftdask.run.run_folder import read_run
+from rftdask.storage import Storage, open_storage
+from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.model import dtype_at_rest, export_hf, load_policy
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
+
+_STEP = "global_step_"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    run: str
+    step: int
+    folder: Path
+
+
+def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora: bool = True) -> Converted:
+    """Write the policy of a checkpoint with its tokenizer and generation config, in the data type of the model's files.
+
+    Args:
+        source: folder or URL of a run, or of one of its checkpoints (.../global_step_40).
+        out: folder to make; it must not exist, or be empty.
+        step: of the checkpoint; None: the newest. Of a run with stages, the last stage that has one.
+        merge_lora: False writes the adapters alone, in PEFT's layout.
+
+    Raises: UserError: `out` is in use, or what is asked for is not there. DataError, StorageError: it cannot be read.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; give a folder that does not, so that nothing is mixed up")
+    storage, config, step = _find(source, step)
+    files = Checkpoints(storage, lineage_of(storage)).files(step)
+    if files is None:
+        steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
+        raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+        whole = Path(folder) / "whole"
+        whole.mkdir()
+        if merge_lora:
+            _write_model(config, files, whole)
+        else:
+            _write_adapter(config, files, whole)
+        if target.exists():
+            target.rmdir()
+        shutil.move(whole, target)
+    return Converted(storage.url, step, target)
+
+
+def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
+    """The folder of the run or stage, its config, and the step of the checkpoint."""
+    run, _, name = source.rstrip("/").rpartition("/")
+    if name.startswith(_STEP) and name.removeprefix(_STEP).isdigit():
+        named = int(name.removeprefix(_STEP))
+        if step not in (None, named):
+            raise UserError(f"{source} is the checkpoint of step {named}, not of step {step}; leave one of them out")
+        source, step = run or ".", named
+    storage = open_storage(source)
+    stages = load_config(read_run(storage)["config"]).stage_configs()
+    for stage in reversed(stages) if len(stages) > 1 else ():
+        folder = open_storage(stage.checkpoint_job_dir)
+        if checkpoint_steps(folder):
+            storage = folder
+            break
+    config = load_config(read_run(storage)["config"])
+    found = newest_valid_checkpoint(storage) if step is None else step
+    if found is None:
+        raise UserError(f"{storage.url} has no checkpoint yet; trainer.save_interval says when there is one")
+    return storage, config, found
+
+
+def _write_model(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
+    path, trust = config.model.model_path, config.model.trust_remote_code
+    model, tokenizer = load_policy(path, "float32", "cpu", trust_remote_code=trust, offline=True)
+    if config.model.lora_configs:
+        add_adapter(model, settings_of(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}"]))
+        load_adapter(model, load(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"]), "the checkpoint")
+        merged(model)
+    else:
+        _load_weights(model, load(files[CHECKPOINT_MODEL_FILE]), path)
+    export_hf(model, tokenizer, folder, dtype=dtype_at_rest(path, trust_remote_code=trust, offline=True))
+
+
+def _load_weights(model: Any, tensors: dict[str, torch.Tensor], path: str) -> None:
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    missing = set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ())
+    if missing or unexpected:
+        raise DataError(
+            f"the checkpoint does not fit the model {path}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+        )
+
+
+def _write_adapter(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
+    if not config.model.lora_configs:
+        raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
+    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        (folder / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])

@@ -1,0 +1,219 @@
+"""Control: a run on a batch system as its user sees it from elsewhere: its jobs, why it ended, its logs, its end.
+
+Reads storage and the batch system and nothing else, so it tells the same of a run that lives, waits or is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from os import kill
+from pathlib import Path
+from socket import gethostname
+from time import sleep
+from typing import Any
+
+from rftdask.cluster import slurm
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs
+from rftdask.config import Config, load_config
+from rftdask.errors import DataError, RftError, UserError, WaitTimeout
+from rftdask.processes.poll import wait_for
+from rftdask.run.run_folder import RUN_FILE, lease_holder, read_end, read_run
+from rftdask.storage import Storage, open_storage
+
+_DRIVERS = ("controller", "explore", "train")
+"""Jobs that hold a driver; the others are its workers."""
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job of a run and what its batch system says of it now."""
+
+    role: str
+    name: str
+    job_id: str
+    state: str
+    """PENDING, RUNNING, ...; of one that left the queue: how it ended, or "ended"."""
+    is_alive: bool
+
+
+@dataclass(frozen=True)
+class RunJobs:
+    """The jobs of a run and what it says of its end."""
+
+    jobs: tuple[JobStatus, ...]
+    why: str
+    """Why it does not run; empty while it does."""
+    has_begun: bool
+    """It has a run folder that other commands can read."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"jobs": [asdict(job) for job in self.jobs], "why": self.why}
+
+
+def read_run_jobs(url: str) -> RunJobs:
+    """Raises: DataError: nothing was ever submitted or started there."""
+    storage = open_storage(url)
+    records = read_jobs(storage)
+    if not records and not storage.exists(RUN_FILE):
+        read_run(storage)  # raises, with the words for it
+    has_begun = storage.exists(RUN_FILE)
+    try:
+        alive = slurm.states([job.job_id for job in records if job.system == "slurm"])
+    except RftError as error:  # the files tell the rest
+        told = f"not known: {error}"
+        return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
+    jobs = tuple(_job_status(job, alive) for job in records)
+    return RunJobs(jobs, why_not_running(storage, jobs), has_begun)
+
+
+def _job_status(job: JobRecord, alive: dict[str, str]) -> JobStatus:
+    state = alive.get(job.job_id)
+    told = state or (slurm.reason(job.job_id) if job.system == "slurm" else "not asked") or "ended"
+    return JobStatus(job.role, job.name, job.job_id, told, state is not None)
+
+
+def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
+    """Why the run does not run, from its last words, else from what became of the job that drove it."""
+    if any(lease_holder(storage, role) for role in ("trainer", "explorer")):
+        return ""
+    drivers = [job for job in jobs if job.role in _DRIVERS]
+    waiting = [job for job in drivers if job.is_alive]
+    if waiting:
+        return f"{waiting[0].name} is job {waiting[0].job_id}, {waiting[0].state}"
+    end = read_end(storage)
+    if end is not None:
+        return end
+    told = "; ".join(f"job {job.job_id} ({job.name}): {job.state}" for job in drivers)
+    if not storage.exists(RUN_FILE):
+        return f"it never began: {told}"
+    return f"it was killed, without a word of its own{': ' + told if told else ''}"
+
+
+def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
+    """End a run with a checkpoint, wherever it runs. Idempotent.
+
+    Raises: WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it runs on another machine
+    without a batch system.
+    """
+    from rftdask.cluster.jobqueue import cancel_job  # late, as all that loads Dask: status does without
+    from rftdask.cluster.secrets_folder import PrivateFolder
+
+    storage = open_storage(url)
+    records = read_jobs(storage)
+    drivers = [job for job in records if job.role in _DRIVERS]
+    if not drivers:
+        _interrupt_process(storage)
+        return
+    folder = PrivateFolder.base_of(_config_of(storage), storage)
+    (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
+    alive = slurm.states([job.job_id for job in drivers])
+    for job in drivers:
+        state = alive.get(job.job_id)
+        if state == "RUNNING":
+            say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
+            slurm.interrupt(job.job_id)
+        elif state is not None:
+            say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
+            slurm.cancel([job.job_id])
+    in_time = wait_for(lambda: not slurm.states([job.job_id for job in drivers]), deadline_s, _LOOK_S)
+    # Its workers, if it could not cancel them itself.
+    for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in _DRIVERS)):
+        cancel_job(job)
+    if not in_time:
+        raise WaitTimeout(f"the run had not ended after {deadline_s:.0f} s: its jobs were killed, its checkpoints stay")
+
+
+def _interrupt_process(storage: Storage) -> None:
+    holders = [holder for role in ("trainer", "explorer") if (holder := lease_holder(storage, role)) is not None]
+    for host, pid in {(holder["host"], holder["pid"]) for holder in holders}:
+        if host != gethostname():
+            raise UserError(f"{storage.url} is worked on by process {pid} on {host}; press Ctrl-C there")
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGINT)
+
+
+def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[str]]]:
+    """Name and last lines of each log of a run whose name begins with `role`; "" is all of them.
+
+    Raises: DataError: there is none.
+    """
+    folder = _logs_of(url)
+    files = _log_files(folder, role)
+    if not files:
+        there = ", ".join(sorted({path.name.split("-")[0].split(".")[0] for path in folder.glob("*.log")})) or "none"
+        raise DataError(f"{folder} has no log of {role!r}; there are: {there}")
+    for path in files:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield path.name, [line.rstrip("\n") for line in deque(lines, num_lines)]
+
+
+def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) -> Iterator[tuple[str, list[str]]]:
+    """As `read_logs`, then the lines that come, also of logs that are new; until whoever reads has enough."""
+    folder, read = _logs_of(url), dict[Path, int]()
+    last = num_lines
+    while True:
+        for path in _log_files(folder, role):
+            if path.stat().st_size < read.get(path, 0):
+                read[path] = 0  # it was set aside, and this is a new one
+            with path.open("rb") as file:
+                file.seek(read.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            if newline:
+                read[path] = read.get(path, 0) + len(whole) + 1
+                yield path.name, whole.decode(errors="replace").split("\n")[-last:]
+        last = 0  # [-0:] is everything
+        sleep(look_s)
+
+
+def _logs_of(url: str) -> Path:
+    from rftdask.cluster.jobqueue import log_folder
+    from rftdask.cluster.secrets_folder import PrivateFolder
+
+    storage = open_storage(url)
+    if "://" not in storage.url:
+        return Path(storage.url) / "log"
+    return log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))
+
+
+def _log_files(folder: Path, role: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{role}*.log") if path.is_file())
+
+
+def connect(url: str, timeout_s: float = 30.0) -> Any:
+    """A distributed.Client of the run's scheduler, for a notebook on a machine that reaches it.
+
+    Raises: UserError: the run has no cluster now, or its keys are another user's; WaitTimeout: it does not answer.
+    """
+    from distributed import Client
+
+    from rftdask.cluster.secrets_folder import PrivateFolder
+
+    storage = open_storage(url)
+    folder = PrivateFolder.of(_config_of(storage), storage)
+    address = folder.read_address()
+    if address is None:
+        raise UserError(f"{storage.url} has no scheduler now; rftdask status {storage.url} tells where it stands")
+    try:
+        return Client(
+            address,
+            security=folder.security() if address.startswith("tls") else None,
+            timeout=timeout_s,
+            set_as_default=False,
+        )
+    except OSError as error:
+        raise WaitTimeout(f"the scheduler at {address} did not answer in {timeout_s:.0f} s: {error}") from error
+
+
+def _config_of(storage: Storage) -> Config:
+    if storage.exists(RUN_FILE):
+        return load_config(read_run(storage)["config"])
+    # It was submitted and has not started: only a run that keeps its private folder with it can be found then.
+    submitted = Path(storage.url).absolute() / "control" / "private" / CONFIG_FILE
+    if not submitted.exists():
+        read_run(storage)
+    return load_config(submitted)

@@ -1,0 +1,306 @@
+"""Submit: the scripts of a run on SLURM, and their submission. What a script says is a pure function of the config.
+
+The controller job has the scheduler, the driver and the light roles; it submits the jobs of the trainer and the
+explorers itself. SLURM starts it again after the loss of its node and near its walltime, and it continues from storage.
+With one allocation, all roles are steps of one heterogeneous job. The offline chain is jobs that depend on each other:
+explore, then train, over the same log, as many rounds as asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rftdask.cluster import slurm
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
+from rftdask.cluster.factory import check_chain, plan_cluster
+from rftdask.cluster.jobqueue import job_class, job_options, log_folder
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
+from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.config import Config, make_plan, replace
+from rftdask.config.schema.model import JobConfig
+from rftdask.errors import FencedError, UserError
+from rftdask.run.run_folder import check_run
+from rftdask.storage import Storage, open_storage
+
+WARNING_S = 180
+"""Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
+MAX_RESTARTS = 100
+"""Of one job, for whatever reason: a run that is killed each time must not come back for ever."""
+PATIENCE_S = 120
+"""For an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
+_DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
+_CONTROLLER = "controller"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A batch script and how it hangs together with the others of a submission."""
+
+    name: str
+    role: str
+    text: str
+    after: str | None = None
+    """Name of the script that must have ended well before this one starts."""
+    after_task: str = ""
+    """Of an array: only this task of it, "_0"."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that will be submitted.
+
+    Example: submission = plan_submission(config); submission.submit()
+    """
+
+    config: Config
+    storage: Storage
+    folder: PrivateFolder
+    scripts: tuple[Script, ...]
+    worker_scripts: tuple[Script, ...] = ()
+    """What the controller will submit; here only to be looked at."""
+
+    def render(self) -> str:
+        """The exact scripts, each below a line with the command that submits it."""
+        parts = []
+        for script in self.scripts:
+            options = "".join(f" {shlex.quote(option)}" for option in _dependency(script, f"<job of {script.after}>"))
+            parts.append(f"# sbatch{options} {self._path(script)}\n{script.text}")
+        parts += [f"# sbatch, by the controller ({script.name})\n{script.text}" for script in self.worker_scripts]
+        return "\n".join(parts)
+
+    def submit(self) -> list[JobRecord]:
+        """Write the scripts to the run's private folder and submit them. Raises: RoleError: SLURM refuses one, the
+        others of the submission are cancelled then.
+        """
+        slurm.forget_restarts()
+        self.folder.make()
+        (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
+        self._write(self.folder.path / CONFIG_FILE, self.config.to_yaml())
+        log_folder(self.storage, self.folder).mkdir(parents=True, exist_ok=True)
+        jobs: dict[str, JobRecord] = {}
+        try:
+            for script in self.scripts:
+                self._write(self._path(script), script.text)
+                after = jobs[script.after].job_id if script.after else ""
+                job_id = slurm.submit(str(self._path(script)), *_dependency(script, after))
+                jobs[script.name] = JobRecord(script.role, script.name, job_id, "slurm", time.time())
+        except BaseException:
+            slurm.cancel(job.job_id for job in jobs.values())
+            raise
+        write_jobs(self.storage, list(jobs.values()), SUBMITTED_FILE)
+        return list(jobs.values())
+
+    def _path(self, script: Script) -> Path:
+        return self.folder.path / f"{script.name}.sh"
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+
+
+def plan_submission(
+    config: Config, *, single_allocation: bool = False, offline: bool = False, rounds: int = 1, explore_jobs: int = 1
+) -> Submission:
+    """The scripts of a run. Raises: UserError: an impossible layout; FencedError: it runs or is queued."""
+    if config.cluster.type == "local":
+        config = replace(config, {"cluster.type": "slurm"})
+    if config.cluster.type != "slurm":
+        raise UserError(f"cluster.type is {config.cluster.type}, and rftdask submit is for slurm; use rftdask run")
+    stages = config.stage_configs()
+    storage = open_storage(config.checkpoint_job_dir)
+    for number, stage in enumerate(stages):
+        check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
+    _check_not_queued(storage)
+    folder = PrivateFolder.base_of(config, storage)
+    if offline:
+        check_chain(config)
+        scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
+        return Submission(config, storage, folder, scripts)
+    layout = plan_cluster(config, stages)
+    if single_allocation:
+        # The run is to find as many ranks as there are parts for.
+        ranks = sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers)
+        pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
+        config = replace(config, {"cluster.type": "joined", **pinned})
+        return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
+    controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
+    return Submission(config, storage, folder, (controller,), _worker_scripts(config, layout, folder, storage))
+
+
+def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
+    """The job that drives the run."""
+    job = config.cluster.slurm.controller
+    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    lines = _header(config, _CONTROLLER, job, log_folder(storage, folder), f"--signal=B:USR1@{WARNING_S}")
+    return _text([*lines, "", *job.prologue, *driver_shell(folder, run)])
+
+
+def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
+    """All roles in one heterogeneous job: SLURM grants every part of it at once, and no job submits another."""
+    logs, roles = log_folder(storage, folder), config.cluster.slurm
+    lines = _header(config, _CONTROLLER, roles.controller, logs, f"--signal=B:USR1@{WARNING_S}")
+    steps: list[str] = []
+    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
+        count = sum(role in worker.resources for worker in layout.workers)
+        if count:
+            job: JobConfig = getattr(roles, role)
+            lines += ["#SBATCH hetjob", *_asks(job, count)]
+            group = 1 + sum(line.startswith("srun") for line in steps)
+            worker = _rftdask("join", str(folder.path / CONFIG_FILE), "--role", role, "--patience", str(PATIENCE_S))
+            prologue = "; ".join([*job.prologue, f"exec {worker}"])
+            output = shlex.quote(f"{logs}/{role}-%J-%t.log")
+            steps.append(
+                f"srun --het-group={group} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
+                f"--open-mode=append bash -c {shlex.quote(prologue)} &"
+            )
+    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    text = _text([*lines, "", *roles.controller.prologue, *driver_shell(folder, run, steps)])
+    return Script(_CONTROLLER, _CONTROLLER, text)
+
+
+def offline_scripts(
+    config: Config, folder: PrivateFolder, storage: Storage, rounds: int, explore_jobs: int
+) -> tuple[Script, ...]:
+    """Explore and train in turns: an array of explore jobs, whose first drives and whose others join while it lasts,
+    and a train job after it. Raises: UserError: it is not known how much there is to explore.
+    """
+    if config.stages:
+        raise UserError("rftdask submit --offline makes stages of its own; submit a config without `stages`")
+    total = make_plan(config).stages[0].explore_steps
+    if total is None or total < rounds:
+        raise UserError(
+            f"rftdask submit --offline divides the explore steps into {rounds} rounds, and there are "
+            f"{total or 'unknown'}; set buffer.total_steps"
+        )
+    logs, path, scripts = log_folder(storage, folder), str(folder.path / CONFIG_FILE), []
+    for number in range(1, rounds + 1):
+        steps = f"buffer.total_steps={total * number // rounds}"
+        run = ("run", path, steps, *_DRIVER_OPTIONS)
+        explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer
+        engines = f"explorer.rollout_model.engine_num={explore_jobs}"
+        drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
+        work = _rftdask("join", path, "mode=explore", "--role", EXPLORER_RESOURCE, "--patience", str(PATIENCE_S))
+        cancelled = shlex.quote(str(folder.path / CANCELLED_FILE))
+        array, warning = f"--array=0-{explore_jobs - 1}", f"--signal=B:USR1@{WARNING_S}"
+        end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
+        text = _text(
+            [
+                *_header(config, f"explore-{number}", explore, logs, array, warning, number="%A_%a"),
+                "",
+                *explore.prologue,
+                "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
+                f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
+                *driver_shell(folder, drive, [f"{work} &"], [end]),
+            ]
+        )
+        after = f"train-{number - 1}" if number > 1 else None
+        scripts.append(Script(f"explore-{number}", "explore", text, after))
+        cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
+        learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
+        text = _text(
+            [
+                *_header(config, f"train-{number}", train, logs, warning),
+                "",
+                *train.prologue,
+                *driver_shell(folder, learn),
+            ]
+        )
+        scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
+    return tuple(scripts)
+
+
+def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
+    """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
+    walltime is near) too, and then the job is queued again. After TERM it is not: SLURM knows whether it ends the job
+    (scancel) or queues it again (requeue, preemption).
+    """
+    return [
+        f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
+        "run= again= stop= code=1",
+        "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
+        "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
+        "trap 'stop=INT again=1; [ -n \"$run\" ] && kill -INT $run' USR1",
+        'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
+        "set -m  # else a command in the background ignores SIGINT",
+        *beside,
+        f"{run} &",
+        "run=$!",
+        '[ -n "$stop" ] && kill -$stop $run',
+        "while :; do",
+        "  stop=",
+        "  wait $run; now=$?",
+        "  [ $now -ne 127 ] && code=$now",
+        '  [ -z "$stop" ] && break  # else it was the signal that ended the wait',
+        "done",
+        f'if [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; then',
+        "  why=",
+        '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
+        '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
+        '  if [ -n "$why" ]; then echo "queued again $why"; scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi',
+        "fi",
+        *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
+        "exit $code",
+    ]
+
+
+def _header(config: Config, name: str, job: JobConfig, logs: Path, *options: str, number: str = "%j") -> list[str]:
+    return [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name=rftdask-{name}-{config.name.replace('/', '-')}",
+        f"#SBATCH --output={logs}/{name}-{number}.log",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        *(f"#SBATCH {option}" for option in options),
+        *_asks(job, 1),
+    ]
+
+
+def _asks(job: JobConfig, num_tasks: int) -> list[str]:
+    # By core and by task, because each task is a worker of its own; --mem and --gres would be for a node.
+    per_cpu = -(-slurm.megabytes(job.memory) // job.cpus)
+    options = [f"--ntasks={num_tasks}", f"--cpus-per-task={job.cpus}", f"--mem-per-cpu={per_cpu}M"]
+    if num_tasks > 1 and (gpus := slurm.count_gres(job.gres)):
+        options.append(f"--gpus-per-task={gpus}")
+        job = job.model_copy(update={"gres": None})
+    return [f"#SBATCH {option}" for option in (*options, *slurm.directives(job))]
+
+
+def _worker_scripts(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> tuple[Script, ...]:
+    scripts = []
+    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
+        count = sum(role in worker.resources for worker in layout.workers)
+        if count:
+            of_cluster = PrivateFolder.of(config, storage)
+            options = job_options(config, role, f"{role}-<number>", of_cluster, log_folder(storage, folder))
+            text = job_class("slurm")(**options).job_script()
+            scripts.append(Script(f"{count} x {role}", role, text))
+    return tuple(scripts)
+
+
+def _check_not_queued(storage: Storage) -> None:
+    jobs = [job for job in read_jobs(storage) if job.system == "slurm"]
+    alive = slurm.states([job.job_id for job in jobs])
+    if alive:
+        told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
+        raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
+
+
+def _dependency(script: Script, job_id: str) -> list[str]:
+    if script.after is None:
+        return []
+    return [f"--dependency=afterok:{job_id}{script.after_task}", "--kill-on-invalid-dep=yes"]
+
+
+def _rftdask(*arguments: str) -> str:
+    return shlex.join([sys.executable, "-m", "rftdask.cli", *arguments])
+
+
+def _text(lines: list[str]) -> str:
+    return "\n".join(lines) + "\n"

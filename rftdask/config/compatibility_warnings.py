@@ -1,0 +1,86 @@
+"""What is accepted and may surprise: keys that are ignored, and settings that idle.
+
+Pure: a Config in, messages out.
+"""
+
+from collections.abc import Iterator
+
+from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.base import default_of
+from rftdask.config.cross_checks.rules import eval_interval
+from rftdask.config.engine_keys import engine_warnings
+from rftdask.config.mixture import demonstrations, num_own_rollouts
+from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import Problem
+
+_EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
+"""Moving the default is not worth a warning."""
+
+
+def warn(config: Config) -> Iterator[Problem]:
+    """(path, message) of what is accepted and may surprise."""
+    info = ALGORITHMS[config.algorithm.algorithm_type]
+    buffer = config.buffer
+    if info.grouped and config.algorithm.repeat_times < 2 and config.mode != "bench":
+        yield (
+            "algorithm.repeat_times",
+            f"{config.algorithm.repeat_times}: {config.algorithm.algorithm_type} compares the rollouts of a task, "
+            "so a lone one teaches nothing; use 2 or more",
+        )
+    if buffer.total_steps is not None and buffer.total_epochs != 1:
+        yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
+    source = buffer.trainer_input
+    if info.schema == "experience" and source.experience_buffer.path and source.experience_buffer.storage_type != "sql":
+        yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
+    read = demonstrations(config) if config.algorithm.sample_strategy == "mix" else None
+    for name in sorted(set(source.auxiliary_buffers) - {read}):
+        yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {_mixes_none(config, read)}"
+    interval, wanted = eval_interval(config), config.explorer.eval_interval
+    if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
+        yield (
+            "explorer.eval_interval",
+            f"{wanted} is not a multiple of explorer_sync_interval "
+            f"{config.synchronizer.explorer_sync_interval}: evaluated every {interval} steps",
+        )
+    yield from _idle_boundaries(config)
+    yield from engine_warnings(config)
+    if config.model.critic_model_path and not info.critic:
+        yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
+    if (trainer := config.trainer).trainer_strategy != "fsdp2":
+        chosen = {
+            "offload_policy": trainer.offload_policy,
+            "prefetch_layers": trainer.prefetch_layers > 0,
+            "reshard_after_forward": not trainer.reshard_after_forward,
+        }
+        for name in (name for name, is_chosen in chosen.items() if is_chosen):
+            yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
+    if config.model.custom_chat_template and config.model.chat_template_path:
+        yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
+    if not config.continue_from_checkpoint and config.mode == "bench":
+        yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _mixes_none(config: Config, read: str | None) -> str:
+    if read is None:
+        return f"{config.algorithm.algorithm_type} mixes no data into its own"
+    return f"sample_strategy mix reads {read}"
+
+
+def _idle_boundaries(config: Config) -> Iterator[Problem]:
+    """In style fixed no side waits for what the other cannot have made; but then some boundaries bring nothing new."""
+    sync = config.synchronizer
+    if config.mode != "both" or sync.sync_style != "fixed":
+        return
+    rollouts = config.buffer.batch_size * config.algorithm.repeat_times
+    made = sync.explorer_sync_interval * rollouts
+    needed = sync.trainer_sync_interval * num_own_rollouts(config)
+    if made < needed:
+        yield (
+            "synchronizer.explorer_sync_interval",
+            "not every synchronization brings new weights: between two of them the explorer makes "
+            f"explorer_sync_interval {sync.explorer_sync_interval} x batch_size {config.buffer.batch_size} x "
+            f"repeat_times {config.algorithm.repeat_times} = {made} experiences, and new weights need "
+            f"trainer_sync_interval {sync.trainer_sync_interval} x train_batch_size {num_own_rollouts(config)} = "
+            f"{needed}; with {-(-needed // rollouts)} each would",
+        )

@@ -1,0 +1,243 @@
+"""Rules of tasks, datasets, the experience log and what is read of it. See `rules`."""
+
+from collections.abc import Iterator
+
+from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.cross_checks.rule import Rules, is_natural, is_number
+from rftdask.config.error_text import show
+from rftdask.config.mixture import EXPERT_RATIO, demonstrations, is_share
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import Problem, has_password, names_environment
+
+RULES = Rules()
+
+_DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
+"""What the URL of a database begins with."""
+
+_DATASET_TYPES = ("file", "sql")
+"""Values of storage_type that a dataset may have."""
+
+_PRIORITY_ARGS: dict[str, set[str]] = {
+    "linear_decay": {"decay"},
+    "decay_limit_randomization": {"decay", "use_count_limit", "sigma"},
+}
+
+
+@RULES.reading("mode", "algorithm.algorithm_type", "buffer.explorer_input")
+def _data_fits_mode(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    at = "buffer.explorer_input"
+    if source.taskset is not None and source.tasksets:
+        yield f"{at}.tasksets", "given beside taskset; give one of them"
+    explores = config.mode in ("both", "explore") and config.algorithm.schema_type == "experience"
+    if explores and not source.train_tasksets:
+        yield f"{at}.taskset.path", f"required in mode {config.mode}: the tasks to explore"
+    if config.mode == "bench" and not source.eval_tasksets:
+        yield f"{at}.eval_tasksets", "required in mode bench: what to evaluate"
+    names = [taskset.name for taskset in (*source.train_tasksets, *source.eval_tasksets)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield at, f"{names.count(name)} tasksets are named {name!r}; each needs a name of its own"
+
+
+@RULES.reading("mode", "algorithm.algorithm_type", "buffer.trainer_input")
+def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
+    if config.mode != "train":
+        return
+    buffer = config.buffer.trainer_input.experience_buffer
+    at = "buffer.trainer_input.experience_buffer"
+    algorithm = config.algorithm.algorithm_type
+    if config.algorithm.schema_type != "experience" and buffer.storage_type not in _DATASET_TYPES:
+        yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file or sql"
+    if config.algorithm.schema_type != "experience" and not buffer.path:
+        yield f"{at}.path", f"required for {algorithm}: the dataset to learn from"
+
+
+@RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
+def _log_has_a_place(config: Config) -> Iterator[Problem]:
+    """Of the experience log: a path is for databases, and a database has one kind of URL and no password in it."""
+    buffer = config.buffer.trainer_input.experience_buffer
+    at = "buffer.trainer_input.experience_buffer.path"
+    if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
+        return
+    if not buffer.path:
+        if "://" in config.checkpoint_job_dir.removeprefix("file://"):
+            yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
+    else:
+        yield from _no_database(at, buffer.path)
+
+
+@RULES.reading("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
+def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
+    """Of datasets with storage_type sql."""
+    source, at = config.buffer.explorer_input, "buffer.explorer_input"
+    tasksets = {
+        **({} if source.taskset is None else {f"{at}.taskset": source.taskset}),
+        **{f"{at}.tasksets[{number}]": taskset for number, taskset in enumerate(source.tasksets)},
+        **{f"{at}.eval_tasksets[{number}]": taskset for number, taskset in enumerate(source.eval_tasksets)},
+    }
+    for where, taskset in tasksets.items():
+        if taskset.storage_type == "sql":
+            yield from _no_database(f"{where}.path", taskset.path)
+    at = "buffer.trainer_input"
+    buffers = {f"{at}.auxiliary_buffers.{n}": b for n, b in config.buffer.trainer_input.auxiliary_buffers.items()}
+    if config.algorithm.schema_type != "experience":
+        buffers[f"{at}.experience_buffer"] = config.buffer.trainer_input.experience_buffer
+    for where, buffer in buffers.items():
+        if buffer.storage_type == "sql" and buffer.path:
+            yield from _no_database(f"{where}.path", buffer.path)
+
+
+def _no_database(at: str, path: str) -> Iterator[Problem]:
+    """What is wrong with the URL of a database."""
+    if has_password(path):
+        yield (
+            at,
+            "a password does not belong in a configuration, which is written beside the run: put the URL, or the "
+            "password alone, into an environment variable and write ${oc.env:NAME} here",
+        )
+    elif not names_environment(path) and not path.startswith(_DATABASES):
+        yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
+
+
+@RULES.reading("buffer.trainer_input.auxiliary_buffers")
+def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
+    for name, buffer in config.buffer.trainer_input.auxiliary_buffers.items():
+        if buffer.storage_type not in _DATASET_TYPES:
+            at = f"buffer.trainer_input.auxiliary_buffers.{name}.storage_type"
+            yield at, f"{buffer.storage_type}: auxiliary buffers are datasets; use file or sql"
+
+
+@RULES.reading("mode", "algorithm", "buffer.trainer_input")
+def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
+    algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
+    mixes = ALGORITHMS[algorithm].sample_strategy == "mix"
+    if mixes != (strategy == "mix"):
+        yield (
+            "algorithm.sample_strategy",
+            f"{strategy} does not go with {algorithm}; "
+            + ("leave it out" if mixes else "mix is for the algorithms mix and mix_chord"),
+        )
+    if strategy != "mix":
+        return
+    ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
+    if not is_share(ratio):
+        yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number from 0 to below 1"
+    buffer = config.buffer.trainer_input.auxiliary_buffers.get(demonstrations(config))
+    at = f"buffer.trainer_input.auxiliary_buffers.{demonstrations(config)}"
+    if config.mode in ("both", "train") and (buffer is None or not buffer.path):
+        yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
+
+
+@RULES.reading("buffer.trainer_input")
+def _priorities_are_known(config: Config) -> Iterator[Problem]:
+    source = config.buffer.trainer_input
+    for name, buffer in source.auxiliary_buffers.items():
+        if buffer.replay_buffer.enable:
+            at = f"buffer.trainer_input.auxiliary_buffers.{name}.replay_buffer.enable"
+            yield at, "rows of a dataset are read in order, epoch after epoch; replay is for experience_buffer"
+    section, at = source.experience_buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
+    takes = _PRIORITY_ARGS[section.priority_fn]
+    for key, value in sorted(section.priority_fn_args.items()):
+        where = f"{at}.priority_fn_args.{key}"
+        if key not in takes:
+            yield where, f"unknown key; {section.priority_fn} takes {', '.join(sorted(takes))}"
+        elif key == "use_count_limit" and not (is_natural(value) and value > 0):
+            yield where, f"{value!r} is not a whole number of at least 1"
+        elif key != "use_count_limit" and not (is_number(value) and value >= 0):
+            yield where, f"{value!r} is not a number of at least 0"
+
+
+@RULES.reading("mode", "algorithm", "buffer.trainer_input", "synchronizer")
+def _replay_fits(config: Config) -> Iterator[Problem]:
+    buffer = config.buffer.trainer_input.experience_buffer
+    section, at = buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
+    if not section.enable:
+        return
+    if config.algorithm.schema_type != "experience":
+        yield f"{at}.enable", f"{config.algorithm.algorithm_type} learns from a dataset, which it reads again anyway"
+    cooldown = section.reuse_cooldown_time
+    if cooldown is None:
+        return
+    if config.algorithm.greedy_baseline:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{config.algorithm.algorithm_type} compares with a greedy rollout, which is used once; leave it out",
+        )
+    if config.mode == "both" and config.synchronizer.sync_style == "fixed" and cooldown > 0:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{cooldown} s: style fixed repeats a run bit by bit, and a clock does not; set 0, or choose another "
+            "synchronizer.sync_style",
+        )
+    if cooldown >= buffer.max_read_timeout:
+        yield (
+            f"{at}.reuse_cooldown_time",
+            f"{cooldown} s is not below max_read_timeout {buffer.max_read_timeout} s, after which a batch is made of "
+            "what is there",
+        )
+    if section.priority_fn_args.get("decay") == 0 and section.priority_fn == "linear_decay":
+        yield f"{at}.priority_fn_args.decay", "0 would train the newest groups for ever; use more than 0"
+
+
+@RULES.reading("buffer")
+def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
+    kept = config.buffer.trainer_input.experience_buffer
+    tasksets = config.buffer.explorer_input.train_tasksets
+    at = "buffer.trainer_input.experience_buffer.retention.keep"
+    if kept.retention.keep == "compact":
+        if config.algorithm.schema_type == "experience" and kept.storage_type != "queue":
+            yield at, f"compact merges Parquet shards, and storage_type {kept.storage_type} has none; use queue, or all"
+        return
+    if kept.retention.keep != "all" and any(t.data_selector.selector_type == "difficulty_based" for t in tasksets):
+        yield at, f"{kept.retention.keep} removes results that the selector difficulty_based learns from; use all"
+    if kept.retention.keep != "all" and kept.replay_buffer.enable:
+        yield at, f"{kept.retention.keep} removes experiences that replay_buffer may use again; use all"
+
+
+@RULES.reading("buffer.explorer_input", "algorithm.algorithm_type", "algorithm.repeat_times")
+def _only_eval_repeats(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    places = [f"tasksets[{i}]" for i in range(len(source.tasksets))] if source.taskset is None else ["taskset"]
+    for place, taskset in zip(places, source.train_tasksets, strict=True):
+        if taskset.repeat_times != config.algorithm.repeat_times:
+            yield (
+                f"buffer.explorer_input.{place}.repeat_times",
+                f"{taskset.repeat_times} differs from algorithm.repeat_times {config.algorithm.repeat_times}, "
+                "which decides for training; leave it out",
+            )
+
+
+@RULES.reading("buffer")
+def _selectors_go_together(config: Config) -> Iterator[Problem]:
+    source = config.buffer.explorer_input
+    at = "buffer.explorer_input"
+    selectors = [taskset.data_selector for taskset in source.train_tasksets]
+    types = {selector.selector_type for selector in selectors}
+    if "random" in types and len(types) > 1:
+        yield at, f"random cannot be mixed with other selectors ({', '.join(sorted(types))}); use one for all tasksets"
+    seeds = sorted({s.seed for s in selectors if s.selector_type in ("shuffle", "random")})
+    if len(seeds) > 1:
+        yield at, f"data_selector.seed differs between tasksets ({seeds}); give one, their orders differ anyway"
+    for selector in selectors:
+        if selector.selector_type == "offline_easy2hard" and not selector.feature_keys:
+            yield at, "data_selector.feature_keys is required for offline_easy2hard: columns that tell the difficulty"
+        if selector.selector_type == "difficulty_based" and len(selector.feature_keys) != 2:
+            yield at, "data_selector.feature_keys must be two columns for difficulty_based: weak and strong pass rates"
+        if selector.selector_type != "difficulty_based" and selector.kwargs:
+            yield at, f"data_selector.kwargs: {selector.selector_type} takes no arguments"
+
+
+@RULES.reading("buffer")
+def _difficulty_is_for_tasks(config: Config) -> Iterator[Problem]:
+    source, buffers = config.buffer.explorer_input, config.buffer.trainer_input
+    types = [taskset.data_selector.selector_type for taskset in source.train_tasksets]
+    if "difficulty_based" in types and len(types) > 1:
+        yield (
+            "buffer.explorer_input",
+            f"difficulty_based is for one taskset, and there are {len(types)}; merge them or use shuffle",
+        )
+    others = [("eval_tasksets", taskset.data_selector) for taskset in source.eval_tasksets]
+    others += [(b.name, b.data_selector) for b in (buffers.experience_buffer, *buffers.auxiliary_buffers.values())]
+    for where, selector in others:
+        if selector.selector_type in ("offline_easy2hard", "difficulty_based"):
+            yield "buffer", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"

@@ -1,0 +1,71 @@
+"""Rules of engines, models and workers of the explorer. See `rules`."""
+
+from collections.abc import Iterator
+
+from rftdask.config.cross_checks.rule import Rules
+from rftdask.config.engine_keys import engine_problems
+from rftdask.config.schema.run import Config
+from rftdask.config.yaml_source import Problem
+
+RULES = Rules()
+
+
+@RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "model.lora_configs")
+def _engines_can_do_it(config: Config) -> Iterator[Problem]:
+    yield from engine_problems(config)
+
+
+@RULES.reading("mode", "algorithm", "explorer.auxiliary_models")
+def _teacher_is_there(config: Config) -> Iterator[Problem]:
+    models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
+    algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
+    if config.algorithm.needs_teacher and config.mode in ("both", "train"):
+        if len(models) > 1:
+            yield at, f"{algorithm} learns from one teacher, and there are {len(models)} models; leave one"
+        elif not models or not models[0].model_path:
+            yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+    names = [model.name or model.model_path for model in models]
+    for number, model in enumerate(models):
+        if not model.model_path and not config.algorithm.needs_teacher:
+            yield f"{at}[{number}].model_path", "required: what workflows ask by model.auxiliary(name)"
+        elif names.count(names[number]) > 1:
+            yield f"{at}[{number}].name", f"{names[number]!r} is the name of another model, too; give each its own"
+
+
+@RULES.reading("mode", "algorithm", "model.external_model", "explorer")
+def _external_is_not_trained(config: Config) -> Iterator[Problem]:
+    """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
+    remotes = [model for model in config.explorer.auxiliary_models if model.engine_type == "external"]
+    if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
+        yield "explorer.auxiliary_models[0].engine_type", "external: a model behind an API gives no teacher's logprobs"
+    if not config.is_external:
+        return
+    at = "model.external_model"
+    key = f"{at}.enable" if config.model.external_model.enable else "explorer.rollout_model.engine_type"
+    if config.mode != "bench":
+        yield key, f"a model behind an API gives no tokens and logprobs to train on; use mode bench, not {config.mode}"
+    if not config.model.external_model.model_name:
+        yield f"{at}.model_name", "required: the model's name at the service"
+
+
+@RULES.reading("explorer")
+def _workers_are_between_limits(config: Config) -> Iterator[Problem]:
+    fewest, most = config.explorer.min_workers, config.explorer.max_workers
+    if fewest is not None and most is not None and fewest > most:
+        yield "explorer.min_workers", f"{fewest}: more than explorer.max_workers, {most}; lower one or raise the other"
+
+
+@RULES.reading("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
+def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
+    """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""
+    explorer = config.explorer
+    if config.synchronizer.sync_style != "fixed" or config.mode != "both":
+        return
+    remedy = "in sync_style fixed, whose runs are equal bit by bit; choose another style, or leave it out"
+    if explorer.over_rollout.ratio > 0:
+        yield (
+            "explorer.over_rollout.ratio",
+            f"{explorer.over_rollout.ratio}: which tasks are late depends on time, {remedy}",
+        )
+    if explorer.dynamic_timeout.enable:
+        yield "explorer.dynamic_timeout.enable", f"true: the limit depends on measured times, {remedy}"

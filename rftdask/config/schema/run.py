@@ -1,0 +1,241 @@
+"""The whole configuration of a run, `Config`, with its small sections: monitor, log, service, data processing, stages.
+
+Made by rftdask.config.load; a Config made any other way has not been checked. Invariant: a Config never changes, and
+`load_config(config.to_dict())` equals it.
+"""
+
+import os.path
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr
+
+from rftdask.config.base import Count, Free, Ignored, Later, Section, no_items, plain
+from rftdask.config.schema.algorithm import AlgorithmConfig
+from rftdask.config.schema.buffer import BufferConfig
+from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.model import ClusterConfig, ModelConfig
+from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
+from rftdask.config.yaml_source import escape, to_yaml
+
+_JUICER = Later("Data-Juicer")
+
+Mode = Annotated[Literal["both", "explore", "train", "bench"], Later("this mode", ("serve", "colocate"))]
+
+
+def _relative(name: str) -> str:
+    if "\\" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
+        raise ValueError("not a folder name, or folder names joined by /")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_relative)]
+"""A folder name or several joined by /, without . and .. in it."""
+
+
+class MonitorConfig(Section):
+    """`monitor`: where metrics go besides the run folder, which always has them."""
+
+    monitor_type: Annotated[Literal["tensorboard", "wandb", "mlflow", "none"], Later("SwanLab", ("swanlab",))] = (
+        "tensorboard"
+    )
+    """Tracker. none: only the files in the run folder."""
+    monitor_args: Free = no_items()
+    """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
+    detailed_stats: bool = False
+    """Mean, maximum, minimum and standard deviation of evaluation metrics in place of the mean."""
+    enable_ray_timeline: Annotated[bool, Ignored("there is no Ray; see the Dask dashboard")] = False
+    """Record Ray's timeline."""
+
+
+class TaskPipelineConfig(Section):
+    """`data_processor.task_pipeline`: tasks cleaned before the run."""
+
+    operators: tuple[Free, ...] = ()
+    """[{name, args}, ...]"""
+    num_process: Count = 4
+    """Processes."""
+    config_path: str | None = None
+    """Data-Juicer file."""
+    inputs: tuple[str, ...] = ()
+    """Datasets read."""
+    output: str | None = None
+    """Dataset written. None: the first taskset."""
+    target_fields: tuple[str, ...] = ()
+    """Columns worked on."""
+    priority_weights: Free = no_items()
+    """Weights of difficulty, diversity, usage_frequency and quality in the score."""
+    top_k: int = -1
+    """Tasks kept; -1 is all."""
+
+
+class ExperiencePipelineConfig(Section):
+    """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
+
+    operators: tuple[Free, ...] = ()
+    """[{name, args}, ...], run in this order; see docs/algorithms.md."""
+    stage: Literal["batch", "commit"] = "batch"
+    """batch: on every train batch before it is written down. commit: in the explorer, on every rollout batch before it
+    is committed; what is dropped is committed as filtered."""
+    save_input: Annotated[bool, Ignored("the experience log always keeps what the explorers made")] = True
+    """Keep what the operators were given."""
+    input_save_path: Annotated[
+        str | None, Later("a copy of the input of operators; the experience log keeps it, see rftdask experiences")
+    ] = None
+    """Where to keep it."""
+    inputs: Annotated[Free, Later("further inputs of operators")] = no_items()
+    """Further inputs."""
+    output: Annotated[Free | None, Later("an output of operators besides the ledger")] = None
+    """Where the result goes."""
+
+
+class DataProcessorConfig(Section):
+    """`data_processor`: pipelines for tasks and experiences."""
+
+    task_pipeline: Annotated[TaskPipelineConfig | None, _JUICER] = None
+    """Tasks, before the run."""
+    experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
+    """Experiences, during the run."""
+
+
+class DataJuicerConfig(Section):
+    """`service.data_juicer`: a Data-Juicer server."""
+
+    server_url: str | None = None
+    """Its address."""
+    auto_start: bool = False
+    """Start one."""
+    port: int | None = None
+    """Its port."""
+
+
+class ServiceConfig(Section):
+    """`service`: servers a run may use."""
+
+    data_juicer: Annotated[DataJuicerConfig | None, _JUICER] = None
+    """Data-Juicer."""
+
+
+class LogConfig(Section):
+    """`log`: messages for people."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least important message shown."""
+    group_by_node: Annotated[bool, Ignored("there is one log file for each role")] = False
+    """One folder of logs for each machine."""
+
+
+class StageConfig(Section):
+    """An item of `stages`: what it sets is merged, field by field, over the rest of the file; lists are replaced."""
+
+    stage_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
+    """The stage's run is `<name>/<stage_name>`. Unique."""
+    mode: Literal["both", "explore", "train", "bench", "serve", "colocate"] | None = None
+    """Mode of the stage. None: the file's."""
+    algorithm: Free | None = None
+    """Part of section algorithm."""
+    buffer: Free | None = None
+    """Part of section buffer."""
+    data_processor: Free | None = None
+    """Part of section data_processor."""
+    explorer: Free | None = None
+    """Part of section explorer."""
+    trainer: Free | None = None
+    """Part of section trainer."""
+
+
+class Config(Section):
+    """A run, complete: every key has its value. Made by `rftdask.config.load_config`.
+
+    >>> config = load_config("config/quickstart.yaml", ["buffer.batch_size=8"])
+    >>> config.algorithm.repeat_times, config.checkpoint_job_dir
+    """
+
+    mode: Mode = "both"
+    """both: explore and train. explore, train: one of them. bench: evaluate checkpoints."""
+    project: Name = "rftdask"
+    """First part of the run's folder."""
+    group: Name = ""
+    """Second part of the run's folder; may be empty."""
+    name: Name = Field(default="rft", min_length=1)
+    """Last part of the run's folder."""
+    checkpoint_root_dir: str = Field(default="./runs", min_length=1)
+    """Where runs live: a local path or any fsspec URL."""
+    continue_from_checkpoint: bool = True
+    """True: continue the run found in the folder. False: begin a new one beside it when the folder is not empty."""
+    seed: int = 42
+    """Seed of everything that has none of its own."""
+    deterministic: bool = True
+    """Same configuration, same bits on CPU. False allows faster kernels."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimized."""
+    model: ModelConfig
+    """What is trained."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where."""
+    buffer: BufferConfig = BufferConfig()
+    """Batches and data."""
+    explorer: ExplorerConfig = ExplorerConfig()
+    """Sampling."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Training."""
+    synchronizer: SynchronizerConfig = SynchronizerConfig()
+    """Hand-over of weights."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Metrics."""
+    data_processor: DataProcessorConfig = DataProcessorConfig()
+    """Pipelines."""
+    service: ServiceConfig = ServiceConfig()
+    """Servers."""
+    log: LogConfig = LogConfig()
+    """Messages."""
+    stages: tuple[StageConfig, ...] = ()
+    """Runs one after the other, each on the weights of the one before."""
+    ray_namespace: Annotated[str, Ignored("there is no Ray")] = ""
+    """Namespace of Ray actors."""
+    ignore_validator_suggestions: Annotated[bool, Ignored("mistakes are errors, and there are no suggestions")] = False
+    """Go on in spite of suggestions."""
+
+    _warnings: tuple[str, ...] = PrivateAttr(())
+    _stages: tuple["Config", ...] = PrivateAttr(())
+    _unfilled: dict[str, Any] | None = PrivateAttr(None)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was accepted and has no effect, or not the one expected: one line each, beginning with the key."""
+        return self._warnings
+
+    @property
+    def is_external(self) -> bool:
+        """Whether a model behind an API stands in for the policy."""
+        return self.model.external_model.enable or self.explorer.rollout_model.engine_type == "external"
+
+    @property
+    def checkpoint_job_dir(self) -> str:
+        """Folder of the run: root/project/group/name. Local roots are made absolute; URLs stay as they are."""
+        parts = [part for part in (self.project, self.group, self.name) if part]
+        url = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(.*)", self.checkpoint_root_dir)
+        if url:
+            return url[1] + "/".join([url[2].rstrip("/"), *parts] if url[2].rstrip("/") else parts)
+        return os.path.join(os.path.abspath(os.path.expanduser(self.checkpoint_root_dir)), *parts)
+
+    def stage_configs(self) -> list["Config"]:
+        """The stages in order, each a whole Config without stages; [self] when there are none."""
+        return list(self._stages) or [self]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `load_config` turns into an equal Config: defaults included, derived values and secrets not.
+
+        With stages, keys computed from others are left to be computed by each stage. A literal "${" comes escaped.
+        """
+        tree: dict[str, Any] = escape(self._unfilled if self._unfilled is not None else plain(self))
+        return tree
+
+    def to_yaml(self) -> str:
+        """`to_dict` as YAML."""
+        return to_yaml(self.to_dict())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # holds dicts

@@ -1,0 +1,380 @@
+"""Datasets: rows by number, wherever they come from. Rows are plain dicts; nothing here knows what a column means.
+
+A dataset is read once and never changes: `fingerprint` names its content, so a run can tell that it resumes with the
+same rows in the same order.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib
+import importlib.metadata
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, Protocol
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rftdask.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+REASONING_GYM = "reasoning-gym:"
+VERIFIERS = "verifiers:"
+_REMOTE_RUNTIME = "prime"
+"""What verifiers runs programs on by default."""
+_REASONING_GYM_DEFAULTS = {"size": 1000, "seed": 42}
+
+
+class Dataset(Protocol):
+    """Rows 0 .. len-1 of one table."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns; a row of a jsonl file may lack some."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the rows or their order do."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+def open_dataset(
+    path: str,
+    *,
+    split: str = "train",
+    subset_name: str | None = None,
+    dataset_args: Mapping[str, Any] | None = None,
+    table: str | None = None,
+) -> Dataset:
+    """The dataset at `path`: a file, a folder, a name on the Hub, a generator, or a table of a database.
+
+    Args:
+        path: .jsonl, .json, .csv or .parquet file (any fsspec URL), a folder of them, a folder written by
+            `datasets.save_to_disk`, a Hub name such as "openai/gsm8k", or a generator: "reasoning-gym:countdown",
+            "verifiers:<taskset>".
+        split: of a folder, the files whose name begins with it ("train.jsonl", "train-00000-of-00002.parquet"); ignored
+            for a single file and for a generator.
+        subset_name: a subfolder, or the configuration of a Hub dataset.
+        dataset_args: arguments of a generator; reasoning-gym: size 1000 and seed 42 unless given. verifiers: size, the
+            tasks to take (all), and settings of the environment, such as {taskset: {...}, agent: {harness: {...}}}.
+        table: `path` is the URL of a database, and this the table; the split is ignored.
+
+    Raises: DataError: nothing there, nothing in it, or not readable; the message names the path.
+    """
+    if path.startswith(REASONING_GYM):
+        return _reasoning_gym(path, dict(dataset_args or {}))
+    if path.startswith(VERIFIERS):
+        return _verifiers(path, dict(dataset_args or {}))
+    if dataset_args:
+        raise DataError(
+            f"dataset {path}: dataset_args {sorted(dataset_args)} are for {REASONING_GYM}<name> and {VERIFIERS}<name> "
+            "only; remove them"
+        )
+    if table is not None:
+        return _open_table(path, table)
+    filesystem, root = _filesystem(path)
+    if filesystem.isdir(root):
+        return _open_folder(filesystem, root, path, split, subset_name)
+    if filesystem.exists(root):
+        return _read_files(filesystem, [root], path)
+    # "data/gsm9k" beside a folder "data" is a misspelled file, not a dataset of the Hub user "data".
+    if _is_hub_name(path) and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
+        return _open_hub(path, split, subset_name)
+    raise DataError(f"dataset {path} does not exist{_neighbors(filesystem, root)}")
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The names in `known` that look most like `name`, best first."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+class RowsDataset:
+    """Rows held in memory, in one part per file; a part is a list of dicts or an Arrow table."""
+
+    def __init__(self, parts: Sequence[Sequence[dict[str, Any]] | pa.Table], fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+        names: dict[str, None] = {}
+        for part in parts:
+            if isinstance(part, pa.Table):
+                names.update(dict.fromkeys(part.column_names))
+            else:
+                for row in part:
+                    names.update(dict.fromkeys(row))
+        self.columns = tuple(names)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        offset = index - (self._ends[number] - len(part))
+        return part.slice(offset, 1).to_pylist()[0] if isinstance(part, pa.Table) else part[offset]
+
+
+class WrappedDataset:
+    """Rows of a dataset object of another package."""
+
+    def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str) -> None:
+        self._rows = rows
+        self.columns = tuple(columns)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return dict(self._rows[index])
+
+
+# Files
+
+
+def _filesystem(path: str) -> tuple[Any, str]:
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
+        raise DataError(f"dataset {path}: {error}") from error
+    return filesystem, root
+
+
+def _open_folder(filesystem: Any, root: str, path: str, split: str, subset_name: str | None) -> Dataset:
+    if subset_name:
+        root = f"{root.rstrip('/')}/{subset_name}"
+        if not filesystem.isdir(root):
+            raise DataError(f"dataset {path}: no subset {subset_name!r}{_neighbors(filesystem, root)}")
+    names = sorted(_name(entry) for entry in filesystem.ls(root, detail=False))
+    if "dataset_dict.json" in names or "state.json" in names:
+        return _open_saved(root if "://" not in path else path, split)
+    files = [name for name in names if name.endswith(SUFFIXES)]
+    if not files:
+        raise DataError(f"dataset {path}: no {', '.join(SUFFIXES)} file in the folder; it holds {names[:10]}")
+    chosen = [name for name in files if _split_of(name) == split]
+    if not chosen and (split != "train" or any(_split_of(name) in ("train", "test", "validation") for name in files)):
+        raise DataError(f"dataset {path}: no file of split {split!r}; the folder holds {files[:10]}")
+    return _read_files(filesystem, [f"{root.rstrip('/')}/{name}" for name in chosen or files], path)
+
+
+def _split_of(name: str) -> str:
+    """ "train" of "train.jsonl" and of "train-00000-of-00002.parquet"."""
+    return name.rsplit(".", 1)[0].split("-")[0]
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _neighbors(filesystem: Any, root: str) -> str:
+    """What a user may have meant by `root`: ": the folder holds a, b", or that there is no such folder."""
+    folder, _, name = root.rstrip("/").rpartition("/")
+    try:
+        names = [_name(entry) for entry in filesystem.ls(folder, detail=False)]
+    except OSError:
+        return f": there is no folder {folder} either"
+    similar = nearest(name, names) or sorted(names)[:5]
+    return f"; nearest in {folder}: {', '.join(similar)}" if similar else f": {folder} is empty"
+
+
+def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
+    digest = blake2b(digest_size=16)
+    parts: list[Sequence[dict[str, Any]] | pa.Table] = []
+    for file in files:
+        content = filesystem.cat_file(file)
+        digest.update(len(content).to_bytes(8, "big") + content)
+        parts.append(_parse(file, content))
+    dataset = RowsDataset(parts, digest.hexdigest())
+    if not len(dataset):
+        raise DataError(f"dataset {path} has no rows")
+    return dataset
+
+
+def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
+    if file.endswith(".parquet"):
+        try:
+            return pq.read_table(pa.BufferReader(content))
+        except pa.ArrowException as error:
+            raise DataError(f"{file} is not a readable Parquet file: {error}") from error
+    if not file.endswith(SUFFIXES):
+        raise DataError(f"{file}: unknown kind of file; use one of {', '.join(SUFFIXES)}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line}: not UTF-8; save it as UTF-8") from error
+    if file.endswith(".csv"):
+        return _parse_csv(file, text)
+    if file.endswith(".json") and text.lstrip().startswith("["):
+        return _parse_json_list(file, text)
+    return _parse_jsonl(file, text)
+
+
+def _parse_jsonl(file: str, text: str) -> list[dict[str, Any]]:
+    rows = []
+    # Not splitlines: it also breaks at U+2028 and kin, which JSON allows inside strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{file}:{number}: a {type(row).__name__} where an object {{column: value}} is expected")
+        rows.append(row)
+    return rows
+
+
+def _parse_json_list(file: str, text: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON: {error}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{file}: item {number} is a {type(row).__name__}, not an object {{column: value}}")
+    return rows
+
+
+def _parse_csv(file: str, text: str) -> list[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = []
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise DataError(f"{file}:{reader.line_num}: the number of fields differs from the header's")
+            rows.append(dict(row))
+    except csv.Error as error:
+        raise DataError(f"{file}:{reader.line_num}: not CSV: {error}") from error
+    return rows
+
+
+# Other packages
+
+
+def _is_hub_name(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
+
+
+def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
+    datasets = _import_datasets()
+    try:
+        rows = datasets.load_dataset(path, subset_name, split=split)
+    except (OSError, ValueError) as error:  # not found, not reachable, no such split or configuration
+        raise DataError(
+            f"dataset {path}: no such file, and it could not be loaded as a Hub dataset "
+            f"(split {split!r}, subset {subset_name!r}): {error}"
+        ) from error
+    return _wrap_datasets(rows, path)
+
+
+def _open_saved(path: str, split: str) -> Dataset:
+    datasets = _import_datasets()
+    try:
+        loaded = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset {path}: not a readable saved dataset: {error}") from error
+    if isinstance(loaded, dict):  # a DatasetDict: one dataset for each split
+        if split not in loaded:
+            raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(loaded)}")
+        loaded = loaded[split]
+    return _wrap_datasets(loaded, path)
+
+
+def _wrap_datasets(rows: Any, path: str) -> Dataset:
+    if not len(rows):
+        raise DataError(f"dataset {path} has no rows")
+    return WrappedDataset(rows, rows.column_names, rows._fingerprint)  # the package has no public name for it
+
+
+def _import_datasets() -> Any:
+    import datasets  # late: 0.6 s, and local files do without it
+
+    return datasets
+
+
+def _open_table(path: str, table: str) -> Dataset:
+    try:
+        from rftdask.data.sql_rows import read_table  # late: SQLAlchemy is an extra
+    except ModuleNotFoundError as error:
+        raise DataError(f"dataset {path} needs SQLAlchemy ({error}); run `pip install 'rftdask[sql]'`") from error
+    rows, fingerprint = read_table(path, table)
+    return RowsDataset([rows], fingerprint)
+
+
+def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
+    try:
+        # Late: optional, and its import costs 2 s. By name: whether it is installed must not change the type check.
+        reasoning_gym: Any = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise DataError(f"dataset {path} needs reasoning-gym: pip install 'rftdask[reasoning-gym]'") from error
+    name, known = path.removeprefix(REASONING_GYM), reasoning_gym.factory.DATASETS
+    if name not in known:
+        raise DataError(
+            f"dataset {path}: reasoning-gym has no {name!r}; nearest: {', '.join(nearest(name, known)) or '-'}"
+        )
+    arguments = {**_REASONING_GYM_DEFAULTS, **arguments}
+    try:
+        rows = reasoning_gym.create_dataset(name, **arguments)
+    except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse arguments
+        raise DataError(f"dataset {path}: dataset_args {arguments}: {error}") from error
+    # Another version may generate other rows from the same seed.
+    identity = [name, arguments, importlib.metadata.version("reasoning-gym")]
+    fingerprint = blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    if not len(rows):
+        raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
+    return WrappedDataset(rows, rows[0], fingerprint)
+
+
+def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
+    """Rows of an environment's tasks: prompt and response, as text, and what verifiers_workflow makes the task of."""
+    try:
+        # Late: optional, and its import costs seconds. By name: see _reasoning_gym.
+        loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError as error:
+        raise DataError(f"dataset {path} needs verifiers: pip install 'rftdask[verifiers]'") from error
+    size = arguments.pop("size", None)
+    name = path.removeprefix(VERIFIERS)
+    environment = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
+    try:
+        for role, field in loaders.env_config_type(name, arguments.get("id", "")).model_fields.items():
+            # Programs run beside us, not on the machines of a service, unless the settings or the role say so.
+            if getattr(getattr(field.default, "runtime", None), "type", None) == _REMOTE_RUNTIME:
+                environment[role] = {"runtime": {"type": "subprocess"}, **arguments.get(role, {})}
+        taskset = loaders.load_environment(loaders.resolve_env_config(environment)).taskset
+        if size is None and not taskset.bounded:
+            raise DataError(f"dataset {path} has no end; set dataset_args.size")
+        tasks = list(taskset if size is None else taskset.take(int(size)))
+    except DataError:
+        raise
+    except Exception as error:  # an environment is anybody's code, and its settings are checked by itself
+        raise DataError(f"dataset {path}: dataset_args {arguments}: {type(error).__name__}: {error}") from error
+    if not tasks:
+        raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
+    rows = [_verifiers_row(task, environment) for task in tasks]
+    fingerprint = blake2b(json.dumps(rows, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return WrappedDataset(rows, rows[0], fingerprint)
+
+
+def _verifiers_row(task: Any, environment: Mapping[str, Any]) -> dict[str, Any]:
+    data = task.data.model_dump(mode="json", exclude_none=True)
+    return {
+        "prompt": task.data.prompt_text or f"task {task.data.idx}",
+        "response": str(data.get("answer", "")),
+        "task": data,
+        "environment": dict(environment),
+    }

@@ -1,0 +1,291 @@
+"""Batch: the bookkeeping of generating for several requests at once. Knows no model.
+
+Requests come at any time and wait; they enter as rows while others are under way, and leave when they have finished.
+What a row has come to is told at once, also when the row stays a while for nothing. Sequences are padded on the
+left, so that the next token of every row is the last column, however long ago it entered.
+
+Shapes: B = rows in the batch, D = distinct prompts of those that enter, P = longest of them, T = longest response,
+W = columns: the longest sequence so far, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
+
+
+class Prompts:
+    """The distinct prompts of some requests, as the model takes them."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
+        index_of: dict[tuple[int, ...], int] = {}
+        prompt_B = [index_of.setdefault(request.prompt_tokens, len(index_of)) for request in requests]
+        self.longest = max(map(len, index_of))
+        tokens_DP = np.zeros((len(index_of), self.longest), dtype=np.int64)
+        mask_DP = np.zeros(tokens_DP.shape, dtype=np.int64)
+        for prompt, index in index_of.items():
+            tokens_DP[index, -len(prompt) :] = prompt
+            mask_DP[index, -len(prompt) :] = 1
+        positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
+        self.prompt_B = torch.tensor(prompt_B, device=device)
+        """Which of the prompts each request has."""
+        self.tokens_DP = torch.from_numpy(tokens_DP).to(device)
+        self.positions_DP = torch.from_numpy(positions_DP).to(device)
+        # No mask is the fast path of attention; it is exact when nothing is padded.
+        self.mask_DP = None if mask_DP.all() else torch.from_numpy(mask_DP).to(device)
+
+
+@dataclass
+class _Rows:
+    """What each row has come to. One column more than T: rows that have finished go on writing there."""
+
+    start_B: Tensor
+    """First column that is no padding."""
+    length_B: Tensor
+    """Tokens sampled; no longer counted once the row has finished."""
+    done_B: Tensor
+    uniforms_BT: Tensor
+    tokens_BT: Tensor
+    logprobs_BT: Tensor
+    seen_BV: Tensor | None
+    """Tokens that occurred; None when no row has a repetition penalty."""
+
+    @classmethod
+    def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
+        params = [request.sampling for request in requests]
+        uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
+        for row, request in enumerate(requests):
+            if request.sampling.temperature > 0:
+                uniforms_BT[row, : request.sampling.max_tokens] = draw_uniforms(
+                    request.seed, request.sampling.max_tokens
+                )
+        seen_BV = None
+        if any(param.repetition_penalty != 1 for param in params):
+            seen = np.zeros((len(requests), vocab_size), dtype=bool)
+            for row, request in enumerate(requests):
+                seen[row, list(request.prompt_tokens)] = True
+            seen_BV = torch.from_numpy(seen).to(device)
+        return cls(
+            start_B=torch.tensor([columns - len(request.prompt_tokens) for request in requests], device=device),
+            length_B=torch.zeros(len(requests), dtype=torch.int64, device=device),
+            done_B=torch.zeros(len(requests), dtype=torch.bool, device=device),
+            uniforms_BT=torch.from_numpy(uniforms_BT).to(device),
+            tokens_BT=torch.zeros(uniforms_BT.shape, dtype=torch.int64, device=device),
+            logprobs_BT=torch.zeros(uniforms_BT.shape, dtype=torch.float32, device=device),
+            seen_BV=seen_BV,
+        )
+
+    def select(self, index_B: Tensor) -> _Rows:
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = None if value is None else value[index_B]
+        return _Rows(**values)
+
+    def joined(self, others: _Rows) -> _Rows:
+        """These rows and then the others; `start_B` of both counts the same columns."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            pair = [getattr(self, field.name), getattr(others, field.name)]
+            if field.name == "seen_BV" and (pair[0] is None) != (pair[1] is None):
+                width = next(seen_BV.shape[1] for seen_BV in pair if seen_BV is not None)
+                pair = [
+                    rows.done_B.new_zeros(len(rows.done_B), width) if seen_BV is None else seen_BV
+                    for rows, seen_BV in zip((self, others), pair, strict=True)
+                ]
+            if pair[0] is not None and pair[0].dim() == 2:
+                longest = max(value.shape[1] for value in pair)
+                pair = [pad(value, (0, longest - value.shape[1])) for value in pair]
+            values[field.name] = None if pair[0] is None else torch.cat(pair)
+        return _Rows(**values)
+
+
+class Batch:
+    """The rows under way and the requests that wait.
+
+    Example (of the calls; the model is between them):
+        batch = Batch(end_ids, vocab_size, device)
+        batch.add(17, request)
+        prompts = batch.enter(batch.num_fitting(max_tokens))
+        while batch.numbers:
+            tokens_B = batch.sample(logits_BV)
+            if batch.counts()[0] ...:
+                for number, generation in batch.finished(policy_version): ...
+                index_B, num_columns = batch.drop_done(trim=True)
+                prompts = batch.enter(batch.num_fitting(max_tokens))
+
+    Finished rows go on sampling until they are dropped; nothing of that is kept.
+    """
+
+    def __init__(self, end_ids: Tensor, vocab_size: int, device: torch.device) -> None:
+        self.columns = 0
+        """W: of the cache and the newest token together."""
+        self.numbers: list[int] = []
+        """Of each row, the number of its request."""
+        self._requests: dict[int, GenerateRequest] = {}
+        """Of the rows, by number."""
+        self._waiting: dict[int, GenerateRequest] = {}
+        """In the order in which they came."""
+        self._told: set[int] = set()
+        """Their numbers; see num_told."""
+        self._end_ids = end_ids
+        self._ends = frozenset(end_ids.tolist())
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: _Rows
+        self._padded = False
+
+    @property
+    def num_told(self) -> int:
+        """Rows that have finished, and of which nothing is to be told any more."""
+        return len(self._told)
+
+    def add(self, number: int, request: GenerateRequest) -> None:
+        """It waits from now on."""
+        self._waiting[number] = request
+
+    def forget(self, number: int) -> None:
+        """Nobody wants it any more: it waits no longer, or its row has finished. Nothing if it has left before."""
+        if self._waiting.pop(number, None) is None and number in self._requests:
+            self._told.add(number)
+            self._rows.done_B[self.numbers.index(number)] = True
+
+    def num_fitting(self, max_batch_tokens: int) -> int:
+        """How many of the waiting, in their order, may enter: rows * (columns + longest rest of a response) stays
+        within `max_batch_tokens`. At least one if there are no rows.
+        """
+        rest = 0
+        if self.numbers:
+            lengths = zip(self.numbers, self._rows.length_B.tolist(), strict=True)
+            rest = max(self._requests[number].sampling.max_tokens - length for number, length in lengths)
+        columns, num_rows = self.columns, len(self.numbers)
+        for num_fitting, request in enumerate(self._waiting.values()):
+            columns = max(columns, len(request.prompt_tokens))
+            rest = max(rest, request.sampling.max_tokens)
+            if (num_rows + num_fitting) and (num_rows + num_fitting + 1) * (columns + rest) > max_batch_tokens:
+                return num_fitting
+        return len(self._waiting)
+
+    def enter(self, num_newcomers: int) -> Prompts:
+        """The next `num_newcomers` (at least one) of the waiting become the last rows; computes their prompts' layout.
+
+        The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
+        """
+        numbers = list(islice(self._waiting, num_newcomers))
+        requests = [self._waiting.pop(number) for number in numbers]
+        prompts = Prompts(requests, self._device)
+        columns = max(self.columns, prompts.longest)
+        newcomers = _Rows.make(requests, self._vocab_size, columns, self._device)
+        if self.numbers:
+            self._rows.start_B += columns - self.columns
+            newcomers = self._rows.joined(newcomers)
+        self.columns = columns
+        self.numbers += numbers
+        self._requests.update(zip(numbers, requests, strict=True))
+        self._set_rows(newcomers)
+        return prompts
+
+    def _set_rows(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._padded = bool(rows.start_B.any())
+        requests = [self._requests[number] for number in self.numbers]
+        self._sampling = SamplingRows.stack([request.sampling for request in requests], self._device)
+        lengths = [len(request.prompt_tokens) for request in requests]
+        self._prompt_length_B = torch.tensor(lengths, device=self._device)
+        self._max_tokens_B = torch.tensor([request.sampling.max_tokens for request in requests], device=self._device)
+        self._ignore_end_B = torch.tensor([request.sampling.ignore_eos for request in requests], device=self._device)
+        self._bad_B = torch.zeros_like(rows.done_B)
+
+    def sample(self, logits_BV: Tensor) -> Tensor:
+        """[B] the next token of each row, recorded."""
+        rows = self._rows
+        place_B1 = rows.length_B[:, None]
+        tokens_B, logprobs_B = sample_tokens(
+            logits_BV,
+            rows.uniforms_BT.gather(1, place_B1)[:, 0],
+            self._sampling,
+            num_sampled_B=rows.length_B,
+            end_ids=self._end_ids,
+            seen_BV=rows.seen_BV,
+        )
+        if rows.seen_BV is not None:
+            rows.seen_BV.scatter_(1, tokens_B[:, None], True)
+        rows.tokens_BT.scatter_(1, place_B1, tokens_B[:, None])
+        rows.logprobs_BT.scatter_(1, place_B1, logprobs_B[:, None])
+        rows.length_B += ~rows.done_B
+        self._bad_B = logprobs_B.isnan() & ~rows.done_B
+        ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B
+        rows.done_B = rows.done_B | ended_B | (rows.length_B >= self._max_tokens_B)
+        self.columns += 1
+        return tokens_B
+
+    def counts(self) -> tuple[int, int]:
+        """Rows that have finished, rows whose newest logprob is not a number. The one wait for the device per step."""
+        num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
+        return num_done, num_bad
+
+    def finished(self, policy_version: int) -> list[tuple[int, Generation]]:
+        """The rows that have finished and were not told of yet, by the number of their request."""
+        rows = self._rows
+        places = [
+            row
+            for row, (number, done) in enumerate(zip(self.numbers, rows.done_B.tolist(), strict=True))
+            if done and number not in self._told
+        ]
+        index = torch.tensor(places, dtype=torch.int64, device=self._device)
+        sampled = (rows.tokens_BT[index].tolist(), rows.logprobs_BT[index].tolist(), rows.length_B[index].tolist())
+        found = []
+        for row, tokens, logprobs, length in zip(places, *sampled, strict=True):
+            number = self.numbers[row]
+            self._told.add(number)
+            stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
+            generation = Generation(
+                tokens=tuple(tokens[:length]),
+                logprobs=tuple(logprobs[:length]),
+                finish_reason="stop" if stopped else "length",
+                min_policy_version=policy_version,
+                max_policy_version=policy_version,
+            )
+            found.append((number, generation))
+        return found
+
+    def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
+        """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token. All that have
+        finished must have been told of.
+
+        Returns: their indices among the former rows; the number of columns that are to leave the cache on the left.
+        """
+        self.numbers = [number for number in self.numbers if number not in self._told]
+        for number in self._told:
+            del self._requests[number]
+        self._told = set()
+        index_B = (~self._rows.done_B).nonzero()[:, 0]
+        if not self.numbers:
+            self.columns = 0
+            return index_B, 0
+        kept = self._rows.select(index_B)
+        num_columns = int(kept.start_B.min()) if trim and self._padded else 0
+        kept.start_B -= num_columns
+        self.columns -= num_columns
+        self._set_rows(kept)
+        return index_B, num_columns
+
+    def mask(self) -> Tensor | None:
+        """[B, W] where there is a token; None where there is one everywhere."""
+        if not self._padded:
+            return None
+        return torch.arange(self.columns, device=self._device) >= self._rows.start_B[:, None]
+
+    def positions(self) -> Tensor:
+        """[B] position of the newest token in its own sequence."""
+        return self._prompt_length_B + (self._rows.length_B - 1)

@@ -1,0 +1,88 @@
+"""The fake at the engine seam: no model, tokens from the seed, constant logprobs. For tests and benchmarks of the loop.
+
+It keeps the promises of `Engine` that need no model: requests come and go between its steps, lengths, versions,
+determinism, errors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.errors import RoleError
+
+
+class FakeEngine(Engine):
+    """Answers every request with `tokens_per_request` uniform tokens, or as many as its max_tokens allows.
+
+    Args:
+        model_path: ignored.
+        tokens_per_request: length of a response that is not cut off; such a response ends with "stop".
+        vocab_size: tokens are in [0, vocab_size); each has logprob -log(vocab_size).
+        seconds_per_step: what one token of all that is under way takes, to stand for a slow model.
+    """
+
+    has_weights = False
+
+    def __init__(
+        self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_step: float = 0.0
+    ) -> None:
+        self.tokens_per_request = tokens_per_request
+        self.vocab_size = vocab_size
+        self.seconds_per_step = seconds_per_step
+        self.loaded_files: list[Path] = []
+        self._closed = False
+
+    def serve(self, take: Take, give: Give) -> None:
+        if self._closed:
+            raise RoleError("engine 'fake' was closed; make a new one")
+        under_way: dict[int, GenerateRequest] = {}
+        ends: dict[int, list[int]] = {}
+        step = 0
+        while True:
+            for number, request in take():
+                if request is None:
+                    under_way.pop(number, None)
+                else:
+                    under_way[number] = request
+                    ends.setdefault(step + max(self._length(request), 1), []).append(number)
+            if not under_way:
+                return
+            time.sleep(self.seconds_per_step)
+            step += 1
+            for number in ends.pop(step, ()):
+                if number in under_way:
+                    give(number, self._answer(under_way.pop(number)))
+
+    def _length(self, request: GenerateRequest) -> int:
+        return min(self.tokens_per_request, request.sampling.max_tokens)
+
+    def _answer(self, request: GenerateRequest) -> Generation:
+        length = self._length(request)
+        random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
+        return Generation(
+            tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),
+            logprobs=(-math.log(self.vocab_size),) * length,
+            finish_reason="stop" if length == self.tokens_per_request else "length",
+            min_policy_version=self.policy_version,
+            max_policy_version=self.policy_version,
+        )
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return [(-math.log(self.vocab_size),) * len(response) for _, response in pairs]
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        """Reads nothing; the files must be there."""
+        missing = [str(file) for file in files if not Path(file).is_file()]
+        if missing:
+            raise RoleError(f"engine 'fake' cannot load version {version}: no such file: {', '.join(missing)}")
+        self.loaded_files = [Path(file) for file in files]
+        self.policy_version = version
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,159 @@
+"""Sampling: logits in, tokens and their logprobs out. Rows with different parameters share one batch.
+
+Knows nothing of models, caches or requests. Invariant: every operation is row by row, and a row's randomness comes from
+its own seed, so with the same logits a row draws the same tokens whoever its neighbors are.
+
+Shapes: B = rows, V = vocabulary, T = tokens of a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftdask.engines.base import SamplingParams
+
+MIN_TEMPERATURE = 1e-5
+"""Below it, and above 0, logits / temperature leaves the range of float32."""
+_ONE = 2**40
+"""Probability 1 in fixed point. Integer sums are exact in any order, so a draw is the same on every device and run;
+float cumulative sums are not deterministic on CUDA. A token less likely than 2**-40 (1e-12) is never drawn."""
+
+
+def draw_uniforms(seed: int, num_tokens: int) -> np.ndarray:
+    """[num_tokens] float64 in [0, 1): the randomness of one request, number t for token t; `seed`: any int64."""
+    # Philox is counter-based: a longer stream begins with the shorter one.
+    return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(num_tokens)
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The sampling parameters of B rows as tensors on one device; `uses_*` tell which steps any of them needs."""
+
+    temperature_B: Tensor
+    """float32; 1 in greedy rows."""
+    greedy_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    """int64; V or more keeps all."""
+    min_tokens_B: Tensor
+    penalty_B: Tensor
+    uses_sampling: bool
+    uses_greedy: bool
+    uses_top: bool
+    uses_penalty: bool
+    longest_min_tokens: int
+
+    @classmethod
+    def stack(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingRows:
+        def tensor(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            temperature_B=tensor([row.temperature or 1.0 for row in rows], torch.float32),
+            greedy_B=tensor([row.temperature == 0 for row in rows], torch.bool),
+            top_p_B=tensor([row.top_p for row in rows], torch.float64),
+            top_k_B=tensor([row.top_k if row.top_k > 0 else 2**62 for row in rows], torch.int64),
+            min_tokens_B=tensor([row.min_tokens for row in rows], torch.int64),
+            penalty_B=tensor([row.repetition_penalty for row in rows], torch.float32),
+            uses_sampling=any(row.temperature > 0 for row in rows),
+            uses_greedy=any(row.temperature == 0 for row in rows),
+            uses_top=any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1) for row in rows),
+            uses_penalty=any(row.repetition_penalty != 1 for row in rows),
+            longest_min_tokens=max((row.min_tokens for row in rows), default=0),
+        )
+
+
+def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
+    """Logits of seen tokens divided by the penalty if positive, else multiplied. Source: CTRL, arXiv:1909.05858."""
+    penalty_BV = torch.where(seen_BV, penalty_B[:, None], 1.0)
+    return torch.where(logits_BV > 0, logits_BV / penalty_BV, logits_BV * penalty_BV)
+
+
+def forbid_tokens(logits_BV: Tensor, token_ids: Tensor, forbidden_B: Tensor) -> Tensor:
+    """-inf at `token_ids` in the rows where `forbidden_B`, elsewhere unchanged."""
+    logits_BV = logits_BV.clone()
+    logits_BV[:, token_ids] = logits_BV[:, token_ids].masked_fill(forbidden_B[:, None], -torch.inf)
+    return logits_BV
+
+
+def keep_top(logprobs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """-inf outside the top k tokens, and then outside the smallest set of them that holds at least the share top_p.
+
+    The likeliest token stays always; among equals the lower id is likelier. Not renormalized.
+    """
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logprobs_BV.shape[-1], device=logprobs_BV.device)
+    sorted_BV = sorted_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
+    weights_BV = _fixed_point(sorted_BV)
+    cumulative_BV = weights_BV.cumsum(dim=-1)
+    share_B1 = top_p_B[:, None] * cumulative_BV[:, -1:]
+    drop_BV = (cumulative_BV - weights_BV >= share_B1) & (rank_V > 0)
+    sorted_BV = sorted_BV.masked_fill(drop_BV, -torch.inf)
+    return torch.empty_like(sorted_BV).scatter_(-1, order_BV, sorted_BV)
+
+
+def sample_inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """[B] int64: the token at which the cumulative probability passes the uniform number.
+
+    Args:
+        logprobs_BV: float32, at most 0, up to a constant per row; -inf is never drawn.
+        uniforms_B: float64 in [0, 1).
+    """
+    cumulative_BV = _fixed_point(logprobs_BV).cumsum(dim=-1)
+    total_B = cumulative_BV[:, -1]
+    target_B = torch.minimum((uniforms_B * total_B).long(), total_B - 1)
+    return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+
+
+def _fixed_point(logprobs_BV: Tensor) -> Tensor:
+    return (logprobs_BV.exp() * _ONE).long()
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    uniforms_B: Tensor,
+    rows: SamplingRows,
+    *,
+    num_sampled_B: Tensor | None = None,
+    end_ids: Tensor | None = None,
+    seen_BV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token for each row.
+
+    Args:
+        logits_BV: any float dtype; computed with in float32.
+        uniforms_B: float64 in [0, 1); not read by greedy rows.
+        num_sampled_B: int64, number of tokens sampled so far; end tokens are forbidden while it is below min_tokens.
+            None: none in any row.
+        end_ids: [E] int64; None if there are no end tokens.
+        seen_BV: bool, tokens of the prompt and of the response so far; needed only if rows.uses_penalty.
+    Returns:
+        tokens_B int64, and logprobs_B float32 of softmax(logits / temperature): before the repetition penalty,
+        min_tokens, top-k and top-p, because that is what a trainer computes again from the tokens. NaN where logits
+        are not numbers.
+    """
+    logits_BV = logits_BV.float()
+    all_logprobs_BV = torch.log_softmax(logits_BV / rows.temperature_B[:, None], dim=-1)
+    allowed_BV = logits_BV
+    if rows.uses_penalty and seen_BV is not None:
+        allowed_BV = penalize_repetition(allowed_BV, seen_BV, rows.penalty_B)
+    if rows.longest_min_tokens and end_ids is not None:
+        forbidden_B = rows.min_tokens_B > (0 if num_sampled_B is None else num_sampled_B)
+        allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
+    tokens_B = torch.zeros_like(rows.top_k_B)
+    if rows.uses_sampling:
+        choice_BV = all_logprobs_BV
+        if allowed_BV is not logits_BV:
+            choice_BV = torch.log_softmax(allowed_BV / rows.temperature_B[:, None], dim=-1)
+        if rows.uses_top:
+            choice_BV = keep_top(choice_BV, rows.top_k_B, rows.top_p_B)
+        # Logits that are not numbers give an index of V here; the caller learns of them from the logprobs.
+        tokens_B = sample_inverse_cdf(choice_BV, uniforms_B).clamp_(0, logits_BV.shape[-1] - 1)
+    if rows.uses_greedy:
+        tokens_B = torch.where(rows.greedy_B, allowed_BV.argmax(dim=-1), tokens_B)
+    return tokens_B, all_logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]

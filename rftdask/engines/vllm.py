@@ -1,0 +1,368 @@
+"""Engine that generates with vLLM (0.32), on a CPU or on one or several GPUs.
+
+vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
+on as they come. It knows nothing of text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point:
+which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the rounding of
+sums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
+
+from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.engines.vllm_orphans import HOST_PID
+from rftdask.errors import DataError, RoleError, UserError
+from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MIN_TEMPERATURE = 0.01
+"""Below it, and above 0, vLLM samples at this temperature instead."""
+_LOOK_S = 0.005
+"""Between looks for new requests while others are under way: less than a step of any model that is worth serving."""
+_STOP_S = 10.0
+"""For what vLLM runs on the event loop to notice that it is over."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be set to."""
+_CPU_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
+}
+_DEFAULTS = {
+    # The first model runner: its sampler is the one that vllm_worker.py extends.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+
+
+class VllmEngine(Engine):
+    """See `Engine`.
+
+    Args:
+        model_path: folder or hub name of a model that vLLM knows.
+        dtype: of the weights: "float32", "bfloat16", "float16".
+        device: "cpu" or "cuda"; which of them vLLM uses was decided when it was built.
+        max_model_len: prompt and response together; None: what the model allows.
+        lora_rank: of the adapters that the trainer publishes; None: it publishes whole weights.
+        engine_args: further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, as JSON; they win over
+            those that follow from the others.
+    Raises: UserError: vLLM is not installed, or refuses its arguments; DataError: it cannot load the model.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        max_model_len: int | None = None,
+        lora_rank: int | None = None,
+        engine_args: str = "{}",
+    ) -> None:
+        for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device == "cpu" else {})).items():
+            os.environ.setdefault(name, value)
+        os.environ[HOST_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
+        self.model_path = model_path
+        self.dtype = dtype
+        self._args: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "max_model_len": max_model_len,
+            # Token ids in and out; what the model's files say of sampling is for who has no settings of their own.
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "worker_extension_cls": "rftdask.engines.vllm_worker.WeightWorker",
+            **(_lora_args(lora_rank) if lora_rank else {}),
+            **json.loads(engine_args),
+        }
+        if device == "cpu":
+            self._args["enforce_eager"] = True  # compiling takes minutes there
+            # Of a prompt that it takes in parts vLLM turns back the generator, which that of a CPU cannot: it dies.
+            self._args["enable_chunked_prefill"] = False
+        self._end_ids = _end_ids(model_path, trust_remote_code)
+        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-")
+        self._num_requests = self._num_adapters = 0
+        self._adapter: Any = None
+        self._llm: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._start(model_path)
+
+    def serve(self, take: Take, give: Give) -> None:
+        finished: SimpleQueue[Future[Generation]] = SimpleQueue()
+        under_way: dict[Future[Generation], int] = {}
+        try:
+            while True:
+                unwanted = set()
+                for number, request in take():
+                    if request is None:
+                        unwanted.add(number)
+                        continue
+                    self._check(number, request)
+                    future = self._submit(self._generate(request))
+                    under_way[future] = number
+                    future.add_done_callback(finished.put)
+                for future in [future for future, number in under_way.items() if number in unwanted]:
+                    del under_way[future]
+                    future.cancel()  # vLLM then aborts it
+                if not under_way:
+                    return
+                with contextlib.suppress(Empty):
+                    future = finished.get(timeout=_LOOK_S)
+                    if future in under_way:  # else nobody wants it
+                        number = under_way.pop(future)
+                        give(number, self._result(future, f"request {number}"))
+        finally:
+            for future in under_way:
+                future.cancel()
+
+    def _check(self, number: int, request: GenerateRequest) -> None:
+        if 0 < request.sampling.temperature < MIN_TEMPERATURE:
+            raise RoleError(
+                f"{self} cannot answer request {number}: temperature is {request.sampling.temperature}, must be 0 "
+                f"(greedy) or at least {MIN_TEMPERATURE}"
+            )
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        version = self.policy_version
+        output = await self._ask(
+            request.prompt_tokens,
+            SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_tokens=sampling.min_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                ignore_eos=True,  # it knows no end token without a tokenizer
+                stop_token_ids=[] if sampling.ignore_eos else self._end_ids,
+                seed=_mixed(request.seed),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        answer = output.outputs[0]
+        found = answer.logprobs
+        logprobs = tuple(found.logprobs[start] for start in found.start_indices)
+        if answer.finish_reason not in ("stop", "length") or len(logprobs) != len(answer.token_ids):
+            raise RoleError(
+                f"{self} ended a request with {answer.finish_reason!r} after {len(answer.token_ids)} tokens"
+            )
+        if not all(map(math.isfinite, logprobs)):
+            raise RoleError(
+                f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
+            )
+        return Generation(tuple(answer.token_ids), logprobs, answer.finish_reason, version, self.policy_version)
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return self._run(self._score_all(pairs), f"scoring {len(pairs)} responses")
+
+    async def _score_all(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return list(await asyncio.gather(*(self._score(prompt, response) for prompt, response in pairs)))
+
+    async def _score(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[float, ...]:
+        from vllm import SamplingParams
+
+        if not prompt or not response:
+            raise RoleError(f"{self} cannot score: an empty prompt or response")
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        found = (await self._ask((*prompt, *response), sampling)).prompt_logprobs
+        return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
+
+    async def _ask(self, tokens: Sequence[int], sampling: Any) -> Any:
+        """The last output of one request, which shares cached prefixes only with those of the same weights."""
+        from vllm.inputs import tokens_input
+
+        self._num_requests += 1
+        prompt = tokens_input(list(tokens), cache_salt=f"version-{self.policy_version}")
+        outputs = self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
+        return [output async for output in outputs][-1]
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        """As in `Engine`. Requests that are under way would go on with the new weights."""
+        self._run(self._load(version, files), f"loading version {version}")
+        self.policy_version = version
+
+    async def _load(self, version: int, files: Sequence[Path]) -> None:
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
+        by_name = {file.name: file for file in files}
+        await self._llm.pause_generation(mode="keep")
+        if ADAPTER_FILE in by_name:
+            await self._load_adapter(by_name)
+        else:
+            await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
+        await self._llm.resume_generation()
+
+    async def _load_adapter(self, by_name: Mapping[str, Path]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._num_adapters += 1
+        folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
+        folder.mkdir()
+        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
+            shutil.copyfile(by_name[name], folder / name)  # vLLM may read them again
+        adapter = LoRARequest(folder.name, self._num_adapters, str(folder))
+        await self._llm.add_lora(adapter)
+        former, self._adapter = self._adapter, adapter
+        if former is not None:
+            await self._llm.remove_lora(former.lora_int_id)
+            shutil.rmtree(former.lora_path)
+
+    def load_anew(self, version: int, files: Sequence[Path]) -> None:
+        """Start vLLM again, on a folder with these weights in place of the model's own; about a minute."""
+        if any(file.name == ADAPTER_FILE for file in files):
+            self._start(self.model_path)
+            self.load_weights(version, files)
+            return
+        folder = Path(self._folder.name) / f"version-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for path in _local_folder(self.model_path).iterdir():
+            if path.is_file() and path.suffix not in (".safetensors", ".bin") and ".index." not in path.name:
+                (folder / path.name).symlink_to(path.resolve())
+        for number, file in enumerate(files, 1):
+            (folder / f"model-{number:05}-of-{len(files):05}.safetensors").symlink_to(file.resolve())
+        self._start(str(folder))
+        self.policy_version = version
+
+    def _start(self, model_path: str) -> None:
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise UserError(f"engine_type vllm needs vLLM: pip install 'rftdask[vllm]' ({error})") from error
+        self._stop()
+        try:
+            args = AsyncEngineArgs(model=model_path, **self._args)
+        except TypeError as error:
+            raise UserError(f"explorer.rollout_model.extra_engine_args: vLLM does not take them: {error}") from error
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(args)
+
+        try:
+            self._llm = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise DataError(f"vLLM cannot serve model {model_path}: {error}") from error
+        if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
+            raise RoleError(f"{self} has a sampler that is not vLLM 0.32's, so its logprobs cannot be trusted")
+
+    def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return self._result(self._submit(work), what)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._llm is None:
+            work.close()
+            raise RoleError(f"{self} was closed; make a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _result(self, future: Future[T], what: str) -> T:
+        try:
+            return future.result()
+        except RoleError:
+            raise
+        except Exception as error:  # of vLLM's many kinds, all mean that this engine has failed
+            raise RoleError(f"{self} failed on {what}: {type(error).__name__}: {error}") from error
+
+    def _stop(self) -> None:
+        if self._llm is not None:
+            self._run(_shut_down(self._llm), "its end")
+        self._llm = self._adapter = None
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()  # nothing is left to run
+        self._loop.close()
+        self._folder.cleanup()
+
+    def __str__(self) -> str:
+        return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
+
+
+async def _shut_down(llm: Any) -> None:
+    llm.shutdown()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_STOP_S)
+
+
+def _mixed(seed: int) -> int:
+    """Of any int64, a seed that differs in its lower half, the only one that PyTorch's CPU generator reads.
+
+    Source: the finalizer of SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
+    """
+    value = seed & (2**64 - 1)
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+    return value ^ (value >> 31)
+
+
+def _lora_args(rank: int) -> dict[str, Any]:
+    fitting = next((value for value in _LORA_RANKS if value >= rank), None)
+    if fitting is None:
+        raise UserError(f"model.lora_configs: vLLM takes no lora_rank above {_LORA_RANKS[-1]}, not {rank}")
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": fitting}
+
+
+def _local_folder(model_path: str) -> Path:
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    return Path(str(cached_file(model_path, "config.json"))).parent  # vLLM has fetched what it needs into the same
+
+
+def _end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
+    """Every token that the generation config, the config or the tokenizer of the model calls the end of a response."""
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": Path(model_path).is_dir(),
+    }
+    found: list[Any] = []
+    try:
+        found.append(AutoConfig.from_pretrained(model_path, **options).get_text_config().eos_token_id)
+        with contextlib.suppress(OSError):  # a model need not have one
+            found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+        folder = Path(model_path)
+        if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
+            found.append(AutoTokenizer.from_pretrained(model_path, **options).eos_token_id)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
+    ids: set[int] = set()
+    for value in found:
+        ids.update([value] if isinstance(value, int) else value or [])
+    return sorted(ids)

@@ -1,0 +1,94 @@
+"""What runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, a watch on the
+engine's process. vLLM imports this module by name and mixes `WeightWorker` into its worker class.
+
+It knows neither versions nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.sample.sampler import Sampler
+
+from rftdask.engines.vllm_orphans import end_with_engine
+
+_GREEDY_BELOW = 1e-5
+"""Temperature that vLLM takes for greedy."""
+
+
+class TemperedSampler(Sampler):
+    """vLLM's sampler, whose logprobs of sampled tokens are of softmax(logits / temperature), before penalties,
+    min_tokens, top-k and top-p. vLLM offers them before all of it or after all of it, and a trainer computes neither
+    from the tokens.
+    """
+
+    _temperature_B: Tensor | None = None
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        temperature_B = None if sampling_metadata.all_greedy else sampling_metadata.temperature
+        self._temperature_B = temperature_B
+        try:
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            self._temperature_B = None  # logprobs of prompt tokens are asked for outside of this call
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:  # static there
+        temperature_B = self._temperature_B
+        if temperature_B is not None:
+            scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
+            logits = logits.float() / scale_B[:, None]
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class WeightWorker:
+    """Methods for `collective_rpc`."""
+
+    model_runner: Any
+
+    def use_tempered_logprobs(self) -> bool:
+        """Whether this worker's sampler could be replaced; workers that do not sample have nothing to replace."""
+        sampler = getattr(self.model_runner, "sampler", None)
+        if sampler is None:
+            return True
+        if type(sampler) is not Sampler:
+            return False
+        sampler.__class__ = TemperedSampler
+        return True
+
+    def load_published(self, files: Sequence[str]) -> None:
+        """Replace the weights by the tensors in `files`, of tied ones the first name only, and forget what was derived
+        from the old."""
+        model = self.model_runner.get_model()
+        tied = list(_tied_heads(model))
+        self.model_runner.reload_weights(weights_iterator=_tensors(files))
+        for head, embedding in tied:
+            # vLLM loads by layer, and this layer has nothing of its own in the file: what a CPU multiplies with is a
+            # packed copy of the old weights.
+            head.weight = embedding.weight
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                yield name, weights.get_tensor(name)
+
+
+def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(output layer, the embedding that it shares its weights with)."""
+    modules = [module for module in model.modules() if getattr(module, "weight", None) is not None]
+    for head in modules:
+        if isinstance(head, ParallelLMHead):
+            for other in modules:
+                if other is not head and other.weight is head.weight:
+                    yield head, other
+
+
+# On import, which is long before the first call: the engine may be killed while the model is loaded.
+end_with_engine()

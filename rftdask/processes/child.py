@@ -1,0 +1,288 @@
+"""Child: a process of our own below a Dask worker, for what may block, hang or hold a GPU (engines, trainer ranks).
+
+The parent and the child speak over the child's stdin and stdout: frames of 4 bytes length and msgpack. The child ends
+when its stdin closes, whatever it is doing, so no orphan outlives its worker. What the child prints goes to stderr,
+which goes to a log file whose tail is part of the error when it dies. A process can be started ahead of its Child, to
+have done its imports by then. This module knows neither Dask nor what the child does.
+
+Parent:
+    child = Child("rftdask.engines.client:serve", {"model_path": ...}, threads=1)
+    answer = child.request({"method": "generate", ...}, timeout_s=600)
+Child:
+    def serve(spec: dict, channel: Channel) -> None:
+        for message in channel: channel.send(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgpack
+
+from rftdask import errors
+from rftdask.errors import ConfigError, RftError, RoleError, UserError, WaitTimeout
+
+_LENGTH = struct.Struct(">I")
+_TAIL_LINES = 20
+LOG_LEVEL = "RFTDASK_LOG_LEVEL"
+"""Environment variable: least important message a child logs."""
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RFTDASK_THREADS")
+
+
+def _read_frame(stream: IO[bytes]) -> Any:
+    """The next message, or None at the end of the stream, also if it ends within a message."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    size = _LENGTH.unpack(header)[0]
+    body = stream.read(size)
+    if len(body) < size:
+        return None
+    return msgpack.unpackb(body, strict_map_key=False)
+
+
+def _write_frame(stream: IO[bytes], message: Any) -> None:
+    body = msgpack.packb(message)
+    stream.write(_LENGTH.pack(len(body)) + body)
+    stream.flush()
+
+
+_ahead: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+"""Processes that wait for their Child, by target and threads."""
+
+
+def start_ahead(target: str, threads: int, modules: Sequence[str] = ()) -> None:
+    """Start the process of the next Child of this target and these threads now; it imports `target` and `modules`.
+
+    One that no Child takes ends with this process; one that waits already is enough.
+    """
+    waiting = _take_ahead(target, threads)
+    _ahead[target, threads] = waiting or _start_process(target, threads, subprocess.DEVNULL, {}, modules)
+
+
+def _take_ahead(target: str, threads: int) -> subprocess.Popen[bytes] | None:
+    process = _ahead.pop((target, threads), None)
+    if process is not None and process.poll() is not None:
+        process.communicate()  # it died; this closes its pipes
+        return None
+    return process
+
+
+def end_ahead() -> None:
+    """End the processes that no Child took."""
+    while _ahead:
+        _, process = _ahead.popitem()
+        process.kill()
+        process.communicate()
+
+
+def _start_process(
+    target: str, threads: int, stderr: int | IO[bytes], env: Mapping[str, str], modules: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
+    environment = {**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env}
+    # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
+    # activation, and a third of the time.
+    environment.pop("MALLOC_TRIM_THRESHOLD_", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rftdask.processes.child", target, *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=environment,
+        # Ctrl-C in the terminal is for the driver; a child ends when its stdin closes.
+        start_new_session=True,
+    )
+
+
+class Child:
+    """The parent's end of one child process. `close` is idempotent; so is the child's death."""
+
+    def __init__(
+        self,
+        target: str,
+        spec: Mapping[str, Any],
+        *,
+        name: str,
+        threads: int = 1,
+        env: Mapping[str, str] | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        """Run `target` ("module:function") in an interpreter of its own, with `threads` for its math libraries.
+
+        env: for a process that was started ahead it is set after the imports.
+        """
+        self.name = name
+        self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
+        self._log_file = log_file or Path(self._own_folder.name if self._own_folder else "") / f"{name}.log"
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        process = _take_ahead(target, threads)
+        if process is None:
+            with self._log_file.open("ab") as log:
+                process = _start_process(target, threads, log, env or {})
+        self._process = process
+        self._messages: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
+        self.send({"spec": dict(spec), "env": dict(env or {}), "log": str(self._log_file.absolute())})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: Any) -> None:
+        """Hand the child a message. Raises: RoleError: it is dead."""
+        assert self._process.stdin is not None
+        try:
+            _write_frame(self._process.stdin, message)
+        except (BrokenPipeError, ValueError) as error:
+            raise self._death() from error
+
+    def receive(self, timeout_s: float) -> Any:
+        """The child's next message. Raises: WaitTimeout: none came; RoleError: it ended or failed; its last lines."""
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            raise WaitTimeout(f"{self.name} (pid {self.pid}) said nothing for {timeout_s:.0f} s") from None
+        if message is None:
+            self._messages.put(None)
+            raise self._death()
+        if isinstance(message, dict) and "child_error" in message:
+            raise self._failure(**message["child_error"])
+        return message
+
+    def request(self, message: Any, timeout_s: float) -> Any:
+        """`send`, then `receive`: for children that answer each message with one."""
+        self.send(message)
+        return self.receive(timeout_s)
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """End the child: close its stdin, wait `grace_s`, then kill."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def _pump(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError), self._process.stdout as stream:
+            while (message := _read_frame(stream)) is not None:
+                self._messages.put(message)
+        self._messages.put(None)
+
+    def _failure(self, kind: str, text: str) -> RftError:
+        known = getattr(errors, kind, None)
+        if known is ConfigError:
+            return UserError(text)  # its own arguments are lists; what counts is that a restart does not mend it
+        if isinstance(known, type) and issubclass(known, RftError):
+            return known(text)
+        return RoleError(f"{self.name} failed: {kind}: {text} (log: {self._log_file})")
+
+    def _death(self) -> RoleError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        with contextlib.suppress(OSError):
+            tail = deque(self._log_file.read_text(errors="replace").splitlines(), maxlen=_TAIL_LINES)
+            lines = "\n".join(f"  | {line}" for line in tail)
+            return RoleError(
+                f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}; its last lines:\n{lines}"
+            )
+        return RoleError(f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}")
+
+
+class Channel:
+    """The child's end: iterate over the parent's messages, `send` answers and events."""
+
+    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._messages: queue.Queue[Any] = queue.Queue()
+        self._source = source
+        threading.Thread(target=self._pump, name="parent-watch", daemon=True).start()
+
+    def _pump(self) -> None:
+        while (message := _read_frame(self._source)) is not None:
+            self._messages.put(message)
+        # The parent closed the pipe or died. Nothing here outlives it: what matters is on storage already.
+        os._exit(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._messages.get()
+
+    def try_receive(self) -> Any | None:
+        """The parent's next message, if there is one already."""
+        with contextlib.suppress(queue.Empty):
+            return self._messages.get_nowait()
+        return None
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            _write_frame(self._sink, message)
+
+
+def main(target: str, *modules: str) -> None:
+    """Entry of the child process: the first message has the spec, then `target(spec, channel)` runs.
+
+    modules: imported before that message is waited for, and so is the target's, if there are any.
+    """
+    # Libraries print to stdout; the frames need it to themselves, so stdout becomes stderr.
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the last lines before a kill are those one wants to see
+    # SLURM sends SIGTERM to every process of a job that is to end; the driver ends what it has, in its order. A handler
+    # in place of SIG_IGN, which the programs that a child starts would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    channel = Channel(sys.stdin.buffer, sink)
+    module, _, function = target.partition(":")
+    if modules:
+        for name in (module, *modules):
+            importlib.import_module(name)
+    first = next(iter(channel))
+    os.environ.update(first["env"])
+    with open(first["log"], "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), format=_LOG_FORMAT, stream=sys.stderr, force=True)
+    try:
+        getattr(importlib.import_module(module), function)(first["spec"], channel)
+    except Exception as error:
+        # The decision: every failure becomes a message to the parent and a non-zero exit; the traceback is in the log.
+        import traceback
+
+        traceback.print_exc()
+        channel.send({"child_error": {"kind": type(error).__name__, "text": str(error)}})
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,302 @@
+"""Rollout: one rollout of a task, its attempts bounded in time and retried, as experiences.
+
+Invariant: a rollout gives at least one experience, whatever its workflow does: one per call of the policy if it ended
+well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's rollout's: it
+rises. This module knows neither engines nor processes nor storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.data.task import Task
+from rftdask.engines.base import SamplingParams
+from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
+from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+from rftdask.rollouts.policy.recording import Call, PromptLimits, RecordingModel, rollout_seed
+from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError, SandboxOptions
+from rftdask.rollouts.workflows.base import PromptTooLongError, Reward, Step, WorkflowFn, as_reward
+
+_MAX_ERROR_LENGTH = 500
+_MAX_BLOCK_S = 30.0
+
+
+@dataclass(frozen=True)
+class RolloutDefaults:
+    """How rollouts are run, unless the taskset says otherwise."""
+
+    sampling: SamplingParams
+    limits: PromptLimits = field(default_factory=PromptLimits)
+    taskset_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of SamplingParams by name of taskset (its `rollout_args`)."""
+    max_timeout_s: float = 1800.0
+    """For one attempt, the wait for the engine included."""
+    max_retry_times: int = 2
+    """Attempts after the first."""
+    stop_grace_s: float = 1.0
+    """For a cancelled attempt to clean up; one that ignores its cancellation is left behind, without a model."""
+    run_seed: int = 42
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+
+    @property
+    def max_block_s(self) -> float:
+        """For code on the event loop between two awaits; the others wait meanwhile."""
+        return min(_MAX_BLOCK_S, self.max_timeout_s / 2)
+
+    def sampling_of(self, task: Task) -> SamplingParams:
+        return replace(self.sampling, **self.taskset_sampling.get(task.taskset, {}))
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Identity of the weights an engine serves."""
+
+    version: int
+    hash: str
+
+
+@dataclass
+class RolloutTimes:
+    """Where the time of one rollout went, in seconds, over all its attempts. Not part of an experience: the same
+    rollout is the same row, however long it took."""
+
+    queue_s: float = 0.0
+    """Until there was a place for it."""
+    generate_s: float = 0.0
+    """In calls of models, the wait for the engine included; of several at once the sum."""
+    tool_s: float = 0.0
+    """In what the workflow timed as "tool"."""
+    reward_s: float = 0.0
+    """In what the workflow timed as "reward"."""
+    total_s: float = 0.0
+    """From its first attempt to its end."""
+    num_retries: int = 0
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(each.name for each in fields(cls))
+
+    def add(self, model: RecordingModel) -> None:
+        self.generate_s += model.times.get("generate", 0.0)
+        self.tool_s += model.times.get("tool", 0.0)
+        self.reward_s += model.times.get("reward", 0.0)
+
+
+@dataclass
+class Rollout:
+    """One rollout; `run` is called once.
+
+    engine_failure: why no engine will answer any more, which is then raised here, whatever the workflow makes of it.
+    """
+
+    task: Task
+    key: RolloutKey
+    explore_step: int
+    workflow: WorkflowFn
+    engine_failure: Callable[[], Exception | None]
+    new_model: Callable[[Rollout], RecordingModel]
+    defaults: RolloutDefaults
+    weights: ServedWeights
+    greedy: bool = False
+    times: RolloutTimes = field(default_factory=RolloutTimes)
+    called_off: str = ""
+    """Why it is cancelled: set before the cancellation, which is then a result like others."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        sampling = self.defaults.sampling_of(self.task)
+        return replace(sampling, temperature=0.0) if self.greedy else sampling
+
+    async def run(self, admitted: asyncio.Event) -> list[Experience]:
+        """The experiences, ordered by turn; begins when `admitted` is set. Raises: RoleError: the engine, or what
+        starts sandboxes, is gone.
+        """
+        began = time.perf_counter()
+        try:
+            await admitted.wait()
+            self.times.queue_s = time.perf_counter() - began
+            return await self._attempts()
+        except asyncio.CancelledError:
+            if not self.called_off:
+                raise
+            return [self._failure(_CalledOff(self.called_off), self.times.num_retries)]
+        finally:
+            self.times.total_s = time.perf_counter() - began - self.times.queue_s
+
+    async def _attempts(self) -> list[Experience]:
+        for attempt in range(self.defaults.max_retry_times + 1):
+            self.times.num_retries = attempt
+            model = self.new_model(self)
+            try:
+                reward = await _run_attempt(self.workflow, self.task, model, self.defaults)
+                self._check(reward, model)
+            except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
+                if (failure := self.engine_failure()) is not None:
+                    raise failure from None
+                if isinstance(error, SandboxLostError):
+                    raise
+                final = isinstance(error, (PromptTooLongError, _WillNotStopError))
+                if final or attempt == self.defaults.max_retry_times:
+                    return [self._failure(error, attempt, model.state)]
+            else:
+                if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
+                    raise failure
+                return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
+            finally:
+                self.times.add(model)
+        raise AssertionError("unreachable: the last attempt returns")
+
+    def _check(self, reward: Reward, model: RecordingModel) -> None:
+        where = f"workflow {self.task.workflow}, task {self.task.group_id}"
+        value = reward.value
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"reward is {value!r:.100}, not a finite number ({where})")
+        for name, metric in reward.metrics.items():
+            if not isinstance(metric, numbers.Real):
+                raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
+        if not model.calls:
+            raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
+        if reward.steps and len(reward.steps) != len(model.calls):
+            raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
+        for turn, step in enumerate(reward.steps):
+            _check_step(step, turn, where)
+
+    def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
+        generation = call.generation
+        step = reward.steps[turn] if reward.steps else Step()
+        return replace(
+            self._blank(turn, attempt, call.request.sampling, call.request.seed),
+            status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
+            # Arrays, made here, one by one while others are sampled: the commit then only joins them.
+            tokens=np.array((*call.request.prompt_tokens, *generation.tokens), np.int32),
+            prompt_length=len(call.request.prompt_tokens),
+            rollout_logprobs=np.array(generation.logprobs, np.float32),
+            reward=float(reward.value),
+            min_policy_version=generation.min_policy_version,
+            max_policy_version=generation.max_policy_version,
+            # Of other weights than those named when the batch began, the hash is not known here.
+            weights_hash=self.weights.hash if generation.max_policy_version == self.weights.version else "",
+            prompt_text=call.prompt_text,
+            response_text=call.response.text,
+            env_state=step.state,
+            turn_reward=None if step.reward is None else float(step.reward),
+            metrics={
+                **{name: float(value) for name, value in reward.metrics.items()},
+                "num_prompt_tokens": float(call.num_prompt_tokens),
+                "num_response_tokens": float(call.num_response_tokens),
+                "prompt_truncated": float(call.prompt_truncated),
+            },
+        )
+
+    def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any] | None = None) -> Experience:
+        seed = rollout_seed(self.defaults.run_seed, self.task.group_id, self.key.rollout, 0)
+        return replace(
+            self._blank(0, attempt, self.sampling, seed),
+            status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CalledOff)) else Status.FAILED,
+            error=_one_line(error, state or {}),
+            prompt_text=self.task.prompt,
+        )
+
+    def _blank(self, turn: int, attempt: int, sampling: SamplingParams, seed: int) -> Experience:
+        return Experience(
+            taskset=self.task.taskset,
+            epoch=self.task.epoch,
+            task_index=self.task.index,
+            rollout=self.key.rollout,
+            explore_step=self.explore_step,
+            turn=turn,
+            attempt=attempt,
+            status=Status.FAILED,
+            min_policy_version=self.weights.version,
+            max_policy_version=self.weights.version,
+            weights_hash=self.weights.hash,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            truth=self.task.truth,
+        )
+
+
+def _check_step(step: Step, turn: int, where: str) -> None:
+    if step.state is not None and not isinstance(step.state, str):
+        raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
+    value = step.reward
+    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+        raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
+
+
+class _AttemptTimeout(Exception):
+    """The attempt's deadline passed, and the attempt has stopped."""
+
+
+class _WillNotStopError(_AttemptTimeout):
+    """The attempt's deadline passed, and it ignored its cancellation: a retry would run beside it."""
+
+
+class _CalledOff(Exception):
+    """Enough other tasks are done."""
+
+
+async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Reward:
+    """The workflow's reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s` seconds."""
+    attempt = asyncio.create_task(_guarded(workflow, task, model, limits))
+    deadline = time.monotonic() + limits.max_timeout_s
+    try:
+        await asyncio.wait({attempt}, timeout=limits.max_timeout_s)
+        if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
+            # The event loop was blocked over the deadline, by another rollout: that time it gets now.
+            await asyncio.wait({attempt}, timeout=min(late_s, limits.max_timeout_s))
+        if attempt.cancelled():
+            raise RuntimeError("the workflow cancelled itself")
+        if attempt.done():
+            return as_reward(attempt.result())
+    finally:
+        model.close()
+        stopped = await _stop(attempt, limits.stop_grace_s)
+    message = (
+        f"not finished after max_timeout {limits.max_timeout_s:g} s (workflow {task.workflow}, task {task.group_id})"
+    )
+    raise _AttemptTimeout(message) if stopped else _WillNotStopError(f"{message}, and it ignored its cancellation")
+
+
+async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Any:
+    """What would end more than this attempt, as errors of it."""
+    try:
+        return await workflow(task, model)
+    except SystemExit as error:  # would end the event loop, and with it every other rollout
+        raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
+    except BlockedLoopTimeout:
+        raise _AttemptTimeout(
+            f"blocked the event loop for {limits.max_block_s:g} s (workflow {task.workflow}, task {task.group_id}); "
+            "it is declared in_process and must not block"
+        ) from None
+
+
+async def _stop(attempt: asyncio.Task[Any], grace_s: float) -> bool:
+    """Cancel the attempt and wait for its end; False if it has not ended after `grace_s` seconds."""
+    if not attempt.done():
+        attempt.cancel()
+        await asyncio.wait({attempt}, timeout=grace_s)
+    if attempt.done() and not attempt.cancelled():
+        attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
+    return attempt.done()
+
+
+def _one_line(error: Exception, state: Mapping[str, Any]) -> str:
+    if isinstance(error, (SandboxError, _CalledOff)):
+        text = str(error)  # it names the error it stands for
+    else:
+        name = "TimeoutError" if isinstance(error, _AttemptTimeout) else type(error).__name__
+        text = f"{name}: {error}"
+    where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
+    return " ".join(f"{text}{f' [state:{where}]' if where else ''}".split())[:_MAX_ERROR_LENGTH]

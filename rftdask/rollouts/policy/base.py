@@ -1,0 +1,148 @@
+"""Handle: what a workflow's model offers, over one way to ask. The same in this process and in a sandbox's.
+
+A subclass says how a question reaches a model (`ask`), and where state goes. Nothing here knows engines or pipes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from rftdask.rollouts.policy.openai_client import OpenAIClient
+from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
+
+Method = Literal["chat", "generate", "logprobs"]
+POLICY = ""
+"""Name of the policy among the models that can be asked."""
+
+
+class ModelHandle(ABC):
+    """A `PolicyModel`; `times` are the seconds spent by what `timer` named, and in the models ("generate")."""
+
+    def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
+        self.times: dict[str, float] = {}
+        self._auxiliary_names = tuple(auxiliary_names)
+        self._state: dict[str, Any] = {}
+
+    @property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        return self._auxiliary_names
+
+    @abstractmethod
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """The answer of the model called `name`: a Response, or a tuple of logprobs."""
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        """See PolicyModel. `tools` are given to the chat template; the other options override SamplingParams."""
+        return await self.ask(POLICY, "chat", {"messages": [dict(message) for message in messages], **options})
+
+    async def generate(self, prompt: str, **sampling: Any) -> Response:
+        return await self.ask(POLICY, "generate", {"prompt": prompt, **sampling})
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        return await self.ask(POLICY, "logprobs", {"prompt": prompt, "response": response})
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return dict(self._state)
+
+    def set_state(self, **values: Any) -> None:
+        self._state.update(values)
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+
+    def auxiliary(self, name: str = "") -> AuxiliaryModel:
+        names = self._auxiliary_names
+        if not name and len(names) == 1:
+            name = names[0]
+        if name not in names:
+            there = ", ".join(names) or "none"
+            raise ValueError(f"no auxiliary model is called {name!r}; explorer.auxiliary_models has: {there}")
+        return _Auxiliary(self, name)
+
+    def openai_client(self) -> OpenAIClient:
+        return OpenAIClient(self)
+
+    def blocking(self) -> BlockingModel:
+        return BlockingModel(self, asyncio.get_running_loop())
+
+
+class _Auxiliary:
+    """One auxiliary model of a handle."""
+
+    def __init__(self, handle: ModelHandle, name: str) -> None:
+        self._handle = handle
+        self._name = name
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        arguments = {"messages": [dict(message) for message in messages], **options}
+        answer: Response = await self._handle.ask(self._name, "chat", arguments)
+        return answer
+
+    async def generate(self, prompt: str, **sampling: Any) -> Response:
+        answer: Response = await self._handle.ask(self._name, "generate", {"prompt": prompt, **sampling})
+        return answer
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        arguments = {"prompt": prompt, "response": response}
+        return tuple(await self._handle.ask(self._name, "logprobs", arguments))
+
+
+class BlockingModel:
+    """A handle for code that blocks and runs in another thread than the event loop `loop`."""
+
+    def __init__(self, handle: ModelHandle | AuxiliaryModel, loop: asyncio.AbstractEventLoop) -> None:
+        self._handle: Any = handle
+        self._loop = loop
+
+    def wait(self, answer: Any) -> Any:
+        """The result of a coroutine, run on the event loop. Raises: RuntimeError: called on the loop itself."""
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._loop:
+                answer.close()
+                raise BlockedLoopError("a blocking call on the event loop waits for itself; await the async one")
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        answer: Response = self.wait(self._handle.chat(messages, **options))
+        return answer
+
+    def generate(self, prompt: str, **sampling: Any) -> Response:
+        answer: Response = self.wait(self._handle.generate(prompt, **sampling))
+        return answer
+
+    def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        return tuple(self.wait(self._handle.logprobs(prompt, response)))
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self._handle.state
+        return state
+
+    def set_state(self, **values: Any) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
+
+    def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
+        timer: contextlib.AbstractContextManager[None] = self._handle.timer(name)
+        return timer
+
+    def auxiliary(self, name: str = "") -> BlockingModel:
+        return BlockingModel(self._handle.auxiliary(name), self._loop)
+
+    def openai_client(self) -> OpenAIClient:
+        """An object like `openai.OpenAI()`."""
+        return OpenAIClient(self._handle, wait=self.wait)
+
+
+class BlockedLoopError(Exception):
+    """A blocking call was made on the event loop that would have to answer it."""

@@ -1,0 +1,183 @@
+"""Batcher: gathers what many rollouts ask of the engine into few calls. Knows requests, not text, tasks or rewards.
+
+For runs that are to be the same bit by bit; others pass requests on as they come (stream.py), which is quicker.
+A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
+elsewhere; those are then waited for no more until they ask again. One call is in flight at a time. Requests are ordered
+by (task, rollout, turn). So as long as workflows wait for nothing but the policy, or not for longer than `max_wait_s`,
+which requests share a call is the same in every run, whatever the timing. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.errors import RoleError
+
+GenerateBatch = Callable[[list[GenerateRequest]], Awaitable[list[Generation]]]
+"""One generation for each request, in their order. Whatever it raises ends the whole batch of rollouts."""
+
+
+class RolloutKey(NamedTuple):
+    """Which rollout, in the order of the batch."""
+
+    task_number: int
+    rollout: int
+
+
+class Desk(Protocol):
+    """Where the rollouts of one batch ask one engine."""
+
+    failure: Exception | None
+    """What the engine raised, once it has: every later request raises it again."""
+    busy_s: float
+    """Seconds in which the engine had something to do."""
+
+    def enter(self, key: RolloutKey) -> None:
+        """The rollout has a place and will ask."""
+
+    def leave(self, key: RolloutKey) -> None:
+        """It has ended. Idempotent."""
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        """The engine's answer to `request`. Raises: what the engine raised."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
+class _Waiting(NamedTuple):
+    rollout: RolloutKey
+    turn: int
+    request: GenerateRequest
+    answer: asyncio.Future[Generation]
+
+
+class Batcher:
+    """One batch of rollouts in front of one engine; a `Desk`.
+
+    Example:
+        batcher = Batcher(generate_batch)
+        for key in rollouts:
+            batcher.enter(key)  # all of them first, so that the first call holds all of them
+        ...  # each rollout: await batcher.generate(key, turn, request), and in the end batcher.leave(key)
+        await batcher.close()
+    """
+
+    def __init__(self, generate_batch: GenerateBatch, max_wait_s: float = 0.02) -> None:
+        self.failure: Exception | None = None
+        self.busy_s = 0.0
+        self._generate_batch = generate_batch
+        self._max_wait_s = max_wait_s
+        self._live: set[RolloutKey] = set()
+        self._busy: set[RolloutKey] = set()
+        """Live rollouts that do not wait for the engine, and that calls wait for."""
+        self._waiting: list[_Waiting] = []
+        self._in_flight: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_change_s = 0.0
+
+    def enter(self, key: RolloutKey) -> None:
+        """From now on calls wait for this rollout."""
+        self._live.add(key)
+        self._busy.add(key)
+
+    def leave(self, key: RolloutKey) -> None:
+        """The rollout has ended; calls no longer wait for it. Idempotent."""
+        self._live.discard(key)
+        self._busy.discard(key)
+        self._changed()
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        if self.failure is not None:
+            raise self.failure
+        waiting = _Waiting(key, turn, request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._busy.discard(key)
+        self._changed()
+        try:
+            return await waiting.answer
+        finally:
+            if waiting in self._waiting:  # cancelled before it was sent
+                self._waiting.remove(waiting)
+            self._resume(key)
+
+    async def close(self) -> None:
+        """Cancel the call in flight. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._in_flight is not None:
+            self._in_flight.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._in_flight
+
+    def _resume(self, key: RolloutKey) -> None:
+        """The rollout has an answer, or wants none any more; it may have asked for several things at once."""
+        if key in self._live and all(waiting.rollout != key for waiting in self._waiting):
+            self._busy.add(key)
+
+    def _changed(self) -> None:
+        """See to it that what waits is sent in the end, and soon if all wait."""
+        loop = asyncio.get_running_loop()
+        self._last_change_s = loop.time()
+        if self._in_flight is not None or not self._waiting:
+            return
+        if not self._busy:
+            # Not at once: a rollout that asks for several things asks for all of them in this pass of the event loop.
+            loop.call_soon(self._send_if_all_wait)
+        elif self._timer is None:
+            self._timer = loop.call_later(self._max_wait_s, self._on_timer)
+
+    def _send_if_all_wait(self) -> None:
+        if self._in_flight is not None or not self._waiting:
+            return
+        if self._busy:  # somebody has stopped waiting meanwhile
+            self._changed()
+        else:
+            self._send()
+
+    def _on_timer(self) -> None:
+        """Counting from the last change keeps a long pass of the event loop from splitting a call in two."""
+        self._timer = None
+        if self._in_flight is not None or not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        remaining_s = self._last_change_s + self._max_wait_s - loop.time()
+        if remaining_s > 0:
+            self._timer = loop.call_later(remaining_s, self._on_timer)
+        else:
+            self._busy.clear()  # one that is slow holds up one call, not all of them
+            self._send()
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = sorted(self._waiting, key=lambda waiting: (waiting.rollout, waiting.turn))
+        self._waiting = []
+        self._in_flight = asyncio.create_task(self._run(batch))
+
+    async def _run(self, batch: Sequence[_Waiting]) -> None:
+        began = time.perf_counter()
+        try:
+            generations = await self._generate_batch([waiting.request for waiting in batch])
+            if len(generations) != len(batch):
+                raise RoleError(f"engine gave {len(generations)} generations for {len(batch)} requests")
+        except Exception as error:  # not caught but handed on, to every rollout: none can go on without the engine
+            self.failure = error
+            for waiting in (*batch, *self._waiting):
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
+        else:
+            for waiting, generation in zip(batch, generations, strict=True):
+                if not waiting.answer.done():  # done: its rollout was cancelled meanwhile
+                    waiting.answer.set_result(generation)
+                    self._resume(waiting.rollout)
+        finally:
+            self._in_flight = None
+            self.busy_s += time.perf_counter() - began
+        self._changed()

@@ -1,0 +1,100 @@
+"""Chat endpoint: a workflow's model as `POST /v1/chat/completions` on this machine, for programs that speak only HTTP.
+
+Every request is a call of the model's own OpenAI client, so it is recorded with the tokens that were sampled. One
+endpoint lives as long as one attempt at a rollout, on a port of its own, and answers only who knows the key of this
+process. `failure`: the first exception of a request, which its asker is told only as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from rftdask.rollouts.policy.openai_client import Stream
+from rftdask.rollouts.workflows.base import PolicyModel
+
+KEY_VARIABLE = "RFTDASK_POLICY_API_KEY"
+"""Environment variable of the key, for clients that take it from there."""
+_CLOSE_S = 1.0
+
+
+class ChatEndpoint:
+    """Example:
+    async with open_endpoint(model) as endpoint:
+        ...  # ask at endpoint.url with the key in $RFTDASK_POLICY_API_KEY
+    """
+
+    def __init__(self, model: PolicyModel, web: Any) -> None:
+        self.url = ""
+        self.failure: Exception | None = None
+        self._client = model.openai_client()
+        self._web = web
+
+    async def answer(self, request: Any) -> Any:
+        if request.headers.get("Authorization") != f"Bearer {os.environ[KEY_VARIABLE]}":
+            return self._error(401, "wrong key")
+        try:
+            body = await request.json()
+            answer = await self._client.chat.completions.create(
+                **{**body, "messages": [plain_message(message) for message in body["messages"]]}
+            )
+        except (ValueError, TypeError, KeyError) as error:  # what a program asked for and cannot have
+            self.failure = self.failure or error
+            return self._error(400, f"{type(error).__name__}: {error}")
+        except Exception as error:  # the engine's; the runner sees it by itself
+            self.failure = self.failure or error
+            return self._error(500, f"{type(error).__name__}: {error}")
+        if not isinstance(answer, Stream):
+            return self._web.json_response(answer.model_dump(exclude_none=True))
+        return await self._stream(request, answer)
+
+    async def _stream(self, request: Any, answer: Stream) -> Any:
+        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        async for chunk in answer:
+            await response.write(f"data: {chunk.model_dump_json(exclude_none=True)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _error(self, status: int, text: str) -> Any:
+        body = {"error": {"message": text, "type": "invalid_request_error", "code": None}}
+        return self._web.json_response(body, status=status)
+
+
+@contextlib.asynccontextmanager
+async def open_endpoint(model: PolicyModel) -> AsyncIterator[ChatEndpoint]:
+    # By name, and late: only workflows that need an endpoint need aiohttp.
+    web: Any = importlib.import_module("aiohttp.web")
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+    endpoint = ChatEndpoint(model, web)
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", endpoint.answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield endpoint
+    finally:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(runner.cleanup(), 5 * _CLOSE_S)
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is text. Raises: ValueError: a part of it is none, such as an image."""
+    plain = dict(message)
+    if isinstance(plain.get("content"), list):
+        strange = [part for part in plain["content"] if part.get("type") != "text"]
+        if strange:
+            raise ValueError(f"a message holds {json.dumps(strange[0])[:100]}, and this model reads text only")
+        plain["content"] = "".join(part["text"] for part in plain["content"])
+    if plain["role"] == "developer":  # newer for system; chat templates do not know it
+        plain["role"] = "system"
+    return plain

@@ -1,0 +1,239 @@
+"""RecordingModel: the policy as one attempt at a rollout sees it. Text on the workflow's side, token ids beyond.
+
+It keeps every call of the policy with the exact tokens that went in and came out, so that what is trained is what was
+sampled: text is never tokenized again. Seeds depend on the run's seed and on who asks, not on the attempt or the order
+of events. Auxiliary models are asked, not recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.policy.base import POLICY, Method, ModelHandle
+from rftdask.rollouts.policy.lockstep_queue import Desk, RolloutKey
+from rftdask.rollouts.policy.remote import ServedRemote
+from rftdask.rollouts.workflows.base import PromptTooLongError, Response
+
+MAX_CALLS = 1000
+"""Of the policy in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
+
+_MIN_TEMPERATURE = 1e-5
+"""No engine takes less, but for 0."""
+
+LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
+"""Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """How long a prompt may be, in tokens; None: any."""
+
+    max_prompt_tokens: int | None = None
+    enable_prompt_truncation: bool = True
+    """Too long a prompt loses its beginning; else its rollout fails."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """An engine and what it takes to speak text with it."""
+
+    desk: Desk
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    limits: PromptLimits = field(default_factory=PromptLimits)
+    logprobs_batch: LogprobsBatch | None = None
+    """None: the engine cannot score given tokens."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the policy, complete."""
+
+    prompt_text: str
+    """As rendered, before any truncation."""
+    prompt_truncated: bool
+    request: GenerateRequest
+    generation: Generation
+    response: Response
+    num_prompt_tokens: int
+    num_response_tokens: int
+    """As a remote model counts them, whose token ids are not known; else those of the request and the answer."""
+
+
+def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
+    """Seed of one request, 0 <= seed < 2**63; the same for every attempt."""
+    identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
+    return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
+
+
+class RecordingModel(ModelHandle):
+    """A `PolicyModel` for one attempt; `calls` are the calls answered so far, in the order they were made."""
+
+    def __init__(
+        self,
+        policy: ServedModel | ServedRemote,
+        auxiliary: Mapping[str, ServedModel | ServedRemote] | None = None,
+        *,
+        key: RolloutKey,
+        group_id: str,
+        run_seed: int,
+    ) -> None:
+        super().__init__(tuple(auxiliary or {}))
+        self._models: dict[str, ServedModel | ServedRemote] = {POLICY: policy, **(auxiliary or {})}
+        self._key = key
+        self._group_id = group_id
+        self._run_seed = run_seed
+        self._calls: dict[int, Call] = {}
+        self._num_turns = 0
+        self._num_asked = 0
+        self._closed = False
+
+    @property
+    def calls(self) -> list[Call]:
+        return [self._calls[turn] for turn in sorted(self._calls)]
+
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """See ModelHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
+        ValueError, TypeError: arguments that do not fit.
+        """
+        if self._closed:
+            raise RuntimeError("this attempt at the rollout has ended; its model answers no more")
+        self._num_asked += 1
+        if self._num_asked > MAX_CALLS:
+            raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
+        model = self._models[name]
+        began = time.perf_counter()
+        try:
+            if isinstance(model, ServedRemote):
+                return await self._ask_remote(name, model, method, dict(arguments))
+            if method == "logprobs":
+                return await self._logprobs(model, **arguments)
+            if method == "chat":
+                prompt, sampling = _render(model.tokenizer, **arguments)
+            else:
+                sampling = dict(arguments)
+                prompt = sampling.pop("prompt")
+            return await self._generate(name, model, prompt, sampling)
+        finally:
+            self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
+
+    async def _generate(self, name: str, model: ServedModel, prompt: str, sampling: Mapping[str, Any]) -> Response:
+        turn, seed = self._next_turn(name)
+        tokens, truncated = _encode(model, prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
+        generation = await model.desk.generate(self._key, turn, request)
+        response = Response(
+            text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
+            prompt_tokens=request.prompt_tokens,
+            tokens=generation.tokens,
+            logprobs=generation.logprobs,
+            finish_reason=generation.finish_reason,
+        )
+        if name == POLICY:
+            counts = len(request.prompt_tokens), len(generation.tokens)
+            self._calls[turn] = Call(prompt, truncated, request, generation, response, *counts)
+        return response
+
+    async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
+        if method == "logprobs":
+            raise RuntimeError("a model behind an API gives no logprobs of given tokens")
+        asked = options.pop("messages" if method == "chat" else "prompt")
+        tools = options.pop("tools", None) or ()
+        turn, seed = self._next_turn(name)
+        request = GenerateRequest((), _sampling(served.sampling, options), seed)
+        if method == "chat":
+            answer = await served.model.chat(asked, request.sampling, seed, tools)
+        else:
+            answer = await served.model.generate(asked, request.sampling, seed)
+        response = Response(answer.text, (), (), (), answer.finish_reason)
+        if name == POLICY:
+            prompt = asked if method == "generate" else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
+            generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
+            counts = answer.num_prompt_tokens, answer.num_response_tokens
+            self._calls[turn] = Call(prompt, False, request, generation, response, *counts)
+        return response
+
+    def _next_turn(self, name: str) -> tuple[int, int]:
+        """Number and seed of the next call of a model."""
+        turn = self._num_turns if name == POLICY else self._num_asked
+        self._num_turns += name == POLICY
+        identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
+        return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
+
+    async def _logprobs(self, model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
+        if model.logprobs_batch is None:
+            raise RuntimeError("this engine gives no logprobs of given tokens")
+        prompt_tokens, _ = _encode(model, prompt)
+        tokens = model.tokenizer.encode(response, add_special_tokens=False)
+        if not prompt_tokens or not tokens:
+            raise ValueError("logprobs needs a prompt and a response, of at least one token each")
+        [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+        return logprobs
+
+    def close(self) -> None:
+        """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
+        self._closed = True
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, dict[str, Any]]:
+    """The chat as text, and what is left of the options. If the last message is the assistant's, it is continued."""
+    continues = messages[-1]["role"] == "assistant"
+    tools = options.pop("tools", None)
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **({"tools": tools} if tools else {}),
+    )
+    return text, options
+
+
+def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
+    """What a workflow asks for, as far as an engine would take it: a mistake must not end everybody's batch.
+
+    `max_tokens` beyond that of the run is cut to it. Raises: ValueError, TypeError: a value or name that does not fit.
+    """
+    if not asked:
+        return defaults
+    sampling = replace(defaults, **asked)
+    numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ValueError(f"sampling parameters must be finite numbers: {dict(asked)!r:.200}")
+    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
+        raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
+    if sampling.temperature != 0 and sampling.temperature < _MIN_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}")
+    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
+
+
+def _encode(model: ServedModel, prompt: str) -> tuple[list[int], bool]:
+    # A chat template has written the special tokens already, and a plain text is meant as it stands.
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=False)
+    limit = model.limits.max_prompt_tokens
+    if limit is None or len(tokens) <= limit:
+        return tokens, False
+    if not model.limits.enable_prompt_truncation:
+        raise PromptTooLongError(
+            f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
+            f"model.enable_prompt_truncation"
+        )
+    return tokens[-limit:], True

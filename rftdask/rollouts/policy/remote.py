@@ -1,0 +1,176 @@
+"""Remote model: a model behind an OpenAI-compatible API, as workflows ask it. Text in, text out.
+
+It gives no token ids and no logprobs of what it samples, so its answers are measured and read, never trained. Timeouts
+and retries (of 408, 409, 429 and 5xx and of lost connections, after the pause that the service asks for, else a growing
+one) are those of the client library, `openai`. Address and key come from environment variables and go nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rftdask.engines.base import SamplingParams
+from rftdask.errors import UserError
+
+_MAX_RETRIES = 8
+"""About a minute of pauses, as the library doubles them: a rate limit counts by the minute."""
+_REFUSALS = frozenset({401, 403, 404})
+"""The key, the rights or the name are wrong, and stay so."""
+
+
+class RemoteModelError(Exception):
+    """The service did not answer one request, also after the retries, or did not take it."""
+
+
+@dataclass(frozen=True)
+class RemoteSpec:
+    """Which model, where, and how patiently it is asked."""
+
+    model_name: str
+    base_url_env: str = "OPENAI_BASE_URL"
+    api_key_env: str = "OPENAI_API_KEY"
+    timeout_s: float = 600.0
+    """For one try."""
+    max_retries: int = _MAX_RETRIES
+    max_concurrent: int = 64
+    """Requests of one rollout batch at the same time."""
+
+    def check(self) -> None:
+        """Raises: UserError: the package or an environment variable is missing; names what to do."""
+        if importlib.util.find_spec("openai") is None:
+            raise UserError(
+                "a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'"
+            )
+        for variable, what in ((self.base_url_env, "address"), (self.api_key_env, "key")):
+            if not os.environ.get(variable):
+                raise UserError(
+                    f"environment variable {variable} is not set: it holds the {what} of the service of model "
+                    f"{self.model_name!r} (model.external_model); set it, and any text if the service needs none"
+                )
+
+
+@dataclass(frozen=True)
+class RemoteAnswer:
+    text: str
+    """Calls of tools are written as <tool_call>{...}</tool_call>, as other models write them."""
+    finish_reason: str
+    num_prompt_tokens: int
+    """As the service counts; 0 if it does not tell."""
+    num_response_tokens: int
+
+
+class RemoteModel:
+    """One model, for the rollouts of one event loop.
+
+    Example:
+        model = RemoteModel(RemoteSpec("a-model"))
+        answer = await model.chat([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), seed=1)
+        await model.close()
+
+    `failure`: why no request can succeed, such as a wrong key, once that is known.
+    """
+
+    def __init__(self, spec: RemoteSpec) -> None:
+        """Raises: UserError: see RemoteSpec.check."""
+        spec.check()
+        self.failure: UserError | None = None
+        self._spec = spec
+        self._places = asyncio.Semaphore(spec.max_concurrent)
+        # By name, and late: importing it takes most of a second, and whether it is installed is no matter of types.
+        self._openai: Any = importlib.import_module("openai")
+        self._client: Any = self._openai.AsyncOpenAI(
+            base_url=os.environ[spec.base_url_env],
+            api_key=os.environ[spec.api_key_env],
+            timeout=spec.timeout_s,
+            max_retries=spec.max_retries,
+        )
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, seed: int, tools: Sequence[Any] = ()
+    ) -> RemoteAnswer:
+        """Raises: RemoteModelError; UserError: the service refuses us."""
+        extra = {"tools": list(tools)} if tools else {}
+        answer = await self._ask(
+            self._client.chat.completions, messages=[dict(m) for m in messages], **_parameters(sampling, seed), **extra
+        )
+        message = answer.choices[0].message
+        calls = "".join(_written(call) for call in message.tool_calls or ())
+        return _answer(answer, (message.content or "") + calls)
+
+    async def generate(self, prompt: str, sampling: SamplingParams, seed: int) -> RemoteAnswer:
+        """As `chat`; a service may know chats only."""
+        answer = await self._ask(self._client.completions, prompt=prompt, **_parameters(sampling, seed))
+        return _answer(answer, answer.choices[0].text)
+
+    async def _ask(self, endpoint: Any, **request: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        where = f"model {self._spec.model_name!r} of the service at ${self._spec.base_url_env}"
+        try:
+            async with self._places:
+                answer = await endpoint.create(model=self._spec.model_name, **request)
+        except self._openai.APIStatusError as error:
+            if error.status_code in _REFUSALS:
+                self.failure = UserError(f"{where} refuses us: {_one_line(error)}; check its name, address and key")
+                raise self.failure from None
+            raise RemoteModelError(f"{where}: {_one_line(error)}") from None
+        except self._openai.OpenAIError as error:
+            raise RemoteModelError(f"{where}, {self._spec.max_retries + 1} tries: {_one_line(error)}") from None
+        if not getattr(answer, "choices", None):
+            raise RemoteModelError(f"{where} answered without a choice")
+        return answer
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._client.close()
+
+
+@dataclass(frozen=True)
+class ServedRemote:
+    """A remote model and how it samples, unless a workflow says otherwise."""
+
+    model: RemoteModel
+    sampling: SamplingParams
+
+
+def _parameters(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """What every service knows, and of the rest what was asked for."""
+    more = {
+        "top_k": sampling.top_k,
+        "min_tokens": sampling.min_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    defaults = SamplingParams(max_tokens=1)
+    asked = {name: value for name, value in more.items() if value != getattr(defaults, name)}
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        **({"extra_body": asked} if asked else {}),
+    }
+
+
+def _written(call: Any) -> str:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = call.function.arguments
+    return f"<tool_call>{json.dumps({'name': call.function.name, 'arguments': arguments})}</tool_call>"
+
+
+def _answer(answer: Any, text: str) -> RemoteAnswer:
+    usage = answer.usage
+    counts = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+    return RemoteAnswer(text, answer.choices[0].finish_reason or "stop", *counts)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,149 @@
+"""Stream: hands what rollouts ask on to the engine as it comes, and each answer back as soon as it is finished.
+
+The other desk is `Batcher`, whose calls do not depend on timing. Here what is asked in one pass of the event loop
+reaches the engine together, so that the siblings of a group share the work on their prompt; what comes later enters
+beside it. A request whose rollout is cancelled leaves the engine. One event loop.
+
+Invariant: nobody waits for an engine that has gone silent. When something has been under way for `timeout_s` seconds
+since the last answer, everybody who waits gets a WaitTimeout. Cancelled requests are no answers: an engine that hangs
+is found out however often its rollouts give up and try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.errors import WaitTimeout
+from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+
+Submit = Callable[[list[GenerateRequest]], Sequence[Future[Generation]]]
+"""The answers to be, in the order of the requests; does not block. One that is cancelled leaves the engine. What they
+raise ends the whole batch of rollouts."""
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """An engine that takes requests while others are under way."""
+
+    submit: Submit
+    timeout_s: float
+    """Longest silence while something is under way."""
+    name: str = "the engine"
+
+
+class Stream:
+    """One batch of rollouts in front of one engine; a `Desk`.
+
+    Example:
+        stream = Stream(Streaming(client.submit, timeout_s=1800))
+        ...  # each rollout: await stream.generate(key, turn, request)
+        await stream.close()
+    """
+
+    def __init__(self, engine: Streaming) -> None:
+        self.failure: Exception | None = None
+        self.busy_s = 0.0
+        self._engine = engine
+        self._outbox: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
+        self._under_way: dict[asyncio.Future[Generation], Future[Generation]] = {}
+        """What rollouts wait for, and where the engine will put it."""
+        self._silent_s = 0.0
+        """Of `busy_s`, what has passed since the last answer."""
+        self._counted_until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, key: RolloutKey) -> None:
+        """Nobody waits for it."""
+
+    def leave(self, key: RolloutKey) -> None:
+        """Nobody has waited for it."""
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        if self.failure is not None:
+            raise self.failure
+        loop = asyncio.get_running_loop()
+        if not self._outbox:
+            # Not at once: siblings ask for the same prompt in this pass of the event loop.
+            loop.call_soon(self._flush)
+        answer = loop.create_future()
+        self._outbox.append((request, answer))
+        return await answer
+
+    async def close(self) -> None:
+        """What is under way leaves the engine. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._under_way.values():
+            future.cancel()
+        for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
+            answer.cancel()
+
+    def _flush(self) -> None:
+        asked = [(request, answer) for request, answer in self._outbox if not answer.done()]
+        if not asked:  # all of them were cancelled
+            self._outbox = []
+            return
+        self._count()
+        try:
+            sent = self._engine.submit([request for request, _ in asked])
+        except Exception as error:  # not caught but handed on, to every rollout
+            self._fail(error)
+            return
+        self._outbox = []
+        for (_, answer), future in zip(asked, sent, strict=True):
+            self._under_way[answer] = future
+            asyncio.wrap_future(future).add_done_callback(partial(self._answered, answer))
+            answer.add_done_callback(self._left)
+        if self._timer is None:
+            self._watch()
+
+    def _answered(self, answer: asyncio.Future[Generation], found: asyncio.Future[Generation]) -> None:
+        if found.cancelled():  # nobody wanted it any more
+            return
+        self._count()
+        self._silent_s = 0.0
+        error = found.exception()
+        if isinstance(error, Exception):
+            self._fail(error)
+        elif not answer.done():  # done: its rollout was cancelled meanwhile
+            answer.set_result(found.result())
+
+    def _left(self, answer: asyncio.Future[Generation]) -> None:
+        self._count()
+        self._under_way.pop(answer).cancel()  # which of what was answered does nothing
+
+    def _count(self) -> None:
+        """The time until now."""
+        now_s = asyncio.get_running_loop().time()
+        if self._under_way:
+            self.busy_s += now_s - self._counted_until_s
+            self._silent_s += now_s - self._counted_until_s
+        self._counted_until_s = now_s
+
+    def _watch(self) -> None:
+        """Look again when the engine may have been silent for too long."""
+        self._timer = None
+        if not self._under_way:
+            return
+        self._count()
+        remaining_s = self._engine.timeout_s - self._silent_s
+        if remaining_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(remaining_s, self._watch)
+        else:
+            silent = (
+                f"{self._engine.name} gave no answer for {self._silent_s:.0f} s, with {len(self._under_way)} requests "
+                "under way"
+            )
+            self._fail(WaitTimeout(silent))
+
+    def _fail(self, error: Exception) -> None:
+        """Of everybody who waits: none can go on without the engine."""
+        self.failure = self.failure or error
+        for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
+            if not answer.done():
+                answer.set_exception(error)

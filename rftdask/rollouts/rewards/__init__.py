@@ -1,0 +1,5 @@
+"""Reward functions: what a response is worth, given the task. See `registry.py` for the names."""
+
+from rftdask.rollouts.rewards.registry import RewardFn, compute_reward, get_reward, reward
+
+__all__ = ["RewardFn", "compute_reward", "get_reward", "reward"]

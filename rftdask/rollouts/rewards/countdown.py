@@ -1,0 +1,55 @@
+"""Countdown: reach a target with the given numbers, each used exactly once, by + - * / and parentheses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rftdask.data.task import Task
+from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
+from rftdask.rollouts.rewards.text import FORMAT_REWARD, last_answer
+from rftdask.rollouts.workflows.base import Reward
+
+
+def countdown_reward(response: str, truth: str, task: Task) -> Reward:
+    """1 if the last <answer> holds an expression that reaches the target with every number once; 0.1 for a wrong
+    answer; 0 without an answer. Metric: accuracy.
+
+    The puzzle is the truth as JSON, {"target": 24, "numbers": [1, 2, 3, 4]}, or the task's row or its "metadata" with
+    the same keys ("nums" is another name of "numbers").
+
+    Raises: ValueError: the task holds no puzzle.
+    """
+    target, numbers = _puzzle(truth, task)
+    answer = last_answer(response)
+    if answer is None:
+        return Reward(0.0, {"accuracy": 0.0})
+    correct = _solves(answer, target, numbers)
+    return Reward(1.0 if correct else FORMAT_REWARD, {"accuracy": float(correct)})
+
+
+def _solves(answer: str, target: int, numbers: list[int]) -> bool:
+    try:
+        value, used = evaluate(answer)
+    except ExpressionError:
+        return False
+    return value == target and sorted(used) == sorted(numbers)
+
+
+def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
+    try:
+        parsed = json.loads(truth)
+    except ValueError:
+        parsed = None
+    for source in (parsed, task.row, task.row.get("metadata")):
+        if isinstance(source, Mapping) and "target" in source and ("numbers" in source or "nums" in source):
+            return int(source["target"]), [int(number) for number in _numbers(source)]
+    raise ValueError(
+        f"task {task.group_id} is no countdown puzzle: neither its truth nor its row has target and numbers "
+        f"(columns: {', '.join(task.row) or 'none'})"
+    )
+
+
+def _numbers(source: Mapping[str, Any]) -> Any:
+    return source["numbers"] if "numbers" in source else source["nums"]

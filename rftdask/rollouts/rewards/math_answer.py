@@ -1,0 +1,140 @@
+r"""Math rewards: find the final answer in a response and compare it with the true one, without evaluating anything.
+
+The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; what follows the
+last "answer is" or "answer:"; the last number. Answers are equal when their numbers are, or else their normalized
+texts. Numbers are integers, decimals and fractions, with thousands separators, currency, percent sign, unit words or
+"x =" around them. There is no algebra: "x+1" is not "1+x".
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rftdask.data.task import Task, final_answer
+from rftdask.rollouts.rewards.text import FORMAT_REWARD, starts_with_thought
+from rftdask.rollouts.workflows.base import Reward
+
+_MAX_LENGTH = 400
+"""Characters of an answer that are looked at; bounds the work on runaway text."""
+_MAX_BOXES = 8
+"""Opened boxes that are tried from the end before the search is given up."""
+_TOLERANCE = Fraction(1, 10**6)
+"""Between two numbers neither of which is an integer: who writes a decimal has rounded it."""
+
+_PHRASE = re.compile(r"\banswer(?: is|:| =)[\s:*]{0,10}([^\n]+)", re.IGNORECASE)
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(rf"(?<![\w.])(?:{_DIGITS})")
+_SIGNED = re.compile(rf"[-+]?(?:{_DIGITS})")
+_RATIO = re.compile(r"([-+]?)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+)\s*/\s*([0-9]+))")
+_WORDS_BEFORE = re.compile(r"(?:[A-Za-z ,.:;!?'\"()]*[ (:])?-?")
+_WORDS_AFTER = re.compile(r"(?:[ .,:;!?)][A-Za-z ,.:;!?'\"()]*)?")
+
+_LATEX = (
+    (re.compile(r"\\(?:left|right|displaystyle|!|,|;|\(|\)|\[|\])|\^\{?\\circ\}?|\*\*"), ""),
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}"), r" \1"),
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\?[$%]"), ""),
+    (re.compile("[\u2212\u2013]"), "-"),  # minus sign and en dash
+    (re.compile(r"\s+"), " "),
+)
+
+
+def math_reward(response: str, truth: str, task: Task) -> Reward:
+    """1 if the final answer of the response equals the truth, else 0. Metric: accuracy."""
+    correct = float(same_answer(extract_answer(response), truth))
+    return Reward(correct, {"accuracy": correct})
+
+
+def math_boxed_reward(
+    response: str, truth: str, task: Task, with_think: bool = False, format_score_coef: float = FORMAT_REWARD
+) -> Reward:
+    r"""1 if the last \boxed{...} equals the truth, else 0; with `with_think`, minus `format_score_coef` if the response
+    does not begin with one <think>...</think>. Metrics: accuracy, format_score.
+    """
+    correct = float(same_answer(_last_boxed(response) or "", truth))
+    format_score = -format_score_coef if with_think and not starts_with_thought(response) else 0.0
+    return Reward(correct + format_score, {"accuracy": correct, "format_score": format_score})
+
+
+def extract_answer(response: str) -> str:
+    """The final answer of a response; "" if it has none."""
+    boxed = _last_boxed(response)
+    if boxed is not None:
+        return boxed
+    _, mark, rest = response.rpartition("####")
+    if mark and rest.strip():
+        return rest.lstrip().split("\n", 1)[0].strip()
+    phrases = _PHRASE.findall(response)
+    if phrases:
+        return re.split(r"\.(?:\s|$)", phrases[-1][:_MAX_LENGTH], maxsplit=1)[0].strip()
+    last = ""
+    for match in _NUMBER.finditer(response):
+        last = response[match.start() - 1 : match.end()] if response[: match.start()].endswith("-") else match.group()
+    return last
+
+
+def same_answer(answer: str, truth: str) -> bool:
+    """Whether two answers are equal as numbers or as normalized texts. An empty answer equals nothing."""
+    boxed = _last_boxed(truth)
+    left, right = _normalize(answer), _normalize(final_answer(truth) if boxed is None else boxed)
+    if not left or not right:
+        return False
+    if left.replace(" ", "") == right.replace(" ", ""):
+        return True
+    left_number, right_number = _number(left), _number(right)
+    if left_number is None or right_number is None:
+        return False
+    if left_number.denominator == 1 or right_number.denominator == 1:
+        return left_number == right_number
+    return abs(left_number - right_number) <= _TOLERANCE
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Contents of the last \boxed{...} whose braces close; None if there is none."""
+    end = len(text)
+    for _ in range(_MAX_BOXES):
+        start = text.rfind("\\boxed{", 0, end)
+        if start < 0:
+            return None
+        depth = 0
+        body = start + len("\\boxed{")
+        for position, character in enumerate(text[body : body + _MAX_LENGTH], start=body):
+            depth += (character == "{") - (character == "}")
+            if depth < 0:
+                return text[body:position].strip()
+        end = start
+    return None
+
+
+def _normalize(text: str) -> str:
+    text = text[:_MAX_LENGTH]
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text.strip().removesuffix(".").strip()
+
+
+def _number(text: str) -> Fraction | None:
+    """The number a normalized answer stands for; None if it is not one number."""
+    text = text.rpartition("=")[2].strip()
+    if _SIGNED.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    ratio = _RATIO.fullmatch(text)
+    if ratio:
+        top, bottom = int(ratio[2] or ratio[4]), int(ratio[3] or ratio[5])
+        return None if bottom == 0 else Fraction(-top if ratio[1] == "-" else top, bottom)
+    return _number_in_words(text)
+
+
+def _number_in_words(text: str) -> Fraction | None:
+    """18 of "18 dollars" and of "She earns 18 a day"; None for "2x", "3 or 4" and "2^3"."""
+    matches = list(_NUMBER.finditer(text))
+    if len(matches) != 1:
+        return None
+    before, after = text[: matches[0].start()], text[matches[0].end() :]
+    if not (_WORDS_BEFORE.fullmatch(before) and _WORDS_AFTER.fullmatch(after)):
+        return None
+    value = Fraction(matches[0].group().replace(",", ""))
+    return -value if before.endswith("-") else value

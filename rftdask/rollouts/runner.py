@@ -1,0 +1,355 @@
+"""Runner: a batch of tasks in, experiences out. Runs the rollouts side by side, where they are safe to run, and waits
+no longer for them than it is told to.
+
+A workflow of this package, with a reward of this package, runs as a coroutine on the event loop; any other in a process
+of its own (sandbox.py), unless it is declared `in_process`. A failure of the engine is nobody's rollout's: it ends the
+batch, which somebody else then runs again. This module knows neither engines nor storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.errors import UserError
+from rftdask.rollouts.attempt import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
+from rftdask.rollouts.concurrency import Admission
+from rftdask.rollouts.loop_watchdog import Watchdog
+from rftdask.rollouts.policy.lockstep_queue import Batcher, Desk, GenerateBatch, RolloutKey
+from rftdask.rollouts.policy.recording import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
+from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
+from rftdask.rollouts.policy.streaming_queue import Stream, Streaming
+from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxPool, SandboxSpec
+from rftdask.rollouts.timeouts import OverRollout
+from rftdask.rollouts.workflows.base import Reward, WorkflowFn
+from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
+
+_SANDBOX = "sandbox"
+"""A kind of place, beside those named by workflows."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What answers a batch of rollouts."""
+
+    generate: GenerateBatch | Streaming | None
+    """In calls, one at a time, or as requests come."""
+    tokenizer: Tokenizer | None
+    logprobs: LogprobsBatch | None = None
+    auxiliary: Mapping[str, AuxiliaryEngine | ServedRemote] = field(default_factory=dict)
+    remote: RemoteModel | None = None
+    """The policy, for evaluations, in place of the first three."""
+
+    @property
+    def remotes(self) -> tuple[RemoteModel, ...]:
+        policy = () if self.remote is None else (self.remote,)
+        return (*policy, *(each.model for each in self.auxiliary.values() if isinstance(each, ServedRemote)))
+
+
+@dataclass(frozen=True)
+class AuxiliaryEngine:
+    """A frozen model beside the policy."""
+
+    generate: GenerateBatch | Streaming
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    limits: PromptLimits = field(default_factory=PromptLimits)
+    logprobs: LogprobsBatch | None = None
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """What a batch gave."""
+
+    experiences: list[Experience]
+    """Ordered by (task, rollout, turn)."""
+    times: list[RolloutTimes]
+    """Of the rollouts, in their order."""
+    task_times_s: list[float]
+    """From the beginning of the batch to a task's last rollout; of those tasks that were not called off."""
+    engine_s: float
+    """In which the policy's engine had something to do."""
+
+
+async def run_rollout_batch(
+    tasks: Sequence[Task],
+    *,
+    repeat_times: int,
+    explore_step: int,
+    engines: Engines,
+    defaults: RolloutDefaults,
+    weights: ServedWeights,
+    max_wait_s: float = 0.02,
+    greedy_baseline: bool = False,
+    over_rollout: OverRollout | None = None,
+    on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
+    nursery: Callable[[SandboxSpec], Nursery] | None = None,
+) -> BatchOutcome:
+    """`repeat_times` rollouts of each task, side by side; with `greedy_baseline` one more, the last, at temperature 0.
+
+    on_group: told the number of a task and its experiences as soon as all its rollouts have ended; must not block.
+    nursery: gives a living one of a spec, and keeps it; None: this batch has its own.
+
+    Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
+    """
+    plan = _Plan.of(tasks, defaults.sandbox)
+    desk = _desk(engines.generate or _no_engine, max_wait_s)
+    auxiliary = {name: _served(each) for name, each in engines.auxiliary.items()}
+    desks = [desk, *(each.desk for each in auxiliary.values() if isinstance(each, ServedModel))]
+
+    def engine_failure() -> Exception | None:
+        return desk.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
+
+    def new_model(rollout: Rollout) -> RecordingModel:
+        policy: ServedModel | ServedRemote
+        if engines.remote is not None:
+            policy = ServedRemote(engines.remote, rollout.sampling)
+        else:
+            assert engines.tokenizer is not None
+            policy = ServedModel(desk, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
+        key, group_id = rollout.key, rollout.task.group_id
+        return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
+
+    try:
+        async with _sandboxes(plan, nursery) as pool, _watched(defaults):
+            rollouts = [
+                Rollout(
+                    task=task,
+                    key=RolloutKey(number, rollout),
+                    explore_step=explore_step,
+                    workflow=plan.workflow_of(task, pool),
+                    engine_failure=engine_failure,
+                    new_model=new_model,
+                    defaults=defaults,
+                    weights=weights,
+                    greedy=rollout == repeat_times,
+                )
+                for number, task in enumerate(tasks)
+                for rollout in range(repeat_times + greedy_baseline)
+            ]
+            return await _Batch(rollouts, plan, desk, over_rollout or OverRollout(), on_group).run()
+    except ExceptionGroup as group:
+        failure = engine_failure() or group.exceptions[0]
+    finally:
+        for each in desks:
+            await each.close()
+        for remote in engines.remotes:
+            await remote.close()
+    # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
+    raise failure
+
+
+def _served(engine: AuxiliaryEngine | ServedRemote) -> ServedModel | ServedRemote:
+    if isinstance(engine, ServedRemote):
+        return engine
+    desk = _desk(engine.generate, 0.0)
+    return ServedModel(desk, engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+
+
+def _desk(generate: GenerateBatch | Streaming, max_wait_s: float) -> Desk:
+    return Stream(generate) if isinstance(generate, Streaming) else Batcher(generate, max_wait_s)
+
+
+async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
+    raise AssertionError("a remote policy is asked without a batcher")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which workflow runs where."""
+
+    workflows: Mapping[str, FoundWorkflow]
+    sandboxed: frozenset[tuple[str, str]]
+    """(workflow, reward function) of the tasks that run in sandboxes."""
+    options: SandboxOptions
+    modules: tuple[str, ...]
+    """What sandboxes import."""
+
+    @staticmethod
+    def of(tasks: Sequence[Task], options: SandboxOptions) -> _Plan:
+        load_plugin_folders(options.plugin_dirs)
+        kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
+        workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
+        rewards = {name: get_reward(name) for name in sorted({reward for _, reward in kinds} - {""})}
+        safe = {name for name, found in workflows.items() if found.in_process}
+        safe |= {name for name, function in rewards.items() if runs_in_process(function)} | {""}
+        sandboxed = {
+            kind for kind in kinds if options.mode == "always" or (options.mode == "auto" and not safe.issuperset(kind))
+        }
+        needed = {name for kind in sandboxed for name in kind if name}
+        modules = {workflows[n].module if n in workflows else module_of(rewards[n]) for n in needed}
+        modules |= {m for n in needed for m in (workflows[n].requires if n in workflows else requires(rewards[n]))}
+        if "__main__" in modules:
+            raise UserError(
+                f"one of {', '.join(sorted(needed))} is defined in a script or notebook, where no other process finds "
+                "it; move it to a module, or declare it in_process=True"
+            )
+        return _Plan(workflows, frozenset(sandboxed), options, tuple(sorted(modules)))
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return SandboxSpec(
+            workflows=tuple(sorted({workflow for workflow, _ in self.sandboxed})),
+            rewards=tuple(sorted({reward for _, reward in self.sandboxed} - {""})),
+            modules=self.modules,
+            plugin_dirs=self.options.plugin_dirs,
+            max_memory_bytes=self.options.max_memory_bytes,
+            env=self.options.env,
+        )
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Places of each kind, for `Admission`."""
+        own = {name: found.max_concurrent for name, found in self.workflows.items()}
+        return {_SANDBOX: self.options.max_sandboxes, **{name: most for name, most in own.items() if most is not None}}
+
+    def kinds_of(self, task: Task) -> tuple[str, ...]:
+        return (task.workflow, _SANDBOX) if (task.workflow, task.reward_fn) in self.sandboxed else (task.workflow,)
+
+    def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
+        if (task.workflow, task.reward_fn) not in self.sandboxed:
+            run = self.workflows[task.workflow].run
+
+            async def run_in_process(task: Task, model: Any) -> Any:
+                """The watchdog breaks off what blocks below this function's name, and nothing of our own."""
+                return await run(task, model)
+
+            return run_in_process
+        assert pool is not None
+        attempt = pool.attempt
+
+        async def run_in_sandbox(task: Task, model: Any) -> Reward:
+            return await attempt(task.workflow, task, model)
+
+        return run_in_sandbox
+
+
+@asynccontextmanager
+async def _sandboxes(plan: _Plan, keep: Callable[[SandboxSpec], Nursery] | None) -> AsyncIterator[SandboxPool | None]:
+    """A pool, if any task needs one."""
+    if not plan.sandboxed:
+        yield None
+        return
+    # In a thread: importing plug-ins takes as long as they like.
+    nursery = await asyncio.to_thread(keep or Nursery, plan.spec)
+    pool = SandboxPool(nursery)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        if keep is None:
+            nursery.close()
+
+
+@asynccontextmanager
+async def _watched(defaults: RolloutDefaults) -> AsyncIterator[None]:
+    with Watchdog(defaults.max_block_s, only_within="run_in_process"):
+        yield
+
+
+class _Batch:
+    """The rollouts under way."""
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        plan: _Plan,
+        desk: Desk,
+        over_rollout: OverRollout,
+        on_group: Callable[[int, list[Experience]], None],
+    ) -> None:
+        self._rollouts = rollouts
+        self._plan = plan
+        self._desk = desk
+        self._over_rollout = over_rollout
+        self._on_group = on_group
+        self._admission: Admission[RolloutKey] = Admission(plan.limits)
+        self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
+        self._of_task: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
+        self._remaining = {number: len(own) for number, own in self._of_task.items()}
+        """Rollouts that have not ended, by task."""
+        self._gathered: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._remaining}
+        self._task_times_s: list[float] = []
+        self._num_needed = over_rollout.num_needed(len(self._remaining))
+        self._enough = asyncio.Event()
+        self._began = time.perf_counter()
+
+    async def run(self) -> BatchOutcome:
+        # All of them first, so that the first call of the engine waits for all of them.
+        for rollout in self._rollouts:
+            if self._admission.enter(rollout.key, self._plan.kinds_of(rollout.task)):
+                self._admit(rollout.key)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
+            if self._over_rollout.ratio > 0:
+                group.create_task(self._call_off_the_rest(running))
+        experiences = [each for number in sorted(self._gathered) for each in self._group(number)]
+        times = [rollout.times for rollout in self._rollouts]
+        return BatchOutcome(experiences, times, self._task_times_s, self._desk.busy_s)
+
+    def _admit(self, key: RolloutKey) -> None:
+        self._desk.enter(key)
+        self._admitted[key].set()
+
+    async def _run(self, rollout: Rollout) -> None:
+        try:
+            experiences = await rollout.run(self._admitted[rollout.key])
+        finally:
+            # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
+            for key in self._admission.leave(rollout.key):
+                self._admit(key)
+            self._desk.leave(rollout.key)
+        number = rollout.key.task_number
+        self._gathered[number][rollout.key] = experiences
+        self._remaining[number] -= 1
+        if self._remaining[number] == 0:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        if not self._is_called_off(number):
+            self._task_times_s.append(time.perf_counter() - self._began)
+            if len(self._task_times_s) >= self._num_needed:
+                self._enough.set()
+        elif not self._over_rollout.return_partial_tasks:
+            gathered = self._gathered[number]
+            self._gathered[number] = {key: [_set_aside(each) for each in gathered[key]] for key in gathered}
+        self._on_group(number, self._group(number))
+
+    def _group(self, number: int) -> list[Experience]:
+        gathered = self._gathered[number]
+        return [experience for key in sorted(gathered) for experience in gathered[key]]
+
+    def _is_called_off(self, number: int) -> bool:
+        return any(rollout.called_off for rollout in self._of_task[number])
+
+    async def _call_off_the_rest(self, running: Sequence[asyncio.Task[None]]) -> None:
+        await self._enough.wait()
+        wait_s = self._over_rollout.wait_after_min
+        await asyncio.wait(running, timeout=wait_s)
+        reason = (
+            f"called off {wait_s:g} s after {self._num_needed} of {len(self._remaining)} tasks were done "
+            "(explorer.over_rollout)"
+        )
+        for rollout, task in zip(self._rollouts, running, strict=True):
+            if not task.done():
+                rollout.called_off = reason
+                task.cancel()
+
+
+def _set_aside(experience: Experience) -> Experience:
+    """What a task gave before others of its rollouts were called off."""
+    if not experience.status.trainable:
+        return experience
+    reason = "other rollouts of its task were called off, and over_rollout.return_partial_tasks is off"
+    return replace(experience, status=Status.FILTERED, error=reason)

@@ -1,0 +1,396 @@
+"""Sandbox: attempts at rollouts in processes of their own, so that what one does costs nobody but itself.
+
+A workflow that hangs, blocks, dies, eats memory or prints without end is killed, with all it started, and its attempt
+ends as an error of a type; the event loop never waits for it. A process takes one attempt at a time, and another only
+after one that ended well and left nothing behind. This module knows neither engines nor retries.
+
+    nursery = Nursery(SandboxSpec(...))         one for many batches; it forks (sandbox_child.py)
+    pool = SandboxPool(nursery)                 one for each event loop
+    reward = await pool.attempt("my_module.my_workflow", task, model)    cancel it, and the process is killed
+    await pool.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from rftdask.data.task import Task
+from rftdask.errors import RoleError, UserError
+from rftdask.rollouts.policy.base import ModelHandle
+from rftdask.rollouts.sandbox.child import LENGTH, MAX_FRAME_BYTES
+from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward, Step
+
+START_TIMEOUT_S = 120.0
+"""For importing the plug-ins."""
+MAX_RECEIVED_BYTES = 256 << 20
+"""From one attempt, in messages."""
+_EXIT_CODE_WAIT_S = 1.0
+_TAIL_BYTES = 2000
+_MAX_STARTING = 16
+"""Forks asked for at once: the nursery's socket holds some hundred requests."""
+
+log = logging.getLogger(__name__)
+
+
+class SandboxError(Exception):
+    """A workflow's attempt ended in its sandbox with an error, or its process did. The text says which."""
+
+
+class SandboxLostError(RoleError):
+    """What starts sandboxes has died, by nobody's fault who needs one."""
+
+
+@dataclass(frozen=True)
+class SandboxOptions:
+    """What runs in sandboxes, and what it may take."""
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    """auto: what is not this package's own and not declared in_process. never: for debugging."""
+    max_sandboxes: int = 128
+    """Processes at the same time, in one worker; further rollouts wait their turn."""
+    max_memory_bytes: int | None = 4 << 30
+    plugin_dirs: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What a nursery has to know; equal specs mean that a running one can be used."""
+
+    workflows: tuple[str, ...]
+    rewards: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    """Imported for what they register, or to have them ready."""
+    plugin_dirs: tuple[str, ...] = ()
+    max_memory_bytes: int | None = 4 << 30
+    """Of one attempt, on top of what the imports take; None: no limit."""
+    max_output_bytes: int = 16 << 20
+    """Of what one process prints."""
+    env: tuple[tuple[str, str], ...] = ()
+
+
+class Nursery:
+    """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        """Returns once the plug-ins are imported. Raises: UserError: one cannot be; RoleError: the process died."""
+        self.spec = spec
+        self.exit_codes: dict[int, int] = {}
+        """Of forks that have ended, by their process id."""
+        self._spare: tuple[socket.socket, int] | None = None
+        self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rftdask.rollouts.sandbox.child", str(far.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[far.fileno()],
+                env={**os.environ, **dict(spec.env)},
+                start_new_session=True,
+            )
+        setup = {**asdict(spec), "path": [path or os.getcwd() for path in sys.path]}
+        try:
+            self._control.send(msgpack.packb(setup))
+            self._control.settimeout(START_TIMEOUT_S)
+            said = msgpack.unpackb(self._control.recv(1 << 20) or msgpack.packb({}))
+        except TimeoutError:
+            self.close()
+            raise UserError(f"importing {self._names()} took more than {START_TIMEOUT_S:.0f} s") from None
+        except ConnectionError:
+            said = {}
+        if "failed" in said:
+            self.close()
+            raise UserError(said["failed"])
+        if "ready" not in said:
+            tail = self._tail()
+            self.close()
+            raise RoleError(f"the process that imports {self._names()} died: {tail}")
+        self._control.setblocking(False)
+        self._spare = self._fork()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def take(self) -> tuple[socket.socket, int]:
+        """A fork: its stream and what it prints. It has begun before it was asked for, and the next one begins now.
+
+        Raises: SandboxLostError: the nursery is dead.
+        """
+        taken = self._spare or self._fork()
+        self._spare = None
+        with contextlib.suppress(SandboxLostError):  # told to who asks next
+            self._spare = self._fork()
+        return taken
+
+    def _fork(self) -> tuple[socket.socket, int]:
+        near, far = socket.socketpair()
+        output, far_output = os.pipe()
+        try:
+            socket.send_fds(self._control, [msgpack.packb({"fork": 1})], [far.fileno(), far_output])
+        except OSError as error:
+            near.close()
+            os.close(output)
+            raise SandboxLostError(f"the process that starts sandboxes is gone: {error}") from error
+        finally:
+            far.close()
+            os.close(far_output)
+        return near, output
+
+    def kill(self, pid: int) -> None:
+        """Kill a fork with all it started. Through the nursery, which alone knows whose number it is now."""
+        try:
+            self._control.send(msgpack.packb({"kill": pid}))
+        except BlockingIOError:  # it has a great deal to do already
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        except OSError:
+            pass  # it is dead, and its forks died with it
+
+    def read_events(self) -> None:
+        """Take note of the forks that have ended."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while packet := self._control.recv(1 << 16):
+                event = msgpack.unpackb(packet)
+                self.exit_codes[event["ended"]] = event["code"]
+
+    def close(self) -> None:
+        self._control.close()  # the nursery then kills its forks and ends
+        if self._spare is not None:
+            self._spare[0].close()
+            os.close(self._spare[1])
+            self._spare = None
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _names(self) -> str:
+        return ", ".join((*self.spec.workflows, *self.spec.rewards)) or "nothing"
+
+    def _tail(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2.0)
+        self._log.seek(0)
+        return self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
+
+
+class SandboxPool:
+    """Processes for the attempts of one event loop; as many as attempts run at the same time."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._loop = asyncio.get_running_loop()
+        self._idle: list[_Process] = []
+        self._starting = asyncio.Semaphore(_MAX_STARTING)
+        self._loop.add_reader(nursery.fileno(), nursery.read_events)
+
+    async def attempt(self, workflow: str, task: Task, model: ModelHandle) -> Reward:
+        """One attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
+        process = self._idle.pop() if self._idle else await self._start()
+        keep = False
+        try:
+            run = {"workflow": workflow, "task": pickled(task), "auxiliary": list(model.auxiliary_names)}
+            outcome = await process.attempt(run, model)
+            keep = bool(outcome["clean"]) and "error" not in outcome
+        finally:
+            if keep:
+                self._idle.append(process)
+            else:
+                process.kill()
+        model.times.update({name: model.times.get(name, 0.0) + s for name, s in outcome.get("times", {}).items()})
+        if "error" in outcome:
+            raise _failure(outcome)
+        steps = tuple(Step(**step) for step in outcome["reward"].pop("steps"))
+        return Reward(**outcome["reward"], steps=steps)
+
+    async def _start(self) -> _Process:
+        async with self._starting:
+            return await _Process.start(self._nursery)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for process in self._idle:
+            process.kill()
+        self._idle = []
+        self._loop.remove_reader(self._nursery.fileno())
+
+
+def pickled(task: Task) -> bytes:
+    """The task for a fork. Frozen dicts become plain ones: every fork would import the module of another type anew."""
+    buffer = io.BytesIO()
+    _TaskPickler(buffer).dump(task)
+    return buffer.getvalue()
+
+
+class _TaskPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (dict, (dict(value),)) if isinstance(value, dict) else NotImplemented
+
+
+class _Process:
+    """One fork as the parent sees it."""
+
+    def __init__(
+        self, nursery: Nursery, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
+    ) -> None:
+        self._nursery = nursery
+        self._reader = reader
+        self._writer = writer
+        self._output_fd = output_fd
+        self._loop = asyncio.get_running_loop()
+        self._pid = 0
+        self._num_received = 0
+        self._num_printed = 0
+        self._tail = b""
+        self._reason = ""
+        os.set_blocking(output_fd, False)
+        self._loop.add_reader(output_fd, self._read_output)
+
+    @classmethod
+    async def start(cls, nursery: Nursery) -> _Process:
+        near, output = nursery.take()
+        try:
+            streams = await asyncio.open_connection(sock=near)
+        except BaseException:
+            os.close(output)
+            raise
+        process = cls(nursery, *streams, output)
+        try:
+            pid = int((await process._receive())["hello"])
+            nursery.exit_codes.pop(pid, None)  # of another that had the number before
+            process._pid = pid
+        except BaseException:
+            process.kill()
+            raise
+        return process
+
+    async def attempt(self, run: Mapping[str, Any], model: ModelHandle) -> dict[str, Any]:
+        """The outcome: {"reward", "times", "clean"} or {"error", "text", "traceback", "clean"}."""
+        self._num_received = 0
+        self._send({"run": run})
+        answers: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                message = await self._receive()
+                if "ask" in message:
+                    answer = asyncio.create_task(self._answer(message, model))
+                    answers.add(answer)
+                    answer.add_done_callback(answers.discard)
+                elif "state" in message:
+                    model.set_state(**message["state"])
+                else:
+                    return message
+        except (KeyError, TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
+            raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def _answer(self, message: Mapping[str, Any], model: ModelHandle) -> None:
+        reply: dict[str, Any] = {"answer": message["ask"]}
+        try:
+            value = await model.ask(message["model"], message["method"], message["arguments"])
+            reply["value"] = asdict(value) if isinstance(value, Response) else value
+        except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
+            reply |= {"error": type(error).__name__, "text": f"{error}"}
+        self._send(reply)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        body = msgpack.packb(message)
+        self._writer.write(LENGTH.pack(len(body)) + body)
+
+    async def _receive(self) -> dict[str, Any]:
+        try:
+            size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+            self._num_received += size
+            if size > MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
+                raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")
+            message = msgpack.unpackb(await self._reader.readexactly(size), strict_map_key=False)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self._death() from None
+        if not isinstance(message, dict):
+            raise SandboxError("its process said what cannot be understood")
+        return message
+
+    async def _death(self) -> SandboxError:
+        """Why the process ended. Its exit code comes by another way, and a little later than the end of its stream."""
+        deadline = self._loop.time() + _EXIT_CODE_WAIT_S
+        while self._pid and self._pid not in self._nursery.exit_codes and self._loop.time() < deadline:
+            await asyncio.sleep(0.002)
+        if self._reason:
+            return SandboxError(self._reason)
+        if not self._pid:
+            return SandboxError("no process could be started for it; see the log")
+        code = self._nursery.exit_codes.get(self._pid)
+        how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        printed = self._tail.decode(errors="replace").strip()
+        return SandboxError(
+            f"the workflow's process {how}" + (f"; it printed last: {printed[-300:]}" if printed else "")
+        )
+
+    def _read_output(self) -> None:
+        try:
+            data = os.read(self._output_fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._output_fd)
+            return
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        self._num_printed += len(data)
+        limit = self._nursery.spec.max_output_bytes
+        if self._num_printed <= limit:
+            log.info("printed in a rollout: %s", data.decode(errors="replace").rstrip())
+        else:
+            self._reason = f"it printed more than {limit} bytes"
+            self.kill()
+
+    def kill(self) -> None:
+        """Idempotent."""
+        if self._pid:
+            self._nursery.kill(self._pid)
+        self._writer.close()
+        if self._output_fd >= 0:
+            self._loop.remove_reader(self._output_fd)
+            os.close(self._output_fd)
+            self._output_fd = -1
+
+
+def _failure(outcome: Mapping[str, Any]) -> Exception:
+    if outcome["traceback"]:
+        log.warning("a workflow raised:\n%s", outcome["traceback"])
+    if outcome["error"] == "PromptTooLongError":
+        return PromptTooLongError(outcome["text"])
+    return SandboxError(f"{outcome['error']}: {outcome['text']}{_place(outcome['traceback'])}")
+
+
+def _place(lines: str) -> str:
+    """The innermost place of a traceback: " (my_module.py:12 in run)"."""
+    places = [line.strip() for line in lines.splitlines() if line.lstrip().startswith('File "')]
+    if not places:
+        return ""
+    file, line, function = (part.strip() for part in places[-1].split(", ", 2))
+    name = os.path.basename(file.removeprefix('File "').removesuffix('"'))
+    return f" ({name}:{line.removeprefix('line ')} {function})"

@@ -1,0 +1,64 @@
+"""Try a workflow on one task without a model: the policy says what you write. For notebooks and first drafts.
+
+Everything but the engine is what a run has: sandboxes, timeouts, checks of the reward, typed failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rftdask.buffer.log.schema import Experience
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
+from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.sandbox.pool import SandboxOptions
+
+_END = 0
+
+
+async def try_workflow(
+    task: Task, replies: Sequence[str], *, max_timeout_s: float = 60.0, sandbox: SandboxOptions | None = None
+) -> list[Experience]:
+    """One rollout of `task`, whose calls of the policy are answered by `replies` in order, the last again and again.
+
+    Raises: UserError: its workflow or reward function cannot be found.
+    """
+    said = iter(replies)
+    last = replies[-1]
+
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        answers = []
+        for request in requests:
+            tokens = (*map(ord, next(said, last)), _END)[: request.sampling.max_tokens]
+            answers.append(Generation(tokens, (0.0,) * len(tokens), "stop" if tokens[-1] == _END else "length", 0, 0))
+        return answers
+
+    outcome = await run_rollout_batch(
+        [task],
+        repeat_times=1,
+        explore_step=1,
+        engines=Engines(generate, _CharacterTokenizer()),
+        defaults=RolloutDefaults(
+            sampling=SamplingParams(max_tokens=4096),
+            max_timeout_s=max_timeout_s,
+            max_retry_times=0,
+            sandbox=sandbox or SandboxOptions(),
+        ),
+        weights=ServedWeights(0, ""),
+    )
+    return outcome.experiences
+
+
+class _CharacterTokenizer:
+    """Code points as tokens, roles and contents line by line."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in conversation)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids if token != _END)

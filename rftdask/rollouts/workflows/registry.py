@@ -1,0 +1,130 @@
+"""The workflows by name, and how to add one: the decorator below, or a dotted path in the configuration.
+
+The names are those of the reference system where it has the workflow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rftdask.config.plugins import find_plugin, module_of, requires, runs_in_process
+from rftdask.data.task import Task
+from rftdask.errors import UserError
+from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
+from rftdask.rollouts.workflows.games import frozen_lake_workflow, gymnasium_workflow
+from rftdask.rollouts.workflows.grid import grid_workflow
+from rftdask.rollouts.workflows.judged import math_rm_workflow, rubric_judge_workflow
+from rftdask.rollouts.workflows.single_turn import (
+    math_boxed_workflow,
+    math_eval_workflow,
+    math_workflow,
+    on_policy_distill_math_workflow,
+    on_policy_distill_workflow,
+    simple_workflow,
+)
+from rftdask.rollouts.workflows.tools import tool_call_workflow
+from rftdask.rollouts.workflows.verifiers_env import verifiers_workflow
+
+_Workflow = TypeVar("_Workflow")
+
+_NAMED: dict[str, Any] = {
+    "frozen_lake_workflow": frozen_lake_workflow,
+    "grid_workflow": grid_workflow,
+    "gymnasium_workflow": gymnasium_workflow,
+    "math_boxed_workflow": math_boxed_workflow,
+    "math_eval_workflow": math_eval_workflow,
+    "math_rm_workflow": math_rm_workflow,
+    "math_workflow": math_workflow,
+    "on_policy_distill_math_workflow": on_policy_distill_math_workflow,
+    "on_policy_distill_workflow": on_policy_distill_workflow,
+    "rubric_judge_workflow": rubric_judge_workflow,
+    "simple_workflow": simple_workflow,
+    "tool_call_workflow": tool_call_workflow,
+    "verifiers_workflow": verifiers_workflow,
+}
+# The reference system has a blocking and an async version of some; here every shipped workflow is async.
+_BOTH_WAYS = ("math_boxed_workflow", "math_eval_workflow", "math_rm_workflow", "math_workflow", "simple_workflow")
+_WORKFLOWS: dict[str, Any] = {**_NAMED, **{f"async_{name}": _NAMED[name] for name in _BOTH_WAYS}}
+
+
+@dataclass(frozen=True)
+class FoundWorkflow:
+    """A workflow and how it is run."""
+
+    run: WorkflowFn
+    in_process: bool
+    """On the event loop beside all others, else in a sandbox."""
+    max_concurrent: int | None
+    """Rollouts of it at the same time in one worker; None: any number."""
+    module: str
+    """What a sandbox imports to have it."""
+    requires: tuple[str, ...]
+    """Optional modules that it imports."""
+
+
+def workflow(
+    name: str, *, in_process: bool | None = None, max_concurrent: int | None = None
+) -> Callable[[_Workflow], _Workflow]:
+    """Decorator that gives a function, or a class with `run`, a name. Its module has to be imported where rollouts
+    run; a plugin folder or a dotted path as the workflow's name does that.
+
+    in_process: run it on the event loop, which is faster and which it must never block; None: in a sandbox, where it
+    may block, hang or crash. max_concurrent: rollouts of it at the same time in one worker, such as an environment's
+    licenses. A class may say the same as attributes.
+
+    Raises: ValueError: the name is taken by another workflow.
+    """
+
+    def register(plugin: _Workflow) -> _Workflow:
+        if _WORKFLOWS.setdefault(name, plugin) is not plugin:
+            raise ValueError(f"workflow {name!r} exists already; choose another name")
+        for key, value in (("in_process", in_process), ("max_concurrent", max_concurrent)):
+            if value is not None:
+                setattr(plugin, key, value)
+        return plugin
+
+    return register
+
+
+def find_workflow(name: str) -> FoundWorkflow:
+    """The workflow called `name`, or at the dotted path `name`. A class is instantiated, without arguments, for each
+    rollout. One that is not async runs in a thread of its sandbox, with `model.blocking()`.
+
+    Raises: UserError: there is none, it has no `run`, or it blocks and is declared in_process.
+    """
+    plugin = find_plugin("workflow", name, _WORKFLOWS)
+    function = getattr(plugin, "run", plugin)
+    if not callable(function) or (inspect.isclass(plugin) and function is plugin):
+        raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
+    is_async = inspect.iscoroutinefunction(function)
+    in_process = runs_in_process(plugin)
+    if in_process and not is_async:
+        raise UserError(f"workflow {name!r} is declared in_process, so it must be an async function or async run")
+    run = _new_instance(plugin) if inspect.isclass(plugin) else function
+    return FoundWorkflow(
+        run=run if is_async else _in_thread(run),
+        in_process=in_process,
+        max_concurrent=getattr(plugin, "max_concurrent", None),
+        module=module_of(plugin),
+        requires=tuple(requires(plugin)),
+    )
+
+
+def get_workflow(name: str) -> WorkflowFn:
+    """The workflow as an async function; see `find_workflow`."""
+    return find_workflow(name).run
+
+
+def _new_instance(plugin: Any) -> Callable[[Task, Any], Any]:
+    return lambda task, model: plugin().run(task, model)
+
+
+def _in_thread(function: Callable[[Task, Any], Any]) -> WorkflowFn:
+    async def run_in_thread(task: Task, model: PolicyModel) -> Any:
+        return await asyncio.to_thread(function, task, model.blocking())
+
+    return run_in_thread

@@ -1,0 +1,79 @@
+"""The workflows of one question and one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rftdask.data.task import Task
+from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.registry import compute_reward
+from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
+
+MATH_SYSTEM_PROMPT = (
+    "You are a helpful assistant that solves math problems. Think step by step, then give the final answer within "
+    "\\boxed{}."
+)
+BOXED_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+THINKING_SYSTEM_PROMPT = (
+    "You are a helpful assistant that solves math problems. Write your reasoning as <think>...</think> first, then "
+    "give the final answer within \\boxed{}."
+)
+
+
+async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask once; the reward is that of the task's reward function, or exact_reward."""
+    response = await ask(task, model)
+    return _rewarded(task, model, response, "exact_reward")
+
+
+async def math_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask once, with a system prompt for math unless the task has its own; the default reward is math_reward."""
+    response = await ask(task, model, MATH_SYSTEM_PROMPT)
+    return _rewarded(task, model, response, "math_reward")
+
+
+async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
+    r"""The same for answers in \boxed{}; the default reward is math_boxed_reward.
+
+    `workflow_args`: with_think (False) asks for <think>...</think>; a reply without it loses format_score_coef (0.1).
+    """
+    options: dict[str, Any] = {"with_think": False, "format_score_coef": 0.1, **task.workflow_args}
+    response = await ask(task, model, THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT)
+    return _rewarded(task, model, response, "math_boxed_reward", options)
+
+
+async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
+    """As math_boxed_workflow without options, for evaluations: the reward is whether the answer is right, whatever
+    reward function trains. Metric: accuracy.
+    """
+    response = await ask(task, model, BOXED_SYSTEM_PROMPT)
+    correct = float(same_answer(extract_answer(response.text), task.truth))
+    return Reward(correct, {"accuracy": correct})
+
+
+async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask once; there is no reward, because the teacher's logprobs, which the trainer computes, are what is learned."""
+    await ask(task, model)
+    return Reward(0.0)
+
+
+async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
+    """The same for math: the metric accuracy says how the student does, the reward stays 0."""
+    response = await ask(task, model, MATH_SYSTEM_PROMPT)
+    return Reward(0.0, {"accuracy": float(same_answer(extract_answer(response.text), task.truth))})
+
+
+async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:
+    """One answer to the task: to its chat, with `system_prompt` unless it brings its own, or to its plain text."""
+    if not task.messages:
+        return await model.generate(task.prompt)
+    if system_prompt and task.messages[0]["role"] != "system":
+        return await model.chat([{"role": "system", "content": system_prompt}, *task.messages])
+    return await model.chat(task.messages)
+
+
+def _rewarded(
+    task: Task, model: PolicyModel, response: Response, default: str, defaults: dict[str, Any] | None = None
+) -> Reward:
+    with model.timer("reward"):
+        return compute_reward(task, response, default, defaults)

@@ -1,0 +1,79 @@
+"""The workflow of a policy that calls tools: here a calculator, which is the arithmetic parser and no Python.
+
+The calls are text, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes models write them, so
+any chat template will do. What a tool says is a message to the policy, also when it is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rftdask.data.task import Task
+from rftdask.rollouts.policy.openai_client import ToolCall, parse_tool_calls
+from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
+from rftdask.rollouts.rewards.registry import compute_reward
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "The exact value of an expression over integers, + - * / and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+TOOLS_SYSTEM_PROMPT = (
+    "You may call a tool, one call at a time, by writing\n"
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "(1+2)*3"}}</tool_call>\n'
+    "and will be told its result. Answer without a call when you know the answer, and put it within \\boxed{}."
+)
+
+
+async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask, run the tools the policy calls, tell it what they said, until it answers without a call or after the last
+    turn. The default reward is math_reward, of the last answer. Metrics: num_tool_calls, num_turns.
+
+    `workflow_args`: max_turns (4).
+    """
+    max_turns = int(task.workflow_args.get("max_turns", 4))
+    messages: list[dict[str, Any]] = [dict(m) for m in task.messages] or [{"role": "user", "content": task.prompt}]
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": TOOLS_SYSTEM_PROMPT})
+    num_calls = num_turns = 0
+    answer = ""
+    while num_turns < max_turns:
+        model.set_state(turn=num_turns, num_tool_calls=num_calls)
+        answer = (await model.chat(messages)).text
+        num_turns += 1
+        calls = parse_tool_calls(answer)
+        if not calls:
+            break
+        with model.timer("tool"):
+            results = [call_tool(call) for call in calls]
+        num_calls += len(calls)
+        messages.append({"role": "assistant", "content": answer})
+        text = "\n".join(f"<tool_response>{result}</tool_response>" for result in results)
+        messages.append({"role": "user", "content": text})
+    reward = compute_reward(task, answer, default="math_reward")
+    metrics = {**reward.metrics, "num_tool_calls": float(num_calls), "num_turns": float(num_turns)}
+    return Reward(reward.value, metrics)
+
+
+def call_tool(call: ToolCall) -> str:
+    """What the tool says, as text; of a wrong call the reason."""
+    if call.function.name != "calculator":
+        return f"error: there is no tool {call.function.name!r:.40}; there is calculator"
+    arguments = json.loads(call.function.arguments)
+    expression = arguments.get("expression") if isinstance(arguments, dict) else None
+    if not isinstance(expression, str):
+        return 'error: calculator needs {"expression": text}'
+    try:
+        value, _ = evaluate(expression)
+    except ExpressionError as error:
+        return f"error: {error}"
+    return str(value)

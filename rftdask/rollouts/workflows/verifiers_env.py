@@ -1,0 +1,72 @@
+"""Environments of the package verifiers (0.4 and later), by name: the tasks, their tools, programs and rewards are the
+environment's, the model is the policy.
+
+A taskset `path: verifiers:<taskset>` gives rows that hold a task and the environment's settings (see datasets.py).
+Whatever program plays an environment speaks HTTP; it is answered by a chat endpoint of this attempt, and so recorded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rftdask.data.task import Task
+from rftdask.rollouts.policy.openai_server import KEY_VARIABLE, open_endpoint
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
+
+
+async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Play one episode of the task's environment. The reward is the mean over its agents of what each earned, which is
+    the weighted sum of the environment's rewards. Metrics: the environment's, and each reward by its name.
+
+    `workflow_args`: settings of the environment that go before those of the taskset's `dataset_args`.
+
+    Raises: ValueError: the task's row is not of verifiers; RuntimeError: the episode failed, with the reason.
+    """
+    if not isinstance(task.row.get("environment"), Mapping) or not isinstance(task.row.get("task"), Mapping):
+        raise ValueError(f"task {task.group_id} is not of verifiers: set the taskset's path to verifiers:<taskset>")
+    vf = importlib.import_module("verifiers.v1")
+    environment = _environment(json.dumps({**task.row["environment"], **task.workflow_args}, sort_keys=True))
+    own = _own_task(environment, task.row["task"])
+    async with open_endpoint(model) as endpoint, environment.serving():
+        client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=KEY_VARIABLE)
+        episode = await environment.run_slot(environment.slots(own)[0], vf.ModelContext(model="policy", client=client))
+    if not episode.ok:
+        raise _failure(episode, endpoint.failure, task)
+    rewards = [float(trace.reward) for trace in episode.traces]
+    return Reward(sum(rewards) / len(rewards), _metrics(episode.traces[0]))
+
+
+verifiers_workflow.in_process = False  # type: ignore[attr-defined]  # its environments are anybody's code
+verifiers_workflow.requires = {"verifiers.v1": "verifiers"}  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=4)
+def _environment(settings: str) -> Any:
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    return loaders.load_environment(loaders.resolve_env_config(json.loads(settings)))
+
+
+def _own_task(environment: Any, data: Mapping[str, Any]) -> Any:
+    """The environment's task of a row, without loading the taskset, which may read a large dataset."""
+    kind = type(environment.taskset).task_type()
+    return kind(kind.data_type().model_validate(dict(data)), environment.taskset.config.task)
+
+
+def _failure(episode: Any, asked: Exception | None, task: Task) -> Exception:
+    """`asked`: what went wrong where the policy was asked, which says more than what came back over HTTP."""
+    if asked is not None:
+        return asked
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "without a reason"
+    return RuntimeError(f"the episode of task {task.group_id} failed: {text[:400]}")
+
+
+def _metrics(trace: Any) -> dict[str, float]:
+    told = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    told |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return {name: float(value) for name, value in told.items() if math.isfinite(value)}

@@ -1,0 +1,286 @@
+"""Checks of what a config points to: data, models, plug-ins, storage. Everything is looked at before anything starts.
+
+Raises UserErrors that say what, where and what to do; changes nothing but a probe file that it removes again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from rftdask.buffer.log.open import open_log
+from rftdask.config import Config
+from rftdask.config.engine_keys import engine_sections
+from rftdask.config.plugins import load_plugin_folders
+from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
+from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.tasksets import Taskset
+from rftdask.errors import ConfigError, DataError, StorageError, UserError
+from rftdask.explorer.task_order import taskset_spec
+from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
+from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.workflows.registry import get_workflow
+from rftdask.rules import demonstrations, make_sync_rules, num_experts
+from rftdask.storage import Storage, open_storage
+
+log = logging.getLogger(__name__)
+
+_PROBE = "control/probe"
+_CHECKPOINT_FACTOR = 4
+"""Weights, two AdamW moments and published weights, in sizes of the model."""
+_SPARE_BYTES = 64 << 20
+
+
+def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
+    """Check all stages of a run; for each, the sizes of its tasksets by name, and of its dataset as "dataset".
+
+    Raises: ConfigError with all problems of the data at once; UserError for storage.
+    """
+    problems: list[str] = []
+    sizes = []
+    with _noted(problems):
+        _check_engines(stages)
+    with _noted(problems):
+        _check_model(stages[0])  # later stages train what the one before makes
+    for stage in stages:
+        with _noted(problems):
+            _check_algorithm(stage)
+        with _noted(problems):
+            _check_staleness(stage)
+        sizes.append(_check_data(stage, problems))
+    storage = _check_storage(stages[0])
+    for stage in stages:
+        with _noted(problems):
+            check_owners(storage, stage)
+        with _noted(problems):
+            _check_log(stage)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return sizes
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Adds the mistake that the block finds to `problems`, so that the next check still runs."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
+
+
+def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    source = stage.buffer.explorer_input
+    explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
+    tasksets = (*(source.train_tasksets if explores else ()), *(source.eval_tasksets if stage.mode != "train" else ()))
+    for config in tasksets:
+        sizes[config.name] = 0
+        with _noted(problems):
+            sizes[config.name] = _check_taskset(config, stage.explorer.plugin_dirs)
+    if stage.algorithm.schema_type != "experience" and stage.mode == "train":
+        with _noted(problems):
+            sizes["dataset"] = _check_dataset(stage)
+    elif explores and not problems and (few := _too_few_to_choose_from(stage, sizes)):
+        problems.append(few)
+    elif explores and stage.buffer.total_steps is None and not problems:
+        available = sum(sizes[t.name] for t in source.train_tasksets) * stage.buffer.total_epochs
+        if available < stage.buffer.batch_size:
+            problems.append(
+                f"buffer.batch_size {stage.buffer.batch_size} exceeds all tasks there are: {available} "
+                f"({stage.buffer.total_epochs} epochs); lower it or raise buffer.total_epochs"
+            )
+    return sizes
+
+
+def _too_few_to_choose_from(stage: Config, sizes: dict[str, int]) -> str:
+    """The problem, or ""."""
+    tasksets, wanted = stage.buffer.explorer_input.train_tasksets, stage.buffer.batch_size
+    for taskset in tasksets:
+        if taskset.data_selector.selector_type == "difficulty_based" and sizes[taskset.name] < wanted:
+            return (
+                f"buffer.batch_size {wanted} exceeds the {sizes[taskset.name]} tasks that difficulty_based chooses "
+                "from for each step; lower it"
+            )
+    return ""
+
+
+def _check_taskset(config: TasksetConfig, plugin_dirs: Sequence[str] = ()) -> int:
+    """Tasks of a taskset that can be read, with workflows and rewards that exist."""
+    taskset = Taskset(taskset_spec(config))
+    taskset.check()
+    if config.data_selector.selector_type in ("offline_easy2hard", "difficulty_based"):
+        taskset.numbers(config.data_selector.feature_keys)
+    if config.data_selector.selector_type == "difficulty_based":
+        # Late: it needs torch, which reading and checking a config does without.
+        from rftdask.explorer.difficulty import difficulty_rule
+
+        difficulty_rule(config.data_selector)
+    load_plugin_folders(plugin_dirs)
+    workflows, rewards = taskset.plugins()
+    for name in sorted(workflows):
+        get_workflow(name)
+    for name in sorted(rewards):
+        get_reward(name)
+    return len(taskset)
+
+
+def _check_algorithm(stage: Config) -> None:
+    """The parts of the algorithm go together, and what it learns from beside rollouts is there."""
+    if stage.data_processor.experience_pipeline.operators:
+        # Late, as below: it needs torch, which reading and checking a config does without.
+        from rftdask.buffer.batches.operator_pipeline import operators_of
+
+        operators_of(stage)
+    if stage.mode not in ("both", "train") or stage.trainer.trainer_type == "fake":
+        return
+    from rftdask.trainer.build import algorithm_of
+
+    algorithm = algorithm_of(stage)
+    if stage.algorithm.needs_teacher:
+        path = stage.explorer.auxiliary_models[0].model_path or ""
+        _check_model_folder(path, "explorer.auxiliary_models[0].model_path")
+    if algorithm.use_critic and stage.model.critic_model_path:
+        _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
+    if num_experts(stage):
+        section = stage.buffer.trainer_input.auxiliary_buffers[demonstrations(stage)]
+        _check_columns(_open_rows(section), section, "sft")
+
+
+def _open_rows(section: ExperienceBufferConfig) -> Dataset:
+    """The dataset of a buffer. Raises: DataError: there is none."""
+    return open_dataset(section.path or "", split=section.split, subset_name=section.subset_name, table=section.table)
+
+
+def _check_columns(dataset: Dataset, section: ExperienceBufferConfig, schema: str) -> None:
+    fmt = section.format
+    chat = schema == "sft" and fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
+    options = {"sft": ("prompt_key", "response_key"), "dpo": ("prompt_key", "chosen_key", "rejected_key")}
+    for option in () if chat else options.get(schema, ("prompt_key",)):
+        column = getattr(fmt, option)
+        if column not in dataset.columns:
+            raise DataError(
+                f"dataset {section.path} has no column {column!r}, which format.{option} names; "
+                f"columns: {', '.join(dataset.columns)}"
+            )
+
+
+def _check_staleness(stage: Config) -> None:
+    if stage.mode != "both" or stage.algorithm.schema_type != "experience" or stage.synchronizer.max_staleness is None:
+        return
+    rules = make_sync_rules(stage)
+    if stage.synchronizer.max_staleness < rules.smallest_staleness_bound:
+        raise DataError(
+            f"synchronizer.max_staleness {stage.synchronizer.max_staleness} cannot be kept: in style {rules.style}, "
+            f"sync_offset {rules.sync_offset}, intervals {rules.explorer_sync_interval} (explorer) and "
+            f"{rules.trainer_sync_interval} (trainer), {rules.experiences_per_step} experiences in an explore step and "
+            f"{rules.train_batch_size} in a batch, tokens get {rules.smallest_staleness_bound} steps old; "
+            "allow that many"
+        )
+
+
+def _check_dataset(stage: Config) -> int:
+    section = stage.buffer.trainer_input.experience_buffer
+    dataset = _open_rows(section)
+    _check_columns(dataset, section, stage.algorithm.schema_type)
+    needed = stage.buffer.train_batch_size
+    if len(dataset) * stage.buffer.total_epochs < needed:
+        raise DataError(
+            f"dataset {section.path} has {len(dataset)} rows, {stage.buffer.total_epochs} epochs of it do not "
+            f"fill one batch of {needed} (buffer.train_batch_size)"
+        )
+    return len(dataset)
+
+
+def _check_model(stage: Config) -> None:
+    if stage.mode != "train":
+        remotes = [external_policy(stage), *remote_auxiliary(stage).values()]
+        for remote in [remote for remote in remotes if remote is not None]:
+            remote.check()
+    if stage.is_external or (
+        stage.explorer.rollout_model.engine_type == "fake" and stage.trainer.trainer_type == "fake"
+    ):
+        return
+    _check_model_folder(stage.model.model_path, "model.model_path")
+
+
+def _check_engines(stages: list[Config]) -> None:
+    """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
+    for stage in stages:
+        for path, section in engine_sections(stage) if stage.mode != "train" else ():
+            if section.engine_type == "vllm" and find_spec("vllm") is None:
+                raise UserError(
+                    f"{path}.engine_type: vLLM is not installed; pip install 'rftdask[vllm]' on a machine with a GPU "
+                    "(docs/engines.md says how on a CPU), or use transformers"
+                )
+
+
+def _check_model_folder(path: str, key: str) -> None:
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            return  # a name on the hub; transformers finds or fetches it
+        raise DataError(f"{key}: {path!r} does not exist; give a model folder or a name on the Hugging Face hub")
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{key}: {path!r} has no config.json, so it is no model folder")
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        raise DataError(f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})")
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
+
+
+def check_owners(storage: Storage, stage: Config) -> None:
+    """Raises: UserError: several processes would have to agree on a storage where they cannot."""
+    if storage.has_create_only:
+        return
+    apart = stage.algorithm.schema_type == "experience" and stage.mode in ("explore", "train")
+    if not apart and stage.cluster.type == "local":
+        log.warning("%s cannot keep a second command from this run: start none before this one has ended", storage.url)
+        return
+    setup = f"mode {stage.mode}, which shares a run with another command" if apart else f"cluster {stage.cluster.type}"
+    raise UserError(
+        f"checkpoint_root_dir: {storage.url} cannot create a file only where there is none (no conditional writes), so "
+        f"two processes could both own a role or write the batch of one step: {setup}, is refused there; use mode both "
+        "on one machine, or a folder on a local or shared file system, s3://, gs:// or abfs://"
+    )
+
+
+def _check_log(stage: Config) -> None:
+    if stage.algorithm.schema_type != "experience":
+        return
+    try:
+        open_log(open_storage(stage.checkpoint_job_dir), stage).check()
+    except StorageError as error:
+        raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
+
+
+def _check_storage(stage: Config) -> Storage:
+    url = stage.checkpoint_job_dir
+    try:
+        storage = open_storage(url)
+        storage.put(_PROBE, b"probe")
+        storage.remove(_PROBE)
+    except StorageError as error:
+        raise UserError(f"checkpoint_root_dir: cannot write to {url}: {error}") from error
+    _check_space(storage, stage)
+    return storage
+
+
+def _check_space(storage: Storage, stage: Config) -> None:
+    folder = Path(stage.model.model_path).expanduser()
+    root = Path(storage.url)
+    if not root.is_dir():
+        return
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    needed, free = weights * _CHECKPOINT_FACTOR + _SPARE_BYTES, shutil.disk_usage(root).free
+    if free < needed:
+        raise UserError(
+            f"checkpoint_root_dir: {root} has {free / 1e9:.2f} GB free, a checkpoint and its weights need about "
+            f"{needed / 1e9:.2f} GB; free some space or choose another folder"
+        )

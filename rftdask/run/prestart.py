@@ -1,0 +1,93 @@
+"""Ahead: while a stage trains, workers start the processes of the next stage's roles, which do their imports then.
+
+It does not know what a role does. Invariant: a head start is only time won; without it, or where it fails, a role
+starts its process itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distributed import Client
+
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
+from rftdask.config import Config
+from rftdask.engines.client import TARGET as ENGINE
+from rftdask.processes.child import end_ahead, start_ahead
+from rftdask.run.run_folder import roles_of
+from rftdask.trainer.gang import RANK
+
+_MODELS = "transformers.models.auto.modeling_auto"
+"""What loading any model imports; a second or several."""
+_CLOSE_S = 10.0
+
+_Call = tuple[str | None, Callable[..., object], tuple[Any, ...]]
+"""Resource of the workers, None for all of them; function; its arguments."""
+
+log = logging.getLogger(__name__)
+
+
+class HeadStart:
+    """Of each stage but the first, at the first step of the one before it.
+
+    Example: with HeadStart(client, layout, stages) as ahead: ...; ahead.after(0, {"event": "step", ...})
+    """
+
+    def __init__(self, client: Client, layout: Layout, stages: Sequence[Config]) -> None:
+        self._client = client
+        self._layout = layout
+        self._stages = stages
+        self._given: dict[int, threading.Thread] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    def after(self, number: int, event: Mapping[str, Any]) -> None:
+        """What stage `number` (from 0) says; returns at once. What goes wrong is logged."""
+        following = number + 1
+        if event.get("event") == "step" and following < self.num_stages and following not in self._given:
+            self._given[following] = self._start(list(_calls(self._stages[following], self._layout)))
+
+    def __enter__(self) -> HeadStart:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """What no role took ends now: workers may outlive this run."""
+        for thread in self._given.values():
+            thread.join(_CLOSE_S)  # so that nothing starts after the end
+        if self._given:
+            self._start([(None, end_ahead, ())]).join(_CLOSE_S)
+
+    def _start(self, calls: Sequence[_Call]) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(calls,), name="ahead", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, calls: Sequence[_Call]) -> None:
+        try:
+            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            for resource, function, args in calls:
+                able = [a for a, info in workers.items() if resource is None or info["resources"].get(resource)]
+                if able:
+                    self._client.run(function, *args, workers=able, on_error="ignore")
+        except Exception:
+            # The decision: whatever ails a worker or the client, the stage finds out by itself.
+            log.warning("the next stage got no head start", exc_info=True)
+
+
+def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
+    roles = roles_of(stage)
+    # An engine's environment may matter to its imports, so that one with its own starts in it.
+    if (
+        "explorer" in roles
+        and stage.explorer.rollout_model.engine_type == "transformers"
+        and not stage.explorer.env_vars
+    ):
+        threads = layout.threads_of(EXPLORER_RESOURCE)
+        yield EXPLORER_RESOURCE, start_ahead, (ENGINE, threads, ("rftdask.engines.transformers", _MODELS))
+    if "trainer" in roles and stage.trainer.trainer_type != "fake":
+        yield TRAINER_RESOURCE, start_ahead, (RANK, layout.threads_of(TRAINER_RESOURCE), (_MODELS,))

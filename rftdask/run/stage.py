@@ -1,0 +1,391 @@
+"""Stage: one mode of one run folder, from its first task to its last checkpoint, on a running cluster.
+
+It starts the roles of its mode (trainer gang, explorer, synchronizer), watches them, passes on what they say, and ends
+when they have. Starting and restarting are the same: each role reads the run folder and does what is missing. Every
+failure of a role ends the stage with that role's error.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log.retention import RetentionRule, apply_retention
+from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
+from rftdask.config import Config
+from rftdask.data.task_schedule import num_explore_steps
+from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
+from rftdask.explorer.autoscale import ScaleRule
+from rftdask.explorer.evaluation import eval_tasksets
+from rftdask.explorer.explorer import ExplorePlan, Explorer
+from rftdask.explorer.task_order import TaskOrder, task_order
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.rules import explorer_workers, make_sync_rules, num_batches, tasks_per_batch
+from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
+from rftdask.storage import Storage
+from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
+from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
+from rftdask.trainer.gang import TOPIC, Gang, RankSpec
+
+if TYPE_CHECKING:
+    from rftdask.explorer.difficulty import LearnedOrder
+
+WORKER_DEADLINE_S = 300.0
+_TICK_S = 0.1
+_LOOK_AT_WORKERS_S = 0.5
+_RETENTION_S = 5.0
+"""Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
+
+log = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StageResult:
+    step: int
+    """Last policy version."""
+    stopped: bool
+    """Ended on request, with work left."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """How much there is to do."""
+
+    explore_steps: int
+    train_steps: int | None
+    """None: until the data ends."""
+
+
+def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
+    """Steps of a stage, from the sizes of its tasksets by name."""
+    if config.algorithm.schema_type != "experience":
+        possible = (
+            sizes["dataset"] * config.buffer.total_epochs // config.buffer.train_batch_size
+            if "dataset" in sizes
+            else None
+        )
+        return StageWork(0, _least(possible, config.trainer.total_steps))
+    rules = make_sync_rules(config)
+    tasksets = [sizes[t.name] for t in config.buffer.explorer_input.train_tasksets if t.name in sizes]
+    if not tasksets:
+        return StageWork(0, config.trainer.total_steps)
+    steps = config.buffer.total_steps
+    if steps is None:
+        steps = num_explore_steps(tasksets, config.buffer.batch_size, config.buffer.total_epochs)
+    train_steps = _least(rules.num_steps_from(steps), config.trainer.total_steps)
+    if config.mode == "both" and train_steps is not None:
+        steps = min(steps, rules.explore_steps_for(train_steps))
+    return StageWork(steps, train_steps)
+
+
+def _least(*numbers: int | None) -> int | None:
+    return min((n for n in numbers if n is not None), default=None)
+
+
+class StageRun:
+    """Runs one stage.
+
+    Example: StageRun(config, storage, cluster, layout, sizes, on_event).run()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        storage: Storage,
+        cluster: Cluster,
+        layout: Layout,
+        sizes: Mapping[str, int],
+        on_event: Callable[[Event], None],
+        log_folder: str | None,
+    ) -> None:
+        """on_event: called in the thread of `run` with what the roles say."""
+        self._config = config
+        self._storage = storage
+        self._cluster = cluster
+        self._client = cluster.client
+        self._layout = layout
+        self._sizes = sizes
+        self._on_event = on_event
+        self._log_folder = log_folder
+        self._num_ranks = num_ranks(config, layout)
+        self.work = plan_work(config, sizes)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._over = threading.Event()
+        self._stopping = False
+        self._trainer_result: dict[str, Any] | None = None
+        self._errors: list[BaseException] = []
+        self._explorer: Explorer | None = None
+        self._sync: SyncHandle | None = None
+        self._actor: Any = None
+        self._generation = 0
+        self._can_scale = True
+        self._retention: threading.Thread | None = None
+        self._ended = threading.Event()
+        """Set when the roles are over, so that compaction stops."""
+        self._workers: dict[str, str] = {}
+        self._watched = self._tidied = 0.0
+
+    def run(self) -> StageResult:
+        """Until the roles have ended. Raises: the error of the role that failed first; FencedError."""
+        roles = roles_of(self._config)
+        leases: list[Lease] = []
+        try:
+            for role in roles:
+                leases.append(Lease(self._storage, role))
+            if "trainer" in roles:
+                self._storage.remove(STOP_FILE)
+            if self._stopping:
+                self.stop()  # it was asked to before the file of an earlier stop was removed
+            return self._run_roles(roles, leases)
+        finally:
+            self._over.set()
+            for lease in leases:
+                lease.release()
+
+    def stop(self) -> None:
+        """Ask the stage to end with a checkpoint. From any thread; another process may put a trainer's file itself."""
+        self._stopping = True
+        if self._config.mode in ("explore", "bench"):
+            self._over.set()  # not by the file: the trainer of another process may be at work on the same run
+        else:
+            self._storage.put(STOP_FILE, b"stop\n")
+
+    def _run_roles(self, roles: tuple[str, ...], leases: list[Lease]) -> StageResult:
+        self._client.subscribe_topic(TOPIC, lambda event: self._events.put(event[1]))
+        threads = []
+        if "explorer" in roles:
+            self._start_synchronizer()
+            self._explorer = self._make_explorer()
+            threads.append(self._start("explorer", self._explorer.run))
+        if "trainer" in roles:
+            threads.append(self._start("trainer", self._run_gang))
+        try:
+            while any(thread.is_alive() for thread in threads):
+                self._pump(_TICK_S)
+                self._watch(leases)
+                self._tidy(time.monotonic())
+                if self._errors:
+                    self._over.set()
+            self._pump(0.0)
+            if not self._errors and self._explorer is None:
+                self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
+        finally:
+            self._ended.set()
+            if self._retention is not None:
+                self._retention.join(
+                    WORKER_DEADLINE_S
+                )  # it ends after the bucket it is at, while this process has the lease
+            self._client.unsubscribe_topic(TOPIC)
+            if self._actor is not None:
+                self._client.unpublish_dataset("rftdask-synchronizer")
+                self._actor.release()
+        if self._errors:
+            raise self._errors[0]
+        result = self._trainer_result or {"step": 0, "stopped": self._over.is_set()}
+        return StageResult(int(result["step"]), bool(result["stopped"]))
+
+    def _start(self, role: str, target: Callable[[], object]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                target()
+            except BaseException as error:  # carried to the thread that runs the stage, and raised there
+                self._errors.append(error)
+
+        thread = threading.Thread(target=guarded, name=role, daemon=True)
+        thread.start()
+        return thread
+
+    def _run_gang(self) -> None:
+        gang = Gang(
+            self._client,
+            self._rank_spec,
+            world_size=self._num_ranks,
+            max_restarts=self._config.trainer.max_restarts,
+            worker_deadline_s=self._cluster.worker_deadline_s,
+            note=self._note,
+            cancelled=self._over.is_set,
+            stopping=lambda: self._stopping,
+        )
+        # Without a rank there was nothing to write down.
+        result = gang.run() or {"step": max(checkpoint_steps(self._storage), default=0), "stopped": True}
+        self._trainer_result = result
+        if result["stopped"]:
+            self._over.set()
+        if self._explorer is not None:
+            self._explorer.wake(result["step"])
+
+    def _rank_spec(self, rank: int, rendezvous: tuple[str, int]) -> RankSpec:
+        return RankSpec(
+            config=self._config.to_dict(),
+            url=self._storage.url,
+            total_steps=self.work.train_steps,
+            rank=rank,
+            world_size=self._num_ranks,
+            rendezvous=rendezvous,
+            threads=self._layout.threads_of(TRAINER_RESOURCE),
+            log_file=f"{self._log_folder}/trainer-rank-{rank}.log" if self._log_folder else None,
+        )
+
+    def _make_explorer(self) -> Explorer:
+        config = self._config
+        tasksets = config.buffer.explorer_input.train_tasksets
+        learns = any(t.data_selector.selector_type == "difficulty_based" for t in tasksets) and config.mode != "bench"
+        plan = ExplorePlan(
+            num_steps=self.work.explore_steps if config.mode != "bench" else 0,
+            sizes=tuple(self._sizes[t.name] for t in tasksets if t.name in self._sizes),
+            order=TaskOrder() if learns or config.mode == "bench" else task_order(tasksets, self._sizes),
+            evals=eval_tasksets(config, self._sizes),
+            eval_versions=self._bench_versions() if config.mode == "bench" else (),
+        )
+        return Explorer(
+            self._client,
+            self._storage,
+            config,
+            plan,
+            {role: MetricsWriter(self._storage, role) for role in ("explorer", "eval")},
+            threads=self._layout.threads_of(EXPLORER_RESOURCE),
+            log_file=f"{self._log_folder}/engine.log" if self._log_folder else None,
+            emit=self._events.put,
+            cancelled=self._over.is_set,
+            trainer_ended_at=lambda: int(self._trainer_result["step"]) if self._trainer_result is not None else None,
+            learned=self._make_learned_order() if learns else None,
+            remove_old_shards=self._remove_old_shards,
+            scale_rule=self._scale_rule(),
+            scale=self._ask_for_explorers,
+        )
+
+    def _ask_for_explorers(self, num_workers: int) -> None:
+        if not self._can_scale:
+            return
+        try:
+            self._cluster.scale(EXPLORER_RESOURCE, num_workers)
+        except UserError as error:  # workers of such a cluster are somebody else's to start; who joins is taken
+            self._can_scale = False
+            self._note(f"explorer workers are not asked for: {error}")
+
+    def _scale_rule(self) -> ScaleRule:
+        fewest, most = explorer_workers(self._config)
+        return ScaleRule(fewest, most, asked=self._cluster.num_asked(EXPLORER_RESOURCE))
+
+    def _remove_old_shards(self) -> int:
+        kept = self._config.buffer.trainer_input.experience_buffer.retention
+        rule = RetentionRule(kept.keep, kept.keep_steps, kept.keep_share)
+        if rule.keep == "all" or self._config.algorithm.schema_type != "experience":
+            return 0
+        if rule.keep != "compact" and self._explorer is not None:
+            return self._apply_retention(rule)
+        # Seconds for each bucket, which neither the explorer nor this loop waits for.
+        if self._retention is None or not self._retention.is_alive():
+            self._retention = self._start("retention", lambda: self._apply_retention(rule))
+        return 0
+
+    def _tidy(self, now: float) -> None:
+        """Mode train: retention now and then, as the explorer does in mode both."""
+        if self._explorer is None and now - self._tidied >= _RETENTION_S:
+            self._tidied = now
+            self._remove_old_shards()
+
+    def _apply_retention(self, rule: RetentionRule) -> int:
+        try:
+            oldest = oldest_resume_point(self._storage)
+        except DamagedError:
+            return 0  # it is not known what is needed, so nothing goes
+        if oldest is None:
+            return 0
+        log = open_log(self._storage, self._config)
+        return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest, self._ended.is_set)
+
+    def _make_learned_order(self) -> LearnedOrder:
+        # Late: it needs torch, which the driver does without otherwise.
+        from rftdask.explorer.difficulty import LearnedOrder
+
+        config = self._config
+        return LearnedOrder(
+            self._storage,
+            open_log(self._storage, config),
+            config.buffer.explorer_input.train_tasksets[0],
+            batch_size=config.buffer.batch_size,
+            batches_per_step=num_batches(config.buffer.batch_size, tasks_per_batch(config)),
+            repeat_times=config.algorithm.repeat_times,
+        )
+
+    def _bench_versions(self) -> tuple[int, ...]:
+        """The model as it is, then every checkpoint; or only the newest. A model behind an API has one version.
+
+        Raises: DataError: there is no checkpoint.
+        """
+        if self._config.is_external:
+            return (0,)
+        steps = checkpoint_steps(self._storage)
+        if self._config.explorer.bench_on_latest_checkpoint:
+            if not steps:
+                raise DataError(
+                    f"{self._storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)"
+                )
+            return (steps[-1],)
+        return (0, *steps)
+
+    def _start_synchronizer(self) -> None:
+        workers = self._client.scheduler_info(n_workers=-1)["workers"]
+        control = [address for address, info in workers.items() if info["resources"].get(CONTROL_RESOURCE)]
+        poll_interval_s = self._config.synchronizer.poll_interval_s
+        self._actor = start_synchronizer(
+            self._client, self._storage.url, poll_interval_s, f"{time.time_ns()}-{self._generation}", control
+        )
+        self._sync = SyncHandle(self._storage, self._client, poll_interval_s)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Pass on what the roles said; wait up to `timeout_s` for the first."""
+        try:
+            event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
+            while True:
+                if event.get("event") == "published":
+                    self._tell_published(event["version"])
+                self._on_event(event)
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return
+
+    def _tell_published(self, version: int) -> None:
+        if self._sync is not None:
+            self._sync.hint()
+        if self._explorer is not None:
+            self._explorer.wake(version)
+
+    def _note(self, text: str) -> None:
+        log.info(text)
+        self._events.put({"role": "run", "event": "note", "text": text})
+
+    def _watch(self, leases: list[Lease]) -> None:
+        """Losses that the roles do not see: a lease, a worker, the synchronizer."""
+        now = time.monotonic()
+        if now - self._watched < _LOOK_AT_WORKERS_S:
+            return
+        self._watched = now
+        if any(lease.lost for lease in leases):
+            self._errors.append(FencedError(f"another process took over {self._storage.url}; this one stops"))
+        try:
+            self._cluster.check()
+        except RoleError as error:
+            self._errors.append(error)
+        workers = {a: info["name"] for a, info in self._client.scheduler_info(n_workers=-1)["workers"].items()}
+        for address, name in self._workers.items():
+            if address not in workers:
+                self._note(f"worker {name} ({address}) was lost; what it had not finished runs again")
+        for address, name in workers.items():
+            if self._workers and address not in self._workers:
+                self._note(f"worker {name} ({address}) joined")
+        self._workers = workers
+        if self._actor is not None and self._actor.status in ("error", "cancelled", "lost") and not self._over.is_set():
+            self._generation += 1
+            self._note("the synchronizer was lost; a new one starts")
+            self._start_synchronizer()

@@ -1,0 +1,103 @@
+"""OpenRLHF: the modules of openrlhf.models.loss.
+
+The package around that file imports deepspeed and flash-attn, which the losses never call; where they are missing,
+empty modules stand in for them during the import, and the package's __init__ is not run.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.testing.conformance.cases import Batch, Case, loss_inputs, loss_of
+
+UNUSED_BY_THE_LOSSES = ("deepspeed",)
+
+
+def cases() -> list[Case]:
+    """Raises: ImportError: OpenRLHF is not installed."""
+    losses = _import_losses()
+
+    def ppo(**settings: Any) -> Callable[[Batch], Tensor]:
+        module = losses.PolicyLoss(**settings)
+        return lambda b: module(b.policy, b.old, b.advantages, b.float_mask, rollout_log_probs=b.sampler)[0]
+
+    def sft(token_level: bool) -> Callable[[Batch], Tensor]:
+        module = losses.SFTLoss(token_level_loss=token_level)
+        return lambda b: module(b.policy, b.float_mask)
+
+    def dpo(**settings: Any) -> Callable[[Batch], Tensor]:
+        module = losses.DPOLoss(beta=0.1, **settings)
+
+        def theirs(b: Batch) -> Tensor:
+            policy, ref = ((x * b.mask).sum(-1) for x in (b.policy, b.ref))
+            return module(policy[::2], policy[1::2], ref[::2], ref[1::2])[0]
+
+        return theirs
+
+    no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
+    by_sequence: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
+    tis: dict[str, Any] = {"method": "truncate", "low": 0.5, "high": 5.0}
+    icepop: dict[str, Any] = {"method": "mask", "low": 0.5, "high": 5.0}
+    return [
+        Case("ppo loss, token mean", loss_of(**no_dual), ppo()),
+        Case(
+            "ppo loss, sequence mean", loss_of(**no_dual, **by_sequence), ppo(token_level_loss=False), tolerance_64=1e-7
+        ),
+        Case("ppo loss, dual clip 3", loss_of(), ppo(dual_clip=3.0)),
+        Case(
+            "ppo loss with TIS (token, clipped to a band)",
+            loss_of(**no_dual, correct=True, rollout_correction=tis),
+            ppo(is_correction_level="token", is_correction_mode="clip"),
+        ),
+        Case(
+            "ppo loss with IcePop",
+            loss_of(**no_dual, correct=True, rollout_correction=icepop),
+            ppo(is_correction_level="token", is_correction_mode="mask"),
+        ),
+        Case(
+            "gspo loss",
+            loss_of("gspo", policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.2}),
+            ppo(policy_loss_type="gspo"),
+            ("padded", "holes", "short"),
+            tolerance_64=1e-7,
+        ),
+        Case("sft loss, token mean", loss_of("sft"), sft(True)),
+        Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), tolerance_64=1e-7),
+        Case("dpo loss", _dpo(), dpo(), ("padded", "holes", "short", "extreme")),
+        Case("dpo loss, label smoothing 0.1", _dpo(label_smoothing=0.1), dpo(label_smoothing=0.1), ("padded", "holes")),
+        Case(
+            "ipo loss",
+            _dpo(loss_type="ipo"),
+            dpo(ipo=True),
+            ("padded", "holes"),
+            differs="log-ratios are summed; ours are means over tokens, as in TRL",
+        ),
+    ]
+
+
+def _dpo(**args: Any) -> Callable[[Batch], Tensor]:
+    algorithm = make_algorithm("dpo", policy_loss_fn_args=args)
+    return lambda batch: algorithm.compute_loss(loss_inputs(batch, algorithm))[0]
+
+
+def _import_losses() -> ModuleType:
+    spec = importlib.util.find_spec("openrlhf")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("openrlhf is not installed")
+    stand_ins = [name for name in UNUSED_BY_THE_LOSSES if importlib.util.find_spec(name) is None]
+    for name in stand_ins:
+        sys.modules[name] = ModuleType(name)
+    package = ModuleType("openrlhf.models")
+    package.__path__ = [f"{folder}/models" for folder in spec.submodule_search_locations]
+    sys.modules.setdefault("openrlhf.models", package)
+    try:
+        return importlib.import_module("openrlhf.models.loss")
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]

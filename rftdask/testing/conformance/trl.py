@@ -1,0 +1,129 @@
+"""TRL: GRPOTrainer._compute_loss, called with a stand-in for the trainer whose forward pass returns the batch's
+logprobs."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.testing.conformance.cases import MAX_TOKENS, Batch, Case, loss_of, packed
+
+TRL_SETTINGS: dict[str, Any] = {
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "steps_per_generation": 1,
+}
+
+
+def cases() -> list[Case]:
+    """Raises: ImportError: TRL is not installed."""
+    from trl.trainer.grpo_trainer import GRPOTrainer  # heavy and optional
+
+    def trl(loss_type: str, **settings: Any) -> Callable[[Batch], Tensor]:
+        return lambda batch: GRPOTrainer._compute_loss(_trainer(batch, loss_type, **settings), None, _inputs(batch))
+
+    by_sequence: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
+    not_empty = ("padded", "holes", "short", "extreme")
+    grpo = make_algorithm("grpo", kl_loss_fn="none", policy_loss_fn_args={"clip_ratio_c": None}, **by_sequence)
+    no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
+    clip: dict[str, Any] = {"policy_loss_fn_args": {"clip_range_low": 0.2, "clip_range_high": 0.2}}
+    return [
+        Case("grpo loss", loss_of(**no_dual, **by_sequence), trl("grpo"), not_empty),
+        Case("grpo loss, ours packed", packed(grpo), trl("grpo"), not_empty),
+        Case("bnpo loss", loss_of("bnpo", **no_dual), trl("bnpo")),
+        Case("dapo loss", loss_of("dapo", **no_dual), trl("dapo", high=0.28)),
+        Case("dr_grpo loss", loss_of("dr_grpo", **no_dual), trl("dr_grpo"), not_empty),
+        Case("two-sided clip (delta) is our dual clip", loss_of("bnpo"), trl("bnpo", delta=3.0)),
+        Case(
+            "cispo loss, cap 1.28",
+            loss_of("cispo", policy_loss_fn_args={"clip_range_low": 1.0, "clip_range_high": 0.28}),
+            trl("cispo", high=1.28),
+        ),
+        Case(
+            "cispo loss, epsilon_high 0.28 as a distance",
+            loss_of("cispo"),
+            trl("cispo", high=0.28),
+            differs="epsilon_high is the cap itself, not a distance from 1; give ours 1 less",
+        ),
+        Case("sapo loss", loss_of("sapo"), trl("sapo"), not_empty, tolerance_64=1e-7),  # its 1.05 is a float32
+        Case("vespo loss", loss_of("vespo"), trl("vespo"), ("padded", "holes", "short", "empty")),
+        Case("gspo loss (sequence level)", loss_of("gspo", **clip), trl("grpo", level="sequence"), not_empty),
+        Case(
+            "grpo loss with empty rows",
+            loss_of(**no_dual, **by_sequence),
+            trl("grpo"),
+            ("empty",),
+            differs="a row without trained tokens counts in the mean over sequences; ours does not",
+        ),
+        Case(
+            "k3 penalty in the loss",
+            loss_of("bnpo", **no_dual, kl_loss_fn="k3", kl_loss_fn_args={"kl_coef": 0.1}),
+            trl("bnpo", beta=0.1),
+        ),
+    ]
+
+
+def _inputs(batch: Batch) -> dict[str, Tensor]:
+    ids = torch.zeros(batch.mask.shape, dtype=torch.int64)
+    return {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": batch.float_mask,
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old,
+        "ref_per_token_logps": batch.ref,
+        "num_items_in_batch": batch.mask.sum(),
+    }
+
+
+def _trainer(
+    batch: Batch, loss_type: str, *, high: float = 0.2, beta: float = 0.0, level: str = "token", **settings: Any
+) -> Any:
+    """What `_compute_loss` reads of its trainer."""
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda value: value,
+        gather_for_metrics=lambda value: value,
+        reduce=lambda value, reduction: value,
+    )
+    return SimpleNamespace(
+        args=SimpleNamespace(**{**TRL_SETTINGS, **settings}),
+        accelerator=accelerator,
+        model=SimpleNamespace(training=True),
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon_low=0.2,
+        epsilon_high=high,
+        beta=beta,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        entropy_coef=0.0,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        get_gamma_weights=_gamma_weights,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.policy, torch.zeros_like(batch.policy), None),
+    )
+
+
+def _gamma_weights(**given: Any) -> Tensor:
+    from trl.trainer.grpo_trainer import GRPOTrainer  # imported by then
+
+    return GRPOTrainer.get_gamma_weights(**given)

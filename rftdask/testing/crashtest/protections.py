@@ -1,0 +1,98 @@
+"""Protections: what keeps the promises, taken away one at a time. The same tests must then find something broken; a
+test that finds nothing would prove nothing.
+
+They are taken away by what stands in their place at a seam: another disk, storage, log or ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError
+from rftdask.storage import Storage
+from rftdask.testing.crashtest.damage import damage_files
+from rftdask.testing.crashtest.figures import Figures, ProtectionFigures
+from rftdask.testing.crashtest.power import lose_power
+from rftdask.testing.crashtest.rivals import meet_rivals
+from rftdask.testing.crashtest.workload import Parts, Plan
+from rftdask.testing.storage_faults import FaultyStorage
+
+_PLAN = Plan(6, ordered=False)
+
+
+class CheckThenWrite(FaultyStorage):
+    """`put_new` as one would write it without create-only: look whether it is there, then write."""
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        if self.inner.exists(path):
+            return False
+        self.inner.put(path, data)
+        return True
+
+
+class TrustingLog(ParquetLog):
+    """Reads what is there, whatever its checksum says."""
+
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        try:
+            return pq.read_table(pa.BufferReader(data), columns=columns, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"shard {name.text}: {error}") from error
+
+
+class LateLedger(Ledger):
+    """Writes the entry of a step when it was trained, and not before."""
+
+    _late: LedgerEntry | None = None
+
+    def write(self, entry: LedgerEntry) -> None:
+        self._late = entry
+        if not entry.use:
+            self.write_late()  # nothing will be trained
+
+    def write_late(self) -> None:
+        """Called after every optimizer step."""
+        if self._late is not None:
+            super().write(self._late)
+            self._late = None
+
+
+_Test = Callable[[int], Figures]
+
+PROTECTIONS: dict[str, _Test] = {
+    "fsync of files": lambda every: lose_power(_PLAN, range(1), every=every, sync_files=False),
+    "fsync of folders": lambda every: lose_power(_PLAN, range(1), every=every, sync_folders=False),
+    "create-only": lambda every: meet_rivals(_PLAN, range(3), every=_fewer(every), where=_LEDGER_PUT, wrap=_unguarded),
+    "checksums of shards": lambda every: damage_files(
+        Plan(6), 0, num_flips=16, kinds="shard", parts=Parts(log=TrustingLog), every=_fewer(every)
+    ),
+    "the ledger before training": lambda every: lose_power(
+        _PLAN, range(3), where=_LEDGER_CREATE, parts=Parts(ledger=LateLedger)
+    ),
+}
+"""Name -> the test without it, trying every n-th place; where only few places matter, these, and less thinly."""
+
+_LEDGER_PUT = "before put.* ledger/.*"
+_LEDGER_CREATE = "create .*/ledger/.*"
+
+
+def _fewer(every: int) -> int:
+    return max(1, every // 6)
+
+
+def _unguarded(storage: Storage) -> Storage:
+    return CheckThenWrite(storage, lambda *call: None)
+
+
+def take_away(name: str, every: int = 1) -> ProtectionFigures:
+    """Whether the test finds anything without the protection; `every` as in `PROTECTIONS`."""
+    figures = PROTECTIONS[name](every)
+    return ProtectionFigures(
+        name, figures.num_tried, len(figures.problems), figures.problems[0] if figures.problems else ""
+    )

@@ -1,0 +1,119 @@
+"""Suite: the parts of the crash test in their order, in a folder of the user's own file system."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rftdask.errors import UserError
+from rftdask.storage import open_storage
+from rftdask.storage.local import LocalStorage
+from rftdask.testing.crashtest.damage import damage_files
+from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
+from rftdask.testing.crashtest.kills import kill_at_random
+from rftdask.testing.crashtest.power import lose_power
+from rftdask.testing.crashtest.protections import PROTECTIONS, take_away
+from rftdask.testing.crashtest.rivals import meet_rivals
+from rftdask.testing.crashtest.stops import stop_everywhere
+from rftdask.testing.crashtest.workload import Plan
+
+PARTS = ("stops", "kills", "power", "rivals", "damage", "protections")
+
+_SHORT = Plan(3)
+_SHORT_AS_THEY_COME = Plan(3, ordered=False)
+_LONG = Plan(30, save_interval=4)
+"""40 optimizer steps, of which a killed trainer trains up to 3 again."""
+_NUM_POWER_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class CrashTestOptions:
+    """What to run, and how much of it."""
+
+    num_kills: int = 100
+    """Of the part "kills", at least."""
+    seed: int = 1
+    parts: tuple[str, ...] = PARTS
+    every: int = 1
+    """Try every n-th place only, in the parts that have places."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.parts} - {*PARTS})
+        if unknown:
+            raise UserError(f"crash test parts {unknown} do not exist; they are {', '.join(PARTS)}")
+        if self.every < 1 or self.num_kills < 1:
+            raise UserError(f"every ({self.every}) and kills ({self.num_kills}) must be at least 1")
+
+
+def run_crash_test(
+    url: str | None, options: CrashTestOptions, say: Callable[[str], None] = lambda line: None
+) -> CrashReport:
+    """Run the parts. What fails is in the report. Forks: call it from a process without threads.
+
+    url: a folder on the file system to be tested, in which a folder is made and removed; None takes a temporary one.
+    Raises: UserError: `url` is no folder of a file system.
+    """
+    with _work_folder(url) as folder:
+        say(f"crash test below {folder}")
+        parts = []
+        for part in (part for part in PARTS if part in options.parts):
+            for figures in _run_part(part, folder, options):
+                parts.append(figures)
+                say(f"  {part}: {figures.num_tried} tried, {len(figures.problems)} broken, {figures.duration_s:.0f} s")
+        return CrashReport(options.seed, parts, _take_away_all(options, say))
+
+
+def _run_part(part: str, folder: Path, options: CrashTestOptions) -> Iterator[Figures]:
+    seed, every = options.seed, options.every
+    seeds = range(seed, seed + _NUM_POWER_SEEDS)
+    if part == "stops":
+        yield stop_everywhere(folder / part, _SHORT, seed, every=every)
+    elif part == "kills":
+        yield kill_at_random(folder / part, _LONG, options.num_kills, seed)
+    elif part == "power":
+        yield lose_power(_SHORT, seeds, every=every)
+        yield lose_power(_SHORT_AS_THEY_COME, seeds, every=every)
+    elif part == "rivals":
+        yield meet_rivals(_SHORT, range(seed, seed + 1), every=every)
+        yield meet_rivals(_SHORT_AS_THEY_COME, range(seed, seed + 1), every=every)
+    elif part == "damage":
+        yield damage_files(Plan(6), seed, every=every)
+
+
+def _take_away_all(options: CrashTestOptions, say: Callable[[str], None]) -> list[ProtectionFigures]:
+    found = []
+    for name in PROTECTIONS if "protections" in options.parts else ():
+        found.append(take_away(name, max(6, options.every)))
+        say(f"  without {name}: {found[-1].num_broken} of {found[-1].num_tried} broken, as it must be")
+    return found
+
+
+def parse_parts(text: str) -> tuple[str, ...]:
+    """ "stops,kills" -> ("stops", "kills"); empty means all. Unknown names are refused by the options."""
+    names: Collection[str] = [name.strip() for name in text.split(",") if name.strip()]
+    return tuple(names) or PARTS
+
+
+@contextmanager
+def _work_folder(url: str | None) -> Iterator[Path]:
+    if url is None:
+        with TemporaryDirectory(prefix="rftdask-crashtest-") as temporary:
+            yield Path(temporary)
+        return
+    storage = open_storage(url)
+    if not isinstance(storage, LocalStorage):
+        raise UserError(
+            f"{url}: the crash test kills processes that share a file system; give a folder. "
+            "What another storage keeps, `rftdask doctor` checks"
+        )
+    name = f"rftdask-crashtest-{uuid.uuid4().hex[:8]}"
+    folder = Path(storage.url) / name
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        storage.remove(name)

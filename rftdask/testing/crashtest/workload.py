@@ -1,0 +1,261 @@
+"""Workload: the short run that crash tests disturb. Real log, ledger, checkpoints, weights and trainer loop; what is
+left out are Dask, rollouts and gradients.
+
+Every experience is a pure function of its place, so a batch may run any number of times, by anybody. Some rollouts
+fail and some groups are too stale, so that rows are dropped, too. It knows nothing of crashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import LogOptions, LogSource
+from rftdask.buffer.log.file_log import FileLog, ParquetLog
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.storage import Storage
+from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.trainer import Trainer, TrainerOptions
+
+MAX_STALENESS = 1
+_MAX_READ_TIMEOUT_S = 30.0
+_LEAD = 3
+"""Explore steps that writers may be ahead of the trainer."""
+_REPEAT_SHARE = 0.15
+"""Share of the batches a writer runs although they are done."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of a run, and what each of its experiences is.
+
+    Example: Plan(num_explore_steps=6) has 12 rollout batches of 2 groups of 2 rollouts, and 8 optimizer steps of 3
+    groups: a shard is used by several steps, and a step uses several shards.
+    """
+
+    num_explore_steps: int = 3
+    ordered: bool = True
+    tasks_per_step: int = 4
+    tasks_per_batch: int = 2
+    repeat_times: int = 2
+    groups_per_batch: int = 3
+    save_interval: int = 2
+
+    def __post_init__(self) -> None:
+        if self.num_explore_steps * self.tasks_per_step % self.groups_per_batch:
+            raise ValueError(f"{self}: its groups do not fill its batches")
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps."""
+        return self.num_explore_steps * self.tasks_per_step // self.groups_per_batch
+
+    def batches(self, last_explore_step: int) -> list[tuple[int, int]]:
+        """(explore step, batch) of all rollout batches up to a step, in order."""
+        per_step = self.tasks_per_step // self.tasks_per_batch
+        return [(step, batch) for step in range(1, last_explore_step + 1) for batch in range(per_step)]
+
+    def experiences(self, explore_step: int, batch: int) -> list[Experience]:
+        first = (explore_step - 1) * self.tasks_per_step + batch * self.tasks_per_batch
+        return [
+            self._experience(explore_step, task, rollout)
+            for task in range(first, first + self.tasks_per_batch)
+            for rollout in range(self.repeat_times)
+        ]
+
+    def all_experiences(self) -> Iterator[Experience]:
+        for explore_step, batch in self.batches(self.num_explore_steps):
+            yield from self.experiences(explore_step, batch)
+
+    def fate(self, experience: Experience) -> str | None:
+        """Why it is dropped, "" if it is trained; None where it depends on the order of arrival."""
+        if not experience.status.trainable:
+            return experience.status
+        if not self.ordered:
+            return None
+        version = experience.task_index // self.groups_per_batch
+        return "stale" if version - experience.min_policy_version > MAX_STALENESS else ""
+
+    def _experience(self, explore_step: int, task: int, rollout: int) -> Experience:
+        version = 0 if task % 5 == 4 else task // self.groups_per_batch
+        failed = (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10
+        common = {"taskset": "crash", "epoch": 0, "task_index": task, "rollout": rollout, "explore_step": explore_step}
+        if failed:
+            return Experience(**common, status=Status.FAILED, error="planned", min_policy_version=version)  # type: ignore[arg-type]
+        digest = hashlib.sha256(f"{task}/{rollout}".encode()).digest()
+        return Experience(
+            **common,  # type: ignore[arg-type]
+            tokens=tuple(digest[:12]),
+            prompt_length=4,
+            rollout_logprobs=tuple(-byte / 256 for byte in digest[12:20]),
+            reward=digest[20] / 256,
+            min_policy_version=version,
+            max_policy_version=version,
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The product's parts, at the seam where a crash test can take a protection away."""
+
+    log: Callable[[Storage], FileLog] = ParquetLog
+    ledger: Callable[[Storage], Ledger] = Ledger
+
+
+@dataclass
+class Witness:
+    """What the lives of a run have seen, kept out of reach of the crash: in memory, or in a file beside the run."""
+
+    file: Path | None = None
+    lines: list[str] = field(default_factory=list)
+
+    def trained(self, step: int, digest: str) -> None:
+        self._note(f"trained {step} {digest} {os.getpid()}")
+
+    def acknowledged(self, path: str) -> None:
+        """A commit has returned: from now on this shard may not be lost."""
+        self._note(f"acknowledged {path}")
+
+    def steps_trained(self, process: int | None = None) -> list[tuple[int, str]]:
+        """(step, digest of its batch) each time one was trained, by all lives or by one process."""
+        words = [line.split() for line in self._read() if line.startswith("trained")]
+        return [(int(step), digest) for _, step, digest, pid in words if process in (None, int(pid))]
+
+    def shards_acknowledged(self) -> list[str]:
+        return [line.split()[1] for line in self._read() if line.startswith("acknowledged")]
+
+    def num_trained_again(self) -> int:
+        """Batches that were trained more than once, because a crash came before their checkpoint."""
+        steps = [step for step, _ in self.steps_trained()]
+        return len(steps) - len(set(steps))
+
+    def copy(self) -> Witness:
+        return Witness(None, self._read().copy())
+
+    def _note(self, line: str) -> None:
+        if self.file is None:
+            self.lines.append(line)
+            return
+        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(descriptor, f"{line}\n".encode())  # one call: no line of another process comes between
+        finally:
+            os.close(descriptor)
+
+    def _read(self) -> list[str]:
+        if self.file is None:
+            return self.lines
+        return self.file.read_text().splitlines() if self.file.exists() else []
+
+
+class WitnessedEngine(FakeTrainEngine):
+    """The fake engine, telling the witness of every batch it has trained."""
+
+    def __init__(self, witness: Witness, after_step: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._witness = witness
+        self._after_step = after_step
+
+    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+        metrics = super().train_step(batch, step)
+        content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
+        self._witness.trained(step, hashlib.sha256(content).hexdigest()[:16])
+        self._after_step()
+        return metrics
+
+
+class Writer:
+    """Runs rollout batches and commits them; several may race for the same ones."""
+
+    def __init__(
+        self, storage: Storage, plan: Plan, parts: Parts, witness: Witness, rng: random.Random, name: str = ""
+    ) -> None:
+        """name: hexadecimal; by default a random one, as every process has that is really another one."""
+        self._plan = plan
+        self._log = parts.log(storage)
+        self._log.writer = name or self._log.writer
+        self._ledger = parts.ledger(storage)
+        self._witness = witness
+        self._rng = rng
+        self._sealed = False
+
+    def work(self) -> bool:
+        """Commit one batch that is not done, or now and then one that is; seal the log when all are. False: nothing to
+        do.
+        """
+        plan = self._plan
+        done = {(name.explore_step, name.batch) for name in self._log.shards()}
+        explored = self._ledger.last_step() * plan.groups_per_batch // plan.tasks_per_step
+        waiting = [b for b in plan.batches(min(explored + _LEAD, plan.num_explore_steps)) if b not in done]
+        if not waiting:
+            if not self._sealed and done.issuperset(plan.batches(plan.num_explore_steps)):
+                self._log.seal(plan.num_explore_steps)
+                self._sealed = True
+            return False
+        chosen = self._rng.choice(waiting[:3])
+        if done and self._rng.random() < _REPEAT_SHARE:
+            chosen = self._rng.choice(sorted(done))
+        name = self._log.commit(plan.experiences(*chosen), explore_step=chosen[0], batch=chosen[1])
+        self._witness.acknowledged(self._log.path(name))
+        return True
+
+
+class _NoMetrics:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics say nothing of exactness."""
+
+    def flush(self) -> None: ...
+
+
+def train(
+    storage: Storage, plan: Plan, parts: Parts, witness: Witness, should_stop: Callable[[], bool] = lambda: False
+) -> None:
+    """One life of the trainer, from the newest checkpoint to the end of the log."""
+    rule = SampleRule(plan.groups_per_batch, plan.tasks_per_step, plan.ordered, MAX_STALENESS)
+    options = LogOptions(rule, plan.tasks_per_batch, _MAX_READ_TIMEOUT_S, poll_interval_s=0.005)
+    ledger = parts.ledger(storage)
+    trainer = Trainer(
+        WitnessedEngine(witness, getattr(ledger, "write_late", lambda: None)),
+        LogSource(parts.log(storage), ledger, options, should_stop),
+        Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
+        storage,
+        _NoMetrics(),
+        TrainerOptions(
+            total_steps=None,
+            save_interval=plan.save_interval,
+            save_hf_checkpoint="last",
+            lineage=MAIN_LINEAGE,
+            publish=True,
+            max_weights_to_keep=3,
+        ),
+        publish_due=lambda step, published: True,
+        should_stop=should_stop,
+        emit=lambda event: None,
+    )
+    trainer.run()
+
+
+def run_all(storages: Callable[[], Storage], plan: Plan, parts: Parts, witness: Witness, seed: int) -> None:
+    """The rest of a run, all roles in turn in this process: from whatever is on storage to the end.
+
+    The same seed on the same storage makes the same calls. Another life needs another seed, lest it reuse names of
+    shards.
+    """
+    rng = random.Random(seed)
+    writers = [Writer(storages(), plan, parts, witness, rng, f"{rng.getrandbits(48):012x}") for _ in range(2)]
+
+    def let_writers_work() -> bool:
+        for _ in range(2):
+            rng.choice(writers).work()
+        return False
+
+    let_writers_work()
+    train(storages(), plan, parts, witness, let_writers_work)

@@ -1,0 +1,73 @@
+"""What the algorithm and the operators of the config drop of a batch, and the rewards they make of those recorded.
+
+It looks at rewards and statistics of the rows alone, never at a model, so that the ledger can name every drop before
+the batch is trained. Invariant: as of `Curation`; only `reward_shaping_mapper` changes rewards, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from rftdask.algorithm import Algorithm, DropReason
+from rftdask.algorithm.operators import Operator, RewardShapingMapper
+from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.batches.filters import BASELINE, Curation, with_rewards
+from rftdask.buffer.batches.operator_pipeline import run_pipeline
+from rftdask.trainer.engines.padding import PaddedRows
+
+NO_BASELINE = "no_baseline"
+"""Reason of rollouts whose greedy sibling failed."""
+
+
+class AlgorithmCuration(Curation):
+    """The greedy baselines, then the operators in order, then the algorithm's advantage function."""
+
+    def __init__(self, algorithm: Algorithm, operators: Sequence[Operator], baseline_rollout: int | None) -> None:
+        """baseline_rollout: number of the rollout whose reward is the baseline of its group; None: there is none."""
+        self._algorithm = algorithm
+        self._operators = tuple(operators)
+        self._shaping = tuple(operator for operator in operators if isinstance(operator, RewardShapingMapper))
+        self._baseline_rollout = baseline_rollout
+        self.columns = ("metrics",) if self._operators else ()
+
+    def reasons(self, table: pa.Table, step: int) -> list[str]:
+        reasons = self._baseline_reasons(table)
+        for stage in (self._operator_drops, self._advantage_drops):
+            kept = np.array([i for i, reason in enumerate(reasons) if not reason], dtype=np.int64)
+            for row, code in zip(kept, stage(table.take(pa.array(kept)), step), strict=True):
+                reasons[row] = "" if code == DropReason.KEPT else DropReason(code).name.lower()
+        return reasons
+
+    def rewards(self, table: pa.Table) -> np.ndarray:
+        if not self._shaping:
+            return super().rewards(table)
+        shaped, _ = run_pipeline(self._shaping, table)
+        return shaped.rewards_N.numpy().astype(np.float32)
+
+    def _baseline_reasons(self, table: pa.Table) -> list[str]:
+        if self._baseline_rollout is None:
+            return [""] * len(table)
+        greedy = table.column("rollout").to_numpy() == self._baseline_rollout
+        groups = batch_from_table(table).groups
+        there = np.isin(groups, groups[greedy])
+        return [
+            BASELINE if is_greedy else "" if ok else NO_BASELINE for is_greedy, ok in zip(greedy, there, strict=True)
+        ]
+
+    def _operator_drops(self, table: pa.Table, step: int) -> list[int]:
+        if not self._operators or not len(table):
+            return [DropReason.KEPT] * len(table)
+        result, _ = run_pipeline(self._operators, table)
+        return [int(code) for code in result.reasons_N]
+
+    def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
+        advantage = self._algorithm.advantage_fn
+        if advantage is None or advantage.without_drops() == advantage or not len(table):
+            return [DropReason.KEPT] * len(table)
+        batch = batch_from_table(with_rewards(table, self.rewards(table)))
+        inputs = PaddedRows(batch, torch.device("cpu")).advantage_inputs(step)
+        return [int(code) for code in advantage(inputs).drops_N]

@@ -1,0 +1,87 @@
+"""Recipe: from the config to the algorithm, what it drops, and the rows it learns from. Built before anything starts
+(to check it) and again by the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+from rftdask.algorithm import Algorithm, make_algorithm
+from rftdask.buffer.batches.demonstrations import Demonstrations, ReadRows, RowOrder
+from rftdask.buffer.batches.operator_pipeline import operators_of
+from rftdask.config import Config
+from rftdask.config.schema.buffer import ExperienceBufferConfig
+from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.preference_rows import PairRows
+from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows, Tokenizer
+from rftdask.data.text_rows import TextRows
+from rftdask.errors import UserError
+from rftdask.rules import demonstrations, num_experts
+from rftdask.trainer.batch_filters import AlgorithmCuration
+
+_PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
+    section = config.algorithm
+    choices = {name: getattr(section, name) for part in _PARTS for name in (part, f"{part}_args")}
+    try:
+        algorithm = make_algorithm(
+            section.algorithm_type,
+            loss_agg_mode=section.loss_agg_mode,
+            rollout_correction=section.rollout_correction,
+            **choices,
+        )
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from error
+    return algorithm
+
+
+def curation_of(config: Config, algorithm: Algorithm) -> AlgorithmCuration:
+    """What is dropped when a batch is formed."""
+    baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
+    at_commit = config.data_processor.experience_pipeline.stage == "commit"  # then the explorer has run them
+    return AlgorithmCuration(algorithm, [] if at_commit else operators_of(config), baseline)
+
+
+def reader_of(
+    section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
+) -> tuple[Dataset, ReadRows]:
+    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for "dpo".
+
+    Raises: DataError: there is no such dataset, or it lacks a column.
+    """
+    dataset = open_dataset(
+        section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
+    )
+    fmt, longest = section.format, config.model.max_model_len
+    if schema == "cpt":
+        return dataset, TextRows(dataset, tokenizer, fmt.prompt_key, longest).read
+    supervised = SupervisedFormat(
+        prompt_type=fmt.prompt_type,
+        prompt_key=fmt.prompt_key,
+        response_key=fmt.response_key,
+        messages_key=fmt.messages_key,
+        system_prompt=fmt.system_prompt,
+        max_tokens=longest,
+        tools_key=fmt.tools_key,
+        all_turns=fmt.enable_concatenated_multi_turn,
+    )
+    if schema == "dpo":
+        return dataset, PairRows(dataset, tokenizer, supervised, fmt.chosen_key, fmt.rejected_key).read
+    return dataset, SupervisedRows(dataset, tokenizer, supervised).read
+
+
+def demonstrations_of(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:
+    """The demonstrations in every batch of sample strategy mix. Raises: DataError."""
+    count = num_experts(config)
+    if not count:
+        return None
+    section = config.buffer.trainer_input.auxiliary_buffers[demonstrations(config)]
+    dataset, read = reader_of(section, "sft", config, tokenizer)
+    return Demonstrations(read, dataset.fingerprint, RowOrder(len(dataset), order_seed(section)), count)
+
+
+def order_seed(section: ExperienceBufferConfig) -> int | None:
+    """Seed of the order of a dataset's rows; None: as stored."""
+    selector = section.data_selector
+    return None if selector.selector_type == "sequential" else selector.seed

@@ -1,0 +1,192 @@
+"""Weights: what the trainer publishes and the explorers load, and the pointer that names the newest.
+
+`weights/<N>/` holds the state dict of policy version N; `latest_state_dict_iteration.txt` holds N, moved after the
+manifest. Invariants: the pointer names only what is complete; within a lineage it never goes back; an unreadable
+pointer is no news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rftdask.errors import DamagedError, NotFoundError
+from rftdask.storage import Storage
+from rftdask.weights.fingerprint import Fingerprint
+from rftdask.weights.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder, write_folder
+
+WEIGHTS_POINTER = "latest_state_dict_iteration.txt"
+CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
+REQUEST_FILE = "control/requested_version.txt"
+MODEL_FILE = "model.safetensors"
+CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
+CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
+"""In its place, where adapters alone are trained."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that explorers can load. Version 0, the initial weights, is never published: it is the model folder."""
+
+    version: int
+    lineage: str
+    content_hash: str
+    folder: str = ""
+    """Where its files are."""
+    files: tuple[tuple[str, FileEntry], ...] = ()
+    """Name below the folder, and what it must be; their union is the whole state dict."""
+    fingerprint: Fingerprint | None = None
+    """What an engine that loaded it must compute; None: the trainer has no model to say so."""
+
+
+def weights_folder(version: int) -> str:
+    return f"weights/{version}"
+
+
+def read_pointer(storage: Storage, pointer: str) -> int | None:
+    """The number a pointer file holds; None if it is missing, empty or not a number, all of which mean "no news"."""
+    try:
+        text = storage.get(pointer).decode(errors="replace").strip()
+    except NotFoundError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
+    """Point to `number`, unless the pointer is there or beyond already; whether it moved. Only the lineage's trainer
+    may.
+
+    A pointer beyond to what is not there is damaged, and is not believed: one flipped bit makes 90 of 10.
+    """
+    now = read_pointer(storage, pointer)
+    if now == number or (now is not None and now > number and _is_named(storage, pointer, now)):
+        return False
+    storage.put(pointer, f"{number}\n".encode())
+    return True
+
+
+def restore_pointer(storage: Storage, version: int) -> bool:
+    """Point to `version`, which was published, if the pointer is lost or behind. False: its weights are not there any
+    more, or damaged. Reads all of them.
+    """
+    if not is_valid(storage, weights_folder(version), version):
+        return False
+    move_pointer(storage, WEIGHTS_POINTER, version)
+    return True
+
+
+def _is_named(storage: Storage, pointer: str, number: int) -> bool:
+    """Whether there is a folder for the number that a pointer holds."""
+    folder = weights_folder(number) if pointer == WEIGHTS_POINTER else f"global_step_{number}"
+    return _try_manifest(storage, folder) is not None
+
+
+def publish_weights(
+    storage: Storage,
+    version: int,
+    data: bytes | Mapping[str, bytes],
+    lineage: str,
+    fingerprint: Fingerprint | None = None,
+) -> Published:
+    """Make `data` the weights of `version`, then move the pointer.
+
+    Args:
+        data: the state dict in safetensors format, or files by name.
+        fingerprint: of these weights; it goes into the manifest, which is checked as a whole.
+
+    A version that is there already stays as it is: explorers may be reading it, and a resumed trainer that repeats the
+    step has made the same weights again.
+    """
+    folder = weights_folder(version)
+    manifest = _try_manifest(storage, folder)
+    if manifest is None or not is_valid(storage, folder, version):
+        files = {MODEL_FILE: data} if isinstance(data, bytes) else data
+        manifest = write_folder(
+            storage, folder, files, lineage=lineage, version=version, extra=fingerprint_extra(fingerprint)
+        )
+    move_pointer(storage, WEIGHTS_POINTER, version)
+    return _published(manifest, folder)
+
+
+def read_published(storage: Storage, version: int) -> Published | None:
+    """What is published as `version`; None if it is not there or not readable (yet)."""
+    folder = weights_folder(version)
+    manifest = _try_manifest(storage, folder)
+    return None if manifest is None or manifest.version != version else _published(manifest, folder)
+
+
+def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
+    """The policy's weights in a checkpoint folder, to be loaded as if they were published; None if it is not valid
+    (yet).
+    """
+    manifest = _try_manifest(storage, folder)
+    if manifest is None:
+        return None
+    files = tuple(
+        (name, entry)
+        for name, entry in sorted(manifest.files.items())
+        if name == CHECKPOINT_MODEL_FILE or name.startswith(CHECKPOINT_ADAPTER_FOLDER + "/")
+    )
+    if not files:
+        return None
+    content_hash = files[-1][1].sha256[:16]
+    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
+
+
+def _published(manifest: Manifest, folder: str) -> Published:
+    files = tuple(sorted(manifest.files.items()))
+    return Published(manifest.version, manifest.lineage, manifest.content_hash, folder, files, fingerprint_of(manifest))
+
+
+def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
+    """How a manifest carries it."""
+    return {} if fingerprint is None else {"fingerprint": fingerprint.to_plain()}
+
+
+def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
+    """The fingerprint that a manifest carries; None: it carries none. Raises: DamagedError: it cannot be read."""
+    if "fingerprint" not in manifest.extra:
+        return None
+    try:
+        return Fingerprint.from_plain(manifest.extra["fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the fingerprint of version {manifest.version} is damaged: {error!r}") from error
+
+
+def latest_published(storage: Storage) -> Published | None:
+    """The version the pointer names; None while nothing was published."""
+    version = read_pointer(storage, WEIGHTS_POINTER)
+    return None if version is None else read_published(storage, version)
+
+
+def request_version(storage: Storage, version: int) -> None:
+    """Ask the trainer for weights of `version` or newer (explorer_driven)."""
+    storage.put(REQUEST_FILE, f"{version}\n".encode())
+
+
+def read_requested_version(storage: Storage) -> int:
+    """The version asked for; 0 if none."""
+    return read_pointer(storage, REQUEST_FILE) or 0
+
+
+def published_versions(storage: Storage) -> list[int]:
+    """Numbers of the folders below `weights/`, sorted; a folder may still be incomplete."""
+    return sorted(int(name[:-1]) for name in storage.list("weights") if name[:-1].isdigit() and name.endswith("/"))
+
+
+def remove_weights_below(storage: Storage, version: int) -> None:
+    """Remove published weights older than `version`; the newest always stays. Without a pointer nothing is removed."""
+    newest = read_pointer(storage, WEIGHTS_POINTER)
+    if newest is None:
+        return
+    for number in published_versions(storage):
+        if number < min(version, newest):
+            remove_folder(storage, weights_folder(number))
+
+
+def _try_manifest(storage: Storage, folder: str) -> Manifest | None:
+    try:
+        return read_manifest(storage, folder)
+    except DamagedError:
+        return None

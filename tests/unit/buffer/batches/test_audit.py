@@ -1,0 +1,69 @@
+"""The audit of a log whose shards were damaged. Promise: what was trained of a shard stays trained when the shard is
+lost later, its other rows are run again, and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import pytest
+from buffer_cases import commit_batch, make_source, new_storage, take
+
+from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.storage import Storage
+
+
+def audit(storage: Storage) -> Audit:
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+
+
+def test_what_was_trained_of_a_shard_in_quarantine_stays_trained() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    name = commit_batch(log, 1, 0)
+    source = make_source(storage, groups_per_batch=1)
+    assert take(source, [1]) == [("t/0/0/0/0", "t/0/0/1/0")]
+    state = source.state_dict()
+    storage.put(log.path(name), b"rotten")
+    assert audit(storage) == Audit(committed=4, trained=2, waiting=2), "nobody has looked yet"
+
+    log.quarantine(name, "rotten")
+    assert audit(storage) == Audit(committed=4, trained=2, waiting=0, dropped={"damaged": 2})
+    commit_batch(ParquetLog(storage), 1, 0)
+    assert audit(storage) == Audit(committed=8, trained=2, waiting=2, dropped={"damaged": 2, "repeat": 2})
+
+    resumed = make_source(storage, groups_per_batch=1)
+    resumed.load_state_dict(state)
+    assert take(resumed, [2]) == [("t/0/1/0/0", "t/0/1/1/0")]
+    assert audit(storage) == Audit(committed=8, trained=4, waiting=0, dropped={"damaged": 2, "repeat": 2})
+
+
+def test_a_shard_made_again_to_the_byte_is_the_same_shard() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    name = commit_batch(log, 1, 0)
+    take(make_source(storage, groups_per_batch=1), [1])
+    log.quarantine(name, "rotten")
+    assert commit_batch(log, 1, 0) == name
+    assert audit(storage) == Audit(committed=4, trained=2, waiting=2)
+
+
+def test_a_shard_that_is_gone_is_a_problem() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    name = commit_batch(log, 1, 0)
+    take(make_source(storage), [1])
+    storage.remove(log.path(name))
+    problem, *_ = audit(storage).problems
+    assert problem == f"{name.text} is in the ledger and not in the log"
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_copy_of_a_batch_that_ran_twice_hides_nothing(damaged: int) -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    commit_batch(log, 1, 0)
+    commit_batch(ParquetLog(storage), 1, 0)
+    take(make_source(storage), [1])
+    storage.put(log.path(log.shards()[damaged]), b"rotten")
+    assert audit(storage) == Audit(committed=8, trained=4, waiting=0, dropped={"repeat": 4})

@@ -1,0 +1,158 @@
+"""Promises of curated batches: what a curation drops is in the ledger with its reason and never trained, a replay
+trains the same numbers, and demonstrations are rows of the ledger like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from buffer_cases import commit_batch, make_source, new_storage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.batch import Batch, batch_from_table
+from rftdask.buffer.batches.demonstrations import Demonstrations, RowOrder
+from rftdask.buffer.batches.entry_reader import EntryReader
+from rftdask.buffer.batches.filters import BASELINE, Curation
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.errors import DataError
+from rftdask.storage import Storage
+
+
+class DropRollout(Curation):
+    """Drops one rollout of every task, and doubles and raises the rewards of the others."""
+
+    def __init__(self, rollout: int | None, reason: str = "why") -> None:
+        self._rollout = rollout
+        self._reason = reason
+
+    def reasons(self, table: pa.Table, step: int) -> list[str]:
+        drop = [self._rollout is None or k == self._rollout for k in table.column("rollout").to_pylist()]
+        return [self._reason if d else "" for d in drop]
+
+    def rewards(self, table: pa.Table) -> np.ndarray:
+        return 2 * super().rewards(table) + 5
+
+
+def filled() -> Storage:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    commit_batch(log, 1, 0)
+    commit_batch(log, 1, 1)
+    return storage
+
+
+def first(storage: Storage, **options: object) -> tuple[LedgerEntry, Batch]:
+    found = make_source(storage, **options).batch(1)
+    assert found is not None
+    return found
+
+
+def test_what_is_dropped_is_in_the_ledger_with_its_reason() -> None:
+    storage = filled()
+    entry, batch = first(storage, curation=DropRollout(0))
+    assert [rows.rows for rows in entry.use] == [(1,), (3,)]
+    assert [(rows.rows, rows.reason) for rows in entry.drop] == [((0,), "why"), ((2,), "why")]
+    assert batch.uids == ("t/0/0/1/0", "t/0/1/1/0")
+    audit = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    assert (audit.trained, audit.dropped, audit.waiting, audit.problems) == (2, {"why": 2}, 4, ())
+
+
+def test_a_replay_trains_the_same_rewards() -> None:
+    storage = filled()
+    _, batch = first(storage, curation=DropRollout(0))
+    _, again = first(storage, curation=DropRollout(0))
+    assert batch.rewards.tolist() == again.rewards.tolist() == [7.0, 7.0]
+
+
+def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
+    storage = filled()
+    source = make_source(storage, curation=DropRollout(None))
+    found = source.batch(1)
+    assert found is not None
+    assert (len(found[1]), found[1].sampled, found[0].use) == (0, False, ())
+    found = source.batch(2)
+    assert found is not None and found[0].step == 2
+
+
+def test_the_baseline_of_a_task_is_the_reward_of_its_dropped_rollout() -> None:
+    storage = filled()
+    for _ in range(2):  # the second time from the ledger
+        _, batch = first(storage, curation=DropRollout(1, BASELINE))
+        assert batch.baselines is not None
+        assert batch.baselines.tolist() == [7.0, 7.0], "curated like the rewards it is compared with"
+        assert batch.uids == ("t/0/0/0/0", "t/0/1/0/0")
+
+
+def read(numbers: Sequence[int]) -> list[tuple[Sequence[int], int, None]]:
+    return [((1, 2, n), 1, None) for n in numbers]
+
+
+def demonstrations(fingerprint: str = "f1", seed: int | None = None) -> Demonstrations:
+    return Demonstrations(read, fingerprint, RowOrder(5, seed), per_batch=3)
+
+
+def test_demonstrations_are_written_down_and_come_after_the_rollouts() -> None:
+    storage = filled()
+    entry, batch = first(storage, demonstrations=demonstrations())
+    assert entry.use[-1].source == "dataset:f1"
+    assert entry.use[-1].rows == (0, 1, 2)
+    assert batch.experts.tolist() == [False] * 4 + [True] * 3
+    assert batch.groups.tolist() == [0, 0, 1, 1, 2, 3, 4]
+    assert batch.rollouts.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert [row.tolist() for row in batch.row_tokens()[4:]] == [[1, 2, 0], [1, 2, 1], [1, 2, 2]]
+    assert batch.uids[4:] == ("dataset:f1/0/0", "dataset:f1/1/1", "dataset:f1/2/2")
+    assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2).trained == 4
+
+
+def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> None:
+    shown = demonstrations()
+    assert [shown.rows(step).rows for step in (1, 2)] == [(0, 1, 2), (3, 4, 0)]
+    shuffled = demonstrations(seed=3)
+    assert sorted(shuffled.rows(1).rows + shuffled.rows(2).rows[:2]) == [0, 1, 2, 3, 4]
+    assert demonstrations(seed=3).rows(2) == shuffled.rows(2), "whatever was asked for before"
+
+
+def test_another_dataset_than_the_ledgers_is_refused() -> None:
+    storage = filled()
+    first(storage, demonstrations=demonstrations())
+    with pytest.raises(DataError, match="dataset:f1, the dataset is dataset:f2 now"):
+        make_source(storage, demonstrations=demonstrations("f2")).batch(1)
+    with pytest.raises(DataError, match="no demonstrations are configured"):
+        make_source(storage).batch(1)
+
+
+def test_turns_of_a_rollout_share_its_number() -> None:
+    from buffer_cases import experience
+
+    from rftdask.buffer.log.schema import experiences_to_table
+
+    rows = [experience(0, 0), experience(0, 1), experience(0, 1, turn=1), experience(1, 0)]
+    batch = batch_from_table(experiences_to_table(rows))
+    assert batch.rollouts.tolist() == [0, 1, 1, 2]
+    assert batch.turns.tolist() == [0, 0, 1, 0]
+    assert batch.groups.tolist() == [0, 0, 0, 1]
+
+
+@given(st.sets(st.integers(0, 7)), st.booleans())
+@settings(max_examples=30)
+def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:
+    storage = filled()
+    demonstrations = Demonstrations(
+        lambda numbers: [((1, 2, n), 1, None) for n in numbers], "f", RowOrder(3, None), per_batch=2
+    )
+    curation = DropRollout(0, BASELINE if with_baseline else "why")
+    source = make_source(storage, groups_per_batch=4, curation=curation, demonstrations=demonstrations)
+    entry, whole = source.batch(1) or pytest.fail("no batch")
+    at = sorted(place for place in places if place < len(whole))
+    reader = EntryReader(ParquetLog(storage), curation=curation, demonstrations=demonstrations)
+    part = reader.read(entry, at)
+    assert part.uids == tuple(whole.uids[place] for place in at)
+    for name in ("rewards", "lengths", "experts", "min_policy_versions", *(["baselines"] if with_baseline else [])):
+        assert getattr(part, name).tolist() == getattr(whole, name)[at].tolist(), name
+    assert [t.tolist() for t in part.row_tokens()][: len(part)] == [whole.row_tokens()[place].tolist() for place in at]

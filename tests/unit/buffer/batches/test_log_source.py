@@ -1,0 +1,413 @@
+"""Promises of the log source: the batch of a step is what the ledger says; every row ends in exactly one state."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+from buffer_cases import Statuses, all_ok, commit_batch, make_source, new_storage, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Status
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
+from rftdask.storage import Storage
+from rftdask.testing.storage_faults import FaultyStorage
+
+BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
+"""Two explore steps of four tasks in rollout batches of two: eight groups, four train batches, two rows a group."""
+
+
+def uids(*tasks: int) -> tuple[str, ...]:
+    return tuple(f"t/0/{task}/{k}/0" for task in tasks for k in (0, 1))
+
+
+def audit(storage: Storage) -> Audit:
+    """The audit, which must add up and find nothing wrong."""
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    assert found.problems == ()
+    assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
+    return found
+
+
+def committed(order: list[tuple[int, int]] = BATCHES, statuses: Statuses = all_ok) -> Storage:
+    storage = new_storage()
+    for step, batch in order:
+        commit_batch(ParquetLog(storage), step, batch, statuses=statuses)
+    return storage
+
+
+def entries(storage: Storage) -> list[LedgerEntry]:
+    ledger = Ledger(storage)
+    found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
+    return [entry for entry in found if entry is not None]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(BATCHES)))
+def test_in_order_the_batches_do_not_depend_on_which_shard_came_first(order: tuple[tuple[int, int], ...]) -> None:
+    storage = new_storage()
+    source = make_source(storage, max_read_timeout_s=0.0)
+    log = ParquetLog(storage)
+    batches = []
+    for step, batch in order:
+        commit_batch(log, step, batch)
+        while len(batches) < 4:
+            try:
+                batches += take(source, [len(batches) + 1])
+            except WaitTimeout:
+                break
+    assert batches == [uids(0, 1), uids(2, 3), uids(4, 5), uids(6, 7)]
+    assert audit(storage) == Audit(committed=16, trained=16, waiting=0)
+
+
+def test_not_in_order_what_is_there_is_trained_first() -> None:
+    storage = new_storage()
+    source = make_source(storage, ordered=False)
+    commit_batch(ParquetLog(storage), 2, 1)
+    assert take(source, [1]) == [uids(6, 7)]
+    commit_batch(ParquetLog(storage), 1, 0)
+    assert take(source, [2]) == [uids(0, 1)]
+    assert audit(storage).trained == 8
+
+
+def test_a_batch_is_written_down_before_it_is_handed_out() -> None:
+    inner = committed()
+
+    def fail(verb: str, path: str, stage: str) -> None:
+        if verb == "put_new" and stage == "before":
+            raise StorageError("the disk is full")
+
+    faulty = FaultyStorage(inner, fail)
+    with pytest.raises(StorageError, match="the disk is full"):
+        make_source(faulty).batch(1)
+    assert audit(inner) == Audit(committed=16, trained=0, waiting=16)
+    found = make_source(inner).batch(1)
+    assert found is not None
+    assert Ledger(inner).read(1) == found[0]
+
+
+@settings(max_examples=25)
+@given(
+    ordered=st.booleans(),
+    size=st.integers(1, 3),
+    saved_at=st.integers(0, 4),
+    killed_at=st.integers(0, 4),
+    failing=st.sets(st.tuples(st.integers(0, 7), st.integers(0, 1)), max_size=5),
+)
+def test_a_resumed_source_hands_out_the_very_same_batches(
+    ordered: bool, size: int, saved_at: int, killed_at: int, failing: set[tuple[int, int]]
+) -> None:
+    def statuses(task: int, rollout: int) -> Status:
+        return Status.FAILED if rollout and (task, rollout) in failing else Status.OK
+
+    num = 8 // size
+    whole = committed(statuses=statuses)
+    expected = take(make_source(whole, ordered=ordered, groups_per_batch=size), range(1, num + 1))
+    storage = committed(statuses=statuses)
+    saved_at = min(saved_at, num)
+    killed_at = min(max(saved_at, killed_at), num)
+    first = make_source(storage, ordered=ordered, groups_per_batch=size)
+    batches = take(first, range(1, saved_at + 1))
+    state = first.state_dict()
+    take(first, range(saved_at + 1, killed_at + 1))
+    second = make_source(storage, ordered=ordered, groups_per_batch=size)
+    second.load_state_dict(state)
+    batches += take(second, range(saved_at + 1, num + 1))
+    assert batches == expected
+    assert second.state_dict() == _cursor_after(whole, ordered, size, num)
+    found = audit(storage)
+    assert found.dropped.get("failed", 0) <= len(failing)
+    assert found.trained == sum(len(uids) for uids in expected)
+
+
+def _cursor_after(storage: Storage, ordered: bool, size: int, num: int) -> dict[str, object]:
+    """The state of a source that only replays the ledger."""
+    source = make_source(storage, ordered=ordered, groups_per_batch=size)
+    take(source, range(1, num + 1))
+    return source.state_dict()
+
+
+def test_a_batch_is_never_changed_by_what_arrives_later() -> None:
+    storage = new_storage()
+    commit_batch(ParquetLog(storage), 2, 0)
+    first = take(make_source(storage, ordered=False), [1])
+    commit_batch(ParquetLog(storage), 1, 0)
+    assert take(make_source(storage, ordered=False), [1, 2]) == [*first, uids(0, 1)]
+
+
+def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
+    storage = committed()
+    commit_batch(ParquetLog(storage), 1, 0)
+    source = make_source(storage)
+    commit_batch(ParquetLog(storage), 1, 1)
+    batches = take(source, [1, 2])
+    commit_batch(ParquetLog(storage), 1, 0)  # after it was trained
+    batches += take(source, [3, 4])
+    assert batches == [uids(0, 1), uids(2, 3), uids(4, 5), uids(6, 7)]
+    assert audit(storage) == Audit(committed=28, trained=16, waiting=0, dropped={"repeat": 12})
+
+
+def test_one_copy_of_a_repeated_batch_waits_and_the_other_does_not_count() -> None:
+    storage = new_storage()
+    for _ in range(2):
+        commit_batch(ParquetLog(storage), 1, 0)
+    assert audit(storage) == Audit(committed=8, trained=0, waiting=4, dropped={"repeat": 4})
+
+
+def test_copies_of_one_batch_may_be_settled_group_by_group() -> None:
+    storage = new_storage()
+    commit_batch(ParquetLog(storage), 1, 0)
+    source = make_source(storage, groups_per_batch=1)
+    take(source, [1])
+    state = source.state_dict()
+    commit_batch(ParquetLog(storage), 1, 0)
+    resumed = make_source(storage, groups_per_batch=1)
+    resumed.load_state_dict(state)
+    assert take(resumed, [2]) == [uids(1)]
+    assert audit(storage) == Audit(committed=8, trained=4, waiting=0, dropped={"repeat": 4})
+
+
+def damage(storage: Storage, name: ShardName) -> None:
+    path = ParquetLog(storage).path(name)
+    storage.put(path, storage.get(path)[:-1])
+
+
+def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    damage(storage, commit_batch(log, 1, 0))
+    source = make_source(storage)
+    with pytest.raises(WaitTimeout):
+        source.batch(1)
+    assert (log.num_quarantined(), log.find(1, 0)) == (1, None)
+    commit_batch(log, 1, 0)
+    assert take(source, [1]) == [uids(0, 1)]
+    assert audit(storage) == Audit(committed=4, trained=4, waiting=0)
+
+
+def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
+    storage = committed()
+    take(make_source(storage), [1])
+    damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.batch) == (1, 0)))
+    commit_batch(ParquetLog(storage), 1, 0)
+    with pytest.raises(DamagedError, match=r"shard 00000001-0000-.* does not match its name"):
+        make_source(storage).batch(1)
+
+
+def test_a_deadline_names_what_is_missing() -> None:
+    storage = committed([(1, 1)])
+    with pytest.raises(WaitTimeout) as caught:
+        make_source(storage).batch(1)
+    text = str(caught.value)
+    assert "batch 1 did not come in 0 s: 2 groups are waiting, 2 are needed, the oldest open explore step is 1" in text
+    assert "max_read_timeout" in text
+    assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
+
+
+def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> None:
+    storage = committed()
+    ParquetLog(storage).seal(2)
+    source = make_source(storage, groups_per_batch=3)
+    assert take(source, [1, 2]) == [uids(0, 1, 2), uids(3, 4, 5)]
+    assert source.batch(3) is None
+    assert audit(storage) == Audit(committed=16, trained=12, waiting=4)
+
+
+def test_a_sealed_log_with_a_hole_is_waited_for() -> None:
+    storage = committed([(1, 0), (2, 0), (2, 1)])
+    ParquetLog(storage).seal(2)
+    source = make_source(storage, groups_per_batch=8)
+    with pytest.raises(WaitTimeout):
+        source.batch(1)
+    commit_batch(ParquetLog(storage), 1, 1)
+    assert sorted(take(source, [1])[0]) == sorted(uids(*range(8)))
+
+
+def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch() -> None:
+    storage = committed([(1, 1)])
+    source = make_source(storage, ordered=False, groups_per_batch=3)
+    assert take(source, [1]) == [uids(2, 3)]
+    assert entries(storage)[0].notes == {"num_missing_groups": 1}
+    assert audit(storage) == Audit(committed=4, trained=4, waiting=0)
+    with pytest.raises(WaitTimeout, match="0 groups are waiting, 3 are needed"):
+        source.batch(2)
+
+
+def test_in_order_a_late_position_is_an_error_and_nothing_is_taken() -> None:
+    storage = committed([(1, 0)])
+    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+        make_source(storage, ordered=True, groups_per_batch=3).batch(1)
+    assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
+
+
+def test_groups_that_failed_make_no_partial_batch() -> None:
+    storage = committed([(1, 0)], statuses=lambda task, rollout: Status.FAILED)
+    with pytest.raises(WaitTimeout):
+        make_source(storage, ordered=False, groups_per_batch=3).batch(1)
+    assert audit(storage).waiting == 4
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 5), st.permutations(BATCHES), st.lists(st.integers(0, 3), max_size=4))
+def test_partial_batches_lose_nothing_and_train_nothing_twice(
+    size: int, order: list[tuple[int, int]], pauses: list[int]
+) -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    source = make_source(storage, ordered=False, groups_per_batch=size, max_read_timeout_s=0.0)
+    trained: list[str] = []
+    step = 0
+    for number, batch in enumerate(order):
+        commit_batch(log, *batch)
+        if number in pauses:  # the explorers are late: the trainer takes what is there
+            step += 1
+            trained += take(source, [step])[0]
+    log.seal(2)
+    while (found := source.batch(step + 1)) is not None:
+        step += 1
+        trained += found[1].uids
+    assert len(trained) == len(set(trained)) >= 2 * (8 - 8 % size), "no fewer than whole batches would have taken"
+    assert audit(storage).waiting == 16 - len(trained)
+
+
+def test_who_is_asked_to_stop_gets_no_batch() -> None:
+    assert make_source(new_storage(), should_stop=lambda: True).batch(1) is None
+
+
+def test_stopping_does_not_leave_a_ready_batch() -> None:
+    assert take(make_source(committed(), should_stop=lambda: True), [1]) == [uids(0, 1)]
+
+
+def test_an_entry_of_another_trainer_fences() -> None:
+    storage = committed()
+    mine, other = make_source(storage), make_source(storage)
+    take(mine, [1])
+    take(other, [1, 2])
+    with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another one is at work"):
+        mine.batch(2)
+
+
+def test_losing_the_race_for_an_entry_fences() -> None:
+    inner = committed()
+
+    def race(verb: str, path: str, stage: str) -> None:
+        if verb == "put_new" and stage == "before":
+            take(make_source(inner), [1])
+
+    with pytest.raises(FencedError, match="was written by somebody else"):
+        make_source(FaultyStorage(inner, race)).batch(1)
+    assert audit(inner).trained == 4
+
+
+def some_fail(task: int, rollout: int) -> Status:
+    return {(0, 1): Status.FAILED, (1, 0): Status.TIMEOUT, (2, 0): Status.TRUNCATED, (3, 1): Status.FILTERED}.get(
+        (task, rollout), Status.OK
+    )
+
+
+def test_rows_without_a_finished_rollout_are_dropped_with_their_reason() -> None:
+    storage = committed(statuses=some_fail)
+    assert take(make_source(storage), [1, 2]) == [
+        ("t/0/0/0/0", "t/0/1/1/0"),
+        ("t/0/2/0/0", "t/0/2/1/0", "t/0/3/0/0"),
+    ]
+    reasons = {(rows.reason, rows.rows) for entry in entries(storage) for rows in entry.drop}
+    assert reasons == {("failed", (1,)), ("timeout", (2,)), ("filtered", (3,))}
+    assert audit(storage) == Audit(16, 5, 8, {"failed": 1, "timeout": 1, "filtered": 1})
+
+
+@given(
+    st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 1)), st.sampled_from(Status)),
+    st.booleans(),
+)
+@settings(max_examples=40)
+def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Status], ordered: bool) -> None:
+    storage = committed(statuses=lambda task, rollout: statuses.get((task, rollout), Status.OK))
+    ParquetLog(storage).seal(2)
+    source = make_source(storage, ordered=ordered)
+    try:
+        step = 1
+        while (found := source.batch(step)) is not None:
+            for uid in found[1].uids:
+                _, _, task, rollout, _ = uid.split("/")
+                assert statuses.get((int(task), int(rollout)), Status.OK).trainable
+            step += 1
+    except RoleError:
+        pass  # a batch without a trainable row: see below
+    audit(storage)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered: bool) -> None:
+    storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
+    with pytest.raises(RoleError) as caught:
+        make_source(storage, ordered=ordered).batch(1)
+    assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
+    assert "task 0 rollout 0 failed" in str(caught.value)
+    assert audit(storage) == Audit(committed=16, trained=0, waiting=16)
+
+
+def test_groups_too_stale_are_dropped_as_such() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    commit_batch(log, 1, 0, version=0)
+    commit_batch(log, 1, 1, version=2)
+    ledger = Ledger(storage)
+    for step in (1, 2):
+        ledger.write(LedgerEntry(step, "main", (), positions=tuple((step + 1, slot) for slot in range(2))))
+    source = make_source(storage, ordered=False, groups_per_batch=4, max_staleness=1)
+    source.load_state_dict({"low": 1, "beyond": [[3, slot] for slot in range(4)] + [[4, slot] for slot in range(4)]})
+    assert take(source, [3]) == [uids(2, 3)]
+    assert audit(storage) == Audit(committed=8, trained=4, waiting=0, dropped={"stale": 4})
+
+
+def test_two_lineages_train_the_same_log_apart() -> None:
+    storage = committed()
+    assert take(make_source(storage), [1]) == take(make_source(storage, lineage="fork"), [1])
+    assert audit(storage).trained == 4
+
+
+Plant = Callable[[Storage, LedgerEntry], None]
+
+
+def trained_twice(storage: Storage, first: LedgerEntry) -> None:
+    Ledger(storage).write(LedgerEntry(2, "main", first.use))
+
+
+def missing_shard(storage: Storage, first: LedgerEntry) -> None:
+    name = ShardName.try_parse(first.use[0].source)
+    assert name is not None
+    storage.remove(ParquetLog(storage).path(name))
+
+
+def no_such_row(storage: Storage, first: LedgerEntry) -> None:
+    rows = first.use[0]
+    Ledger(storage).write(LedgerEntry(2, "main", (type(rows)(rows.source, (4,)),)))
+
+
+def a_gap(storage: Storage, first: LedgerEntry) -> None:
+    Ledger(storage).write(LedgerEntry(3, "main", ()))
+
+
+@pytest.mark.parametrize(
+    ("plant", "problem"),
+    [
+        (trained_twice, r"rows \[0, 1, 2, 3\] of .* are in the ledger more than once"),
+        (missing_shard, r"00000001-0000-.* is in the ledger and not in the log"),
+        (no_such_row, r"the ledger names row 4 of .*, which has 4"),
+        (a_gap, r"ledger/main/00000002.json is missing, and the ledger goes on to step 3"),
+    ],
+)
+def test_the_audit_finds_what_was_planted(plant: Plant, problem: str) -> None:
+    storage = committed()
+    take(make_source(storage), [1])
+    assert audit(storage).trained == 4
+    plant(storage, entries(storage)[0])
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    assert any(re.search(problem, line) for line in found.problems), found.problems

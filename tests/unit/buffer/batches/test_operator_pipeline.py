@@ -1,0 +1,135 @@
+"""Promises of the experience pipeline: before the commit it drops what it would drop when a batch is formed; what is
+dropped is committed with its reason; an operator that fails is an error that names it and the task.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.operators import ExperienceTable, Operator, make_operator
+from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.config import load_config
+from rftdask.errors import OperatorError
+from rftdask.trainer.batch_filters import AlgorithmCuration
+from rftdask.trainer.build import curation_of
+
+
+def group(task: int, rewards: list[float | None], **fields: Any) -> list[Experience]:
+    """Rollouts of a task; one without a reward failed."""
+    return [
+        Experience(
+            taskset="t",
+            epoch=0,
+            task_index=task,
+            rollout=k,
+            explore_step=1,
+            tokens=(1, 2, 3),
+            prompt_length=1,
+            rollout_logprobs=(-1.0, -1.0),
+            reward=reward,
+            status=Status.OK if reward is not None else Status.FAILED,
+            **fields,
+        )
+        for k, reward in enumerate(rewards)
+    ]
+
+
+@dataclass(frozen=True)
+class FailsAt(Operator):
+    """Raises when the rewards of a task are all as given."""
+
+    reward: float
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        for number in range(table.num_groups):
+            if bool((table.rewards_N[table.group_N == number] == self.reward).all()):
+                raise ZeroDivisionError("division by zero")
+        return table, {}
+
+
+def test_what_is_dropped_is_committed_as_filtered_with_the_operator_and_the_reason() -> None:
+    rows = [*group(0, [1.0, 1.0]), *group(1, [1.0, 0.0]), *group(2, [None, 0.5])]
+    operators = [make_operator("reward_std_filter"), make_operator("reward_filter", {"threshold": 0.5})]
+    found = filter_experiences(operators, rows, None)
+    assert [e.uid for e in found] == [e.uid for e in rows]
+    assert [(str(e.status), e.error) for e in found] == [
+        ("filtered", "operator reward_std_filter: low_std"),
+        ("filtered", "operator reward_std_filter: low_std"),
+        ("ok", ""),
+        ("filtered", "operator reward_filter: reward_range"),
+        ("failed", ""),
+        ("filtered", "operator reward_std_filter: low_std"),
+    ]
+    assert found[0].reward == 1.0
+
+
+def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:
+    shaping = make_operator("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "q", "weight": 0.5}]})
+    rows = [*group(0, [1.0], metrics={"q": 2.0}), *group(1, [1.0])]
+    first, second = filter_experiences([shaping], rows, None)
+    assert (first.reward, first.metrics) == (2.0, {"q": 2.0, "unshaped_reward": 1.0})
+    assert second == rows[1]
+
+
+def test_greedy_rollouts_are_left_alone() -> None:
+    rows = group(0, [1.0, 1.0, 0.0])
+    found = filter_experiences([make_operator("reward_std_filter")], rows, baseline_rollout=2)
+    assert [str(e.status) for e in found] == ["filtered", "filtered", "ok"]
+
+
+OPERATORS = [
+    ("reward_filter", {"threshold": 0.5}),
+    ("reward_std_filter", {}),
+    ("dapo_dynamic_sampling", {}),
+    ("invalid_reward_filter", {}),
+]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.lists(st.sampled_from(OPERATORS), max_size=3),
+)
+def test_both_places_drop_the_same_rows(rewards: list[list[float]], chosen: list[tuple[str, dict[str, Any]]]) -> None:
+    operators = [make_operator(*each) for each in chosen]
+    rows = [e for task, some in enumerate(rewards) for e in group(task, list(some))]
+    at_batch = AlgorithmCuration(make_algorithm("grpo"), operators, None).reasons(experiences_to_table(rows), 1)
+    per_task = [
+        e for task, some in enumerate(rewards) for e in filter_experiences(operators, group(task, list(some)), None)
+    ]
+    assert [e.error.rpartition(": ")[2] for e in per_task] == at_batch
+
+
+@pytest.mark.parametrize("place", ["commit", "batch"])
+def test_an_operator_that_fails_is_named_with_the_task(place: str) -> None:
+    rows = [*group(3, [1.0, 0.0]), *group(4, [0.5, 0.5])]
+    with pytest.raises(OperatorError) as caught:
+        if place == "commit":
+            filter_experiences([FailsAt(0.5)], rows, None)
+        else:
+            curation = AlgorithmCuration(make_algorithm("grpo"), [FailsAt(0.5)], None)
+            curation.reasons(experiences_to_table(rows), 1)
+    assert str(caught.value) == "operator FailsAt failed on task t/0/4: ZeroDivisionError: division by zero"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_operators_run_in_one_place() -> None:
+    pipeline = "data_processor.experience_pipeline"
+    tree = {
+        "model": {"model_path": "tiny", "max_model_len": 64},
+        "buffer": {"explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+    }
+    at_batch = load_config(tree, [f"{pipeline}.operators=[{{name: reward_std_filter}}]"])
+    at_commit = load_config(at_batch.to_dict(), [f"{pipeline}.stage=commit"])
+    assert operators_of(at_batch) == operators_of(at_commit) == [make_operator("reward_std_filter")]
+    table = experiences_to_table(group(0, [1.0, 1.0]))
+    assert curation_of(at_batch, make_algorithm("grpo")).reasons(table, 1) == ["low_std"] * 2
+    assert curation_of(at_commit, make_algorithm("grpo")).reasons(table, 1) == ["", ""]

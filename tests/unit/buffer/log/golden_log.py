@@ -1,0 +1,74 @@
+"""Writes the golden log: a small run as this version leaves it on storage, for later versions to read.
+
+    python tests/unit/buffer/log/golden_log.py tests/unit/buffer/log/golden/<schema version>
+
+One folder for each schema version, never changed once it is released. It holds a batch as one shard, one in two parts,
+a shard that was removed by retention, and the ledger of five training steps.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from buffer_cases import make_source, take
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.buffer.log.shard import Part
+from rftdask.storage import open_storage
+
+
+def rows(step: int, task: int) -> list[Experience]:
+    """Two rollouts with every field set, the second one failed in task 5."""
+    fails = task == 5
+    return [
+        Experience(
+            taskset="golden",
+            epoch=0,
+            task_index=task,
+            rollout=rollout,
+            explore_step=step,
+            turn=0,
+            attempt=rollout,
+            status=Status.FAILED if fails and rollout else Status.TRUNCATED if rollout else Status.OK,
+            tokens=() if fails and rollout else (1, 2, 151_935, task, rollout, 9),
+            prompt_length=0 if fails and rollout else 2,
+            rollout_logprobs=() if fails and rollout else (-0.5, -0.25, -17.125, 0.0),
+            loss_mask=None if rollout else (True, False, False, True),
+            reward=None if fails and rollout else task + rollout / 2,
+            min_policy_version=step - 1,
+            max_policy_version=step,
+            weights_hash="9f3a61c2b07d4e55",
+            temperature=0.5,
+            top_p=0.75,
+            top_k=20,
+            seed=2**62 + task,
+            prompt_text="Wie viel ist 1+1?",
+            response_text="zwei \u00e9 \U0001f600",
+            truth="2",
+            error="RuntimeError: no reward" if fails and rollout else "",
+            metrics={"accuracy": 1.0, "format": 0.125},
+            env_state=f"room {task}" if rollout else None,
+            turn_reward=0.5 if rollout else None,
+        )
+        for rollout in (0, 1)
+    ]
+
+
+def write(folder: str) -> None:
+    """Explore steps of two tasks in one batch: 1 is removed again, 2 is whole, 3 is in two parts, of which 3 waits."""
+    storage = open_storage(folder)
+    log = ParquetLog(storage, run="golden")
+    for step in (1, 2):
+        log.commit([*rows(step, 2 * step), *rows(step, 2 * step + 1)], explore_step=step, batch=0)
+    for slot in (1, 0):
+        log.commit(rows(3, 6 + slot), explore_step=3, batch=0, part=Part((slot,), num_tasks=2))
+    source = make_source(storage, groups_per_batch=1, tasks_per_step=2, tasks_per_batch=2)
+    take(source, range(1, 6))
+    apply_retention(storage, log, Ledger(storage), RetentionRule("none"), ResumePoint(2, 2))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])

@@ -1,0 +1,274 @@
+"""Promises of a long log and a long ledger: going on costs the same however long they are, also after damage, and what
+retention removes is nothing that anybody may need, is written down first, and still counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from buffer_cases import commit_batch, experience, make_source, new_storage, take
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.completeness import COMPLETE, first_open_step, note_complete, noted_complete
+from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention, removable
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError
+from rftdask.storage import Storage
+from rftdask.testing.storage_faults import FaultyStorage
+
+LAST_STEP = 3 * STEPS_PER_BUCKET + 5
+BATCHES = (0, 1)
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def long_log(storage: Storage, last_step: int = LAST_STEP) -> ParquetLog:
+    log = ParquetLog(storage)
+    for step in range(1, last_step + 1):
+        for batch in BATCHES:
+            log.commit([experience(step, 0, step=step)], explore_step=step, batch=batch)
+    return log
+
+
+def count_calls(storage: Storage) -> tuple[FaultyStorage, Counter[str]]:
+    calls: Counter[str] = Counter()
+
+    def count(verb: str, path: str, stage: str) -> None:
+        if stage == "before":
+            calls[f"{verb} {path}"] += 1
+
+    return FaultyStorage(storage, count), calls
+
+
+# ---- the ledger
+
+
+@given(st.integers(1, 60), st.integers(0, 200))
+def test_the_end_of_an_unbroken_run_is_found(first: int, length: int) -> None:
+    storage = new_storage()
+    ledger = Ledger(storage)
+    for step in range(first, first + length):
+        storage.put(ledger.path(step), b"{}")
+    assert ledger.last_of_run(first) == first + length - 1
+
+
+def test_finding_the_end_of_a_ledger_lists_nothing_and_reads_a_few_entries() -> None:
+    storage = new_storage()
+    for step in range(1, 1001):
+        storage.put(Ledger(storage).path(step), b"{}")
+    counted, calls = count_calls(storage)
+    assert Ledger(counted).last_of_run(1) == 1000
+    assert not any(call.startswith("list") for call in calls)
+    assert calls.total() <= 20
+    calls.clear()
+    assert Ledger(counted).last_of_run(991) == 1000
+    assert calls.total() <= 8
+
+
+# ---- where an explorer goes on
+
+
+def test_an_explorer_lists_only_what_lies_beyond_the_note() -> None:
+    storage = new_storage()
+    log = long_log(storage)
+    assert first_open_step(storage, log) == 1, "without a note the log is listed from its start"
+    note_complete(storage, 2 * STEPS_PER_BUCKET)
+    counted, calls = count_calls(storage)
+    again = ParquetLog(counted)
+    first = first_open_step(counted, again)
+    assert first == 2 * STEPS_PER_BUCKET + 1
+    assert {name.explore_step for name in again.shards(first)} == set(range(first, LAST_STEP + 1))
+    assert sorted(call for call in calls if call.startswith("list")) == [
+        "list experiences", "list experiences/000002", "list experiences/000003",
+        "list experiences/compact", "list experiences/quarantine",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"explore_step": 128, "crc32": "00000000"}', b"[]"])
+def test_a_damaged_note_costs_a_listing_and_nothing_else(data: bytes) -> None:
+    storage = new_storage()
+    storage.put(COMPLETE, data)
+    assert (noted_complete(storage), first_open_step(storage, ParquetLog(storage))) == (0, 1)
+
+
+def test_a_batch_that_was_set_aside_before_the_note_is_open_until_it_ran_again() -> None:
+    storage = new_storage()
+    log = long_log(storage, STEPS_PER_BUCKET)
+    note_complete(storage, STEPS_PER_BUCKET)
+    lost = log.find(7, 1)
+    assert lost is not None
+    log.quarantine(lost, "bad")
+    assert first_open_step(storage, log) == 7
+    log.commit([experience(7, 0, step=7)], explore_step=7, batch=1)
+    assert first_open_step(storage, log) == STEPS_PER_BUCKET + 1
+
+
+def test_counting_what_was_set_aside_looks_once_for_each_original() -> None:
+    storage = new_storage()
+    names = long_log(storage, 4).shards()
+    for name in names:
+        ParquetLog(storage).quarantine(name, "bad")
+    counted, calls = count_calls(storage)
+    log = ParquetLog(counted)
+    assert log.num_quarantined() == len(names)
+    calls.clear()
+    assert log.num_quarantined() == len(names)
+    assert dict(calls) == {"list experiences/quarantine": 1}
+
+
+# ---- retention
+
+NONE = RetentionRule("none")
+
+
+def trained_run(storage: Storage, num_steps: int = 6) -> None:
+    """`num_steps` explore steps of four tasks in two batches each, all trained, two steps of the trainer for each."""
+    for step in range(1, num_steps + 1):
+        for batch in BATCHES:
+            commit_batch(ParquetLog(storage), step, batch)
+    take(make_source(storage), range(1, 2 * num_steps + 1))
+
+
+def resume_point(step: int) -> ResumePoint:
+    """Of a checkpoint after `step` training steps of such a run."""
+    return ResumePoint(step, step // 2 + 1)
+
+
+def audit(storage: Storage) -> Audit:
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+
+
+def steps_of(storage: Storage) -> list[int]:
+    return sorted({name.explore_step for name in ParquetLog(storage).shards()})
+
+
+def apply(storage: Storage, rule: RetentionRule, step: int) -> int:
+    return apply_retention(storage, ParquetLog(storage), Ledger(storage), rule, resume_point(step))
+
+
+def test_what_the_oldest_checkpoint_has_settled_is_removed_and_still_counts() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    before = audit(storage)
+    assert apply(storage, NONE, 8) == 8
+    assert steps_of(storage) == [5, 6]
+    assert audit(storage) == before and before.problems == ()
+    assert apply(storage, NONE, 8) == 0, "a second pass finds nothing"
+    assert apply(storage, NONE, 10) == 2
+
+
+def test_a_run_resumed_from_the_oldest_checkpoint_replays_the_same_batches() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    source = make_source(storage)
+    take(source, range(1, 8))
+    state = source.state_dict()  # of a checkpoint in the middle of explore step 4
+    expected = take(source, range(8, 13))
+    apply_retention(storage, ParquetLog(storage), Ledger(storage), NONE, ResumePoint(7, 4))
+    resumed = make_source(storage)
+    resumed.load_state_dict(state)
+    assert take(resumed, range(8, 13)) == expected
+    assert steps_of(storage) == [4, 5, 6]
+
+
+def test_a_shard_that_a_later_entry_names_stays() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    reused = ParquetLog(storage).shards()[1]
+    Ledger(storage).write(LedgerEntry(13, "main", (Rows(reused.text, (0,)),)))
+    apply(storage, NONE, 12)
+    assert ParquetLog(storage).shards() == [reused]
+
+
+def test_all_keeps_all_and_some_steps_may_stay_whole() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    assert apply(storage, RetentionRule("all"), 12) == 0
+    assert apply(storage, RetentionRule("none", keep_steps=4), 12) == 4
+    assert steps_of(storage) == [3, 4, 5, 6]
+
+
+def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -> None:
+    names = [ShardName(step, batch, "ab", 1, 0, 0, 0) for step in range(1, 501) for batch in BATCHES]
+    gone = removable(names, RetentionRule("thin", keep_share=0.1), 501, ())
+    assert 850 < len(gone) < 950
+    others = [ShardName(name.explore_step, name.batch, "cd", 1, 0, 0, 1) for name in names]
+    assert [(n.explore_step, n.batch) for n in removable(others, RetentionRule("thin"), 501, ())] == [
+        (n.explore_step, n.batch) for n in gone
+    ]
+
+
+def test_a_batch_that_ran_twice_stays_for_its_rows_tell_what_is_a_repeat() -> None:
+    storage = new_storage()
+    commit_batch(ParquetLog(storage), 1, 0)
+    trained_run(storage, 3)
+    before = audit(storage)
+    assert before.dropped == {"repeat": 4}
+    apply(storage, NONE, 6)
+    assert [name.batch for name in ParquetLog(storage).shards()] == [0, 0]
+    assert audit(storage) == before
+
+
+def test_a_copy_that_comes_after_its_batch_was_removed_is_a_repeat() -> None:
+    storage = new_storage()
+    trained_run(storage, 3)
+    apply(storage, NONE, 6)
+    commit_batch(ParquetLog(storage), 1, 0)  # by a worker that nobody heard of for long
+    found = audit(storage)
+    assert (found.problems, found.waiting, found.dropped) == ((), 0, {"repeat": 4})
+
+
+WRITES = ("put", "put_new", "remove")
+NUM_WRITES = 10
+"""Of a pass over four steps: the record, eight shards, and how far it came."""
+
+
+def test_a_pass_writes_down_what_goes_then_removes_it_then_says_how_far_it_came() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    verbs: list[str] = []
+    apply(FaultyStorage(storage, lambda verb, path, stage: verbs.append(f"{verb} {path}")), NONE, 8)
+    writes = [call for call in verbs[::2] if call.split()[0] in WRITES]
+    assert writes[0] == "put experiences/removed/000000.json"
+    assert {call.split()[0] for call in writes[1:-1]} == {"remove"}
+    assert writes[-1] == "put experiences/removed/UNTIL.json"
+    assert len(writes) == NUM_WRITES
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("number", range(NUM_WRITES))
+def test_a_pass_that_is_killed_loses_no_count_and_is_finished_by_the_next(number: int, moment: str) -> None:
+    storage = new_storage()
+    trained_run(storage)
+    before = audit(storage)
+    left = number
+
+    def kill(verb: str, path: str, stage: str) -> None:
+        nonlocal left
+        if verb in WRITES and stage == moment:
+            if left == 0:
+                raise Killed
+            left -= 1
+
+    with pytest.raises(Killed):
+        apply(FaultyStorage(storage, kill), NONE, 8)
+    assert audit(storage) == before
+    apply(storage, NONE, 8)
+    assert steps_of(storage) == [5, 6]
+    assert audit(storage) == before
+
+
+def test_a_damaged_record_of_what_was_removed_is_told_and_never_guessed() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    apply(storage, NONE, 8)
+    storage.put("experiences/removed/000000.json", b"{}")
+    with pytest.raises(DamagedError, match=r"experiences/removed/000000.json is damaged"):
+        audit(storage)

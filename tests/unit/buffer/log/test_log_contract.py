@@ -1,0 +1,359 @@
+"""What every backend of the experience log keeps, the same for Parquet, JSON lines and databases, wherever they are:
+
+- what is committed is listed by anyone at once, found by its rollout batch, and read back to the bit;
+- two writers of one rollout batch leave two shards; one writer that commits again, its confirmation lost, leaves one;
+- what is damaged is told and never read as if it were whole; set aside, its batch is undone and can run again;
+- a log is sealed and opened again; logs of different folders and runs do not see each other;
+- the trainer's source reads it exactly once.
+
+PostgreSQL takes part where RFTDASK_TEST_POSTGRESQL names a database, postgresql://user@host/name; its tables are made
+there and stay.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sqlite3
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from buffer_cases import all_ok, commit_batch, experience, make_source, new_storage
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.file_log import FileLog, ParquetLog
+from rftdask.buffer.log.jsonl_log import JsonlLog
+from rftdask.buffer.log.log import ExperienceLog
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.shard import Part, ShardName, done_batches
+from rftdask.buffer.log.sql_log import SqlLog
+from rftdask.errors import DamagedError, NotFoundError, StorageError
+from rftdask.storage import Storage, open_storage
+
+POSTGRESQL = "RFTDASK_TEST_POSTGRESQL"
+
+
+class Backend(ABC):
+    """One kind of log on an empty storage, and a way to damage it that does not use the log."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    @abstractmethod
+    def open(self, folder: str = "experiences") -> ExperienceLog:
+        """As another process would."""
+
+    @abstractmethod
+    def damage(self, name: ShardName) -> None:
+        """Change something in the rows of a shard."""
+
+
+class Files(Backend):
+    def __init__(self, storage: Storage, kind: type[FileLog]) -> None:
+        super().__init__(storage)
+        self.kind = kind
+
+    def open(self, folder: str = "experiences") -> FileLog:
+        return self.kind(self.storage, folder, "run")
+
+    def damage(self, name: ShardName) -> None:
+        path = self.open().path(name)
+        data = self.storage.get(path)
+        if self.kind is JsonlLog:  # lines as good as before, and other
+            self.storage.put(path, data.replace(b'"reward": 1.0', b'"reward": 2.0'))
+        else:
+            self.storage.put(path, data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+
+
+class Database(Backend):
+    def __init__(self, storage: Storage, url: str | None) -> None:
+        super().__init__(storage)
+        self.url = url
+
+    def open(self, folder: str = "experiences") -> SqlLog:
+        return SqlLog(self.storage, self.url, folder, "run")
+
+    def damage(self, name: ShardName) -> None:
+        where = f"where shard = (select id from shards where writer = '{name.writer}' and batch = {name.batch})"
+        engine = sa.create_engine(
+            self.url.replace("postgresql:", "postgresql+psycopg:")
+            if self.url
+            else f"sqlite:///{self.storage.url}/experiences.sqlite"
+        )
+        with engine.begin() as connection:
+            connection.execute(sa.text(f"update experiences set reward = reward + 1 {where} and row = 1"))
+        engine.dispose()
+
+
+def make_backend(kind: str, folder: Path, request: pytest.FixtureRequest) -> Backend:
+    if kind == "postgresql":
+        if not (url := os.environ.get(POSTGRESQL)):
+            pytest.skip(f"{POSTGRESQL} names no database")
+        return Database(open_storage(folder), url)
+    if kind == "s3-parquet":
+        return Files(open_storage(request.getfixturevalue("s3_url")), ParquetLog)
+    made: dict[str, Callable[[], Backend]] = {
+        "memory-parquet": lambda: Files(new_storage(), ParquetLog),
+        "local-parquet": lambda: Files(open_storage(folder), ParquetLog),
+        "local-jsonl": lambda: Files(open_storage(folder), JsonlLog),
+        "sqlite": lambda: Database(open_storage(folder), None),
+    }
+    return made[kind]()
+
+
+KINDS = ("memory-parquet", "local-parquet", "local-jsonl", "sqlite", "s3-parquet", "postgresql")
+
+
+@pytest.fixture(params=KINDS)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    return make_backend(request.param, tmp_path, request)
+
+
+class TestLog:
+    def test_an_empty_log_has_nothing(self, backend: Backend) -> None:
+        log = backend.open()
+        assert (log.shards(), log.find(1, 0), log.num_quarantined(), log.sealed_at()) == ([], None, 0, None)
+        assert backend.storage.list() == []  # looking makes nothing
+
+    def test_what_is_committed_is_listed_found_and_read_by_anyone(self, backend: Backend) -> None:
+        name = backend.open().commit([experience(3, 1), experience(3, 2)], explore_step=5, batch=1)
+        log = backend.open()
+        assert log.shards() == [name] and ShardName.try_parse(name.text) == name
+        assert (log.find(5, 1), log.find(5, 0), log.find(6, 1)) == (name, None, None)
+        assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
+        assert (name.num_rows, name.explore_step, name.batch) == (2, 5, 1)
+
+    def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:
+        log = backend.open()
+        for step in (65, 1, 64):
+            for batch in (1, 0):
+                log.commit([experience(step=step)], explore_step=step, batch=batch)
+        listed = [(name.explore_step, name.batch) for name in log.shards()]
+        assert listed == [(1, 0), (1, 1), (64, 0), (64, 1), (65, 0), (65, 1)]
+        assert [n.explore_step for n in log.shards(64)] == [64, 64, 65, 65]
+
+    def test_a_batch_without_a_row_is_done(self, backend: Backend) -> None:
+        name = backend.open().commit([], explore_step=1, batch=0)
+        assert backend.open().find(1, 0) == name
+        assert backend.open().read(name).num_rows == 0
+
+    def test_a_batch_in_parts_is_done_with_the_last_of_them(self, backend: Backend) -> None:
+        log = backend.open()
+        first = log.commit([experience(1)], explore_step=1, batch=0, part=Part((1,), 2))
+        assert (log.find(1, 0), log.find_all(1, 0), done_batches(log.shards())) == (None, [first], set())
+        last = log.commit([experience(0)], explore_step=1, batch=0, part=Part((0,), 2))
+        assert ShardName.try_parse(last.text) == last and log.read(last).num_rows == 1
+        assert set(backend.open().find_all(1, 0)) == {first, last}
+        assert done_batches(backend.open().shards()) == {(1, 0)}
+
+    def test_what_is_removed_is_known_by_name(self, backend: Backend) -> None:
+        log = backend.open()
+        names = [commit_batch(log, step, 0) for step in (1, 2, 3)]
+        log.remove(names[:2])
+        log.remove(names[:2])
+        assert (backend.open().shards(), backend.open().removed(), log.removed(2)) == (names[2:], names[:2], names[1:2])
+        with pytest.raises(NotFoundError):
+            log.read(names[0])
+
+    def test_two_writers_of_one_batch_leave_two_shards(self, backend: Backend) -> None:
+        names = {commit_batch(backend.open(), 1, 0) for _ in range(2)}
+        assert len(names) == 2 and set(backend.open().shards()) == names
+
+    def test_a_writer_that_commits_again_leaves_one_shard(self, backend: Backend) -> None:
+        log = backend.open()
+        assert commit_batch(log, 1, 0) == commit_batch(log, 1, 0)
+        (name,) = backend.open().shards()
+        assert log.read(name).num_rows == name.num_rows == 4
+
+    def test_writers_side_by_side_lose_nothing(self, backend: Backend) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            names = list(pool.map(lambda batch: commit_batch(backend.open(), 1, batch, tasks_per_step=99), range(8)))
+        assert backend.open().shards() == sorted(names)
+
+    def test_a_log_pickles(self, backend: Backend) -> None:
+        log = backend.open()
+        name = commit_batch(log, 1, 0)
+        again = pickle.loads(pickle.dumps(log))
+        assert again.shards() == [name] and again.writer == log.writer
+
+    def test_what_is_damaged_is_told_and_runs_again(self, backend: Backend) -> None:
+        log = backend.open()
+        name, other = commit_batch(log, 1, 0), commit_batch(log, 1, 1)
+        backend.damage(name)
+        with pytest.raises(DamagedError, match=name.writer):
+            backend.open().read(name)
+        log.quarantine(name, "crc32 does not match")
+        log.quarantine(name, "again")
+        assert (log.find(1, 0), log.shards(), log.num_quarantined()) == (None, [other], 1)
+        assert log.quarantined() == [name]
+        with pytest.raises(NotFoundError):
+            log.read(name)
+        again = commit_batch(log, 1, 0)  # the very same writer, to the byte
+        assert backend.open().read(again).num_rows == 4
+        assert backend.open().read(other).num_rows == 4
+
+    def test_a_log_is_sealed_and_opened_again(self, backend: Backend) -> None:
+        log = backend.open()
+        log.seal(7)
+        log.seal(8)
+        assert backend.open().sealed_at() == 8
+        log.unseal()
+        log.unseal()
+        assert backend.open().sealed_at() is None
+
+    def test_logs_of_other_folders_are_not_seen(self, backend: Backend) -> None:
+        evals = backend.open("eval/gsm8k")
+        name = evals.commit([experience(step=0)], explore_step=0, batch=0)
+        evals.seal(3)
+        log = backend.open()
+        assert (log.shards(0), log.sealed_at(), log.find(0, 0)) == ([], None, None)
+        assert backend.open("eval/gsm8k").shards(0) == [name]
+        with pytest.raises(NotFoundError):
+            log.read(name)
+
+    def test_the_source_reads_it_exactly_once(self, backend: Backend) -> None:
+        failing = {(5, 0): Status.FAILED}
+        for step in (1, 2):
+            for batch in (0, 1):
+                commit_batch(
+                    backend.open(), step, batch, statuses=lambda task, k: failing.get((task, k), all_ok(task, k))
+                )
+        commit_batch(backend.open(), 1, 1)  # ran twice
+        backend.open().seal(2)
+        backend.damage(next(n for n in backend.open().shards() if (n.explore_step, n.batch) == (2, 0)))
+        first = make_source(backend.storage, log=backend.open())
+        batches = [first.batch(step) for step in (1, 2)]
+        commit_batch(backend.open(), 2, 0)  # what the explorer does about the damaged one
+        after = make_source(backend.storage, log=backend.open())  # a new trainer
+        for step in (1, 2):
+            replayed = after.batch(step)
+            assert replayed is not None and batches[step - 1] is not None
+            assert replayed[1].uids == batches[step - 1][1].uids  # type: ignore[index]
+        uids = [uid for found in batches for uid in found[1].uids]  # type: ignore[index]
+        while (found := after.batch(len(uids) // 4 + 1)) is not None:
+            uids += found[1].uids
+        assert len(uids) == len(set(uids)) == 16
+        audit = audit_log(backend.open(), Ledger(backend.storage), tasks_per_batch=2)
+        assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (20, 16, 0, ())
+
+
+# ---- the forms for people
+
+
+BITS = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
+NUMBERS = BITS.filter(lambda value: value == value)  # of NaN only that it is one is kept
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@st.composite
+def experiences(draw: st.DrawFn) -> Experience:
+    num_prompt, num_response = draw(st.integers(0, 3)), draw(st.integers(0, 4))
+    size = num_prompt + num_response
+    return experience(
+        draw(st.integers(0, 2**40)),
+        tokens=draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)),
+        prompt_length=num_prompt,
+        rollout_logprobs=draw(st.lists(NUMBERS, min_size=num_response, max_size=num_response)),
+        loss_mask=draw(st.none() | st.lists(st.booleans(), min_size=num_response, max_size=num_response)),
+        reward=draw(NUMBERS),
+        temperature=draw(NUMBERS),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        prompt_text=draw(TEXTS),
+        response_text=draw(TEXTS),
+        truth=draw(TEXTS),
+        metrics=draw(st.dictionaries(TEXTS, st.floats(allow_nan=False), max_size=3)),
+    )
+
+
+def as_read(rows: list[Experience]) -> str:
+    return repr(experiences_to_table(rows).to_pylist())
+
+
+@pytest.mark.parametrize("kind", ["local-jsonl", "sqlite", "postgresql"])
+def test_a_form_for_people_keeps_every_bit(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    backend = make_backend(kind, tmp_path, request)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(experiences(), max_size=3))
+    @example([experience(response_text="a\0b"), experience(reward=-0.0), experience(reward=float("inf"))])
+    def holds(rows: list[Experience]) -> None:
+        log = backend.open()
+        name = log.commit(rows, explore_step=1, batch=0)
+        assert repr(log.read(name).to_pylist()) == as_read(rows)
+
+    holds()
+
+
+def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
+    log = JsonlLog(open_storage(tmp_path), run="r")
+    name = log.commit(
+        [experience(3, 1, loss_mask=(True, False, True), response_text="4 \u00b1 1")], explore_step=1, batch=0
+    )
+    line = (tmp_path / log.path(name)).read_text()
+    assert line.startswith(
+        '{"schema": "1.1", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
+    )
+    assert '"tokens": [1, 2, 3, 1, 9], "prompt_length": 2, "rollout_logprobs": [-0.5, -0.25, -1.0]' in line
+    assert '"loss_mask_runs": [1, 1, 1], "reward": 1.0' in line and "4 \u00b1 1" in line
+
+
+def test_a_person_can_query_the_database_while_the_run_writes(tmp_path: Path) -> None:
+    log = SqlLog(open_storage(tmp_path), run="r")
+    for step in (1, 2):
+        commit_batch(log, step, 0)
+    with sqlite3.connect(f"file:{tmp_path}/experiences.sqlite?mode=ro", uri=True) as database:
+        query = "select explore_step, count(*), avg(reward) from experiences where folder = 'experiences' group by 1"
+        assert database.execute(query).fetchall() == [(1, 4, 0.5), (2, 4, 0.5)]
+        assert database.execute("pragma journal_mode").fetchone() == ("wal",)
+    database.close()
+
+
+def test_a_run_begun_again_in_its_place_does_not_find_the_rows_of_the_one_before(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shared.sqlite"
+    for folder in ("one", "two"):
+        assert SqlLog(open_storage(tmp_path / folder), url).shards() == []
+        commit_batch(SqlLog(open_storage(tmp_path / folder), url), 1, 0)
+    (tmp_path / "one" / "experiences" / "DATABASE.json").unlink()
+    assert SqlLog(open_storage(tmp_path / "one"), url).find(1, 0) is None
+
+
+def test_a_writer_cannot_commit_other_rows_as_the_same_batch(tmp_path: Path) -> None:
+    log = SqlLog(open_storage(tmp_path))
+    name = commit_batch(log, 1, 0)
+    with pytest.raises(StorageError, match=r"could not commit batch 0 of explore step 1 \(it committed others"):
+        log.commit([experience(9)], explore_step=1, batch=0)
+    assert log.shards() == [name]
+
+
+def test_a_commit_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    log = SqlLog(open_storage(tmp_path))
+    commit_batch(log, 1, 0)
+    with sqlite3.connect(tmp_path / "experiences.sqlite") as database:
+        when, then = "before insert on experiences when new.row = 3", "select raise(fail, 'no space')"
+        database.execute(f"create trigger full {when} begin {then}; end")
+    database.close()
+    with pytest.raises(StorageError, match="no space"):
+        commit_batch(log, 1, 1)
+    assert log.find(1, 1) is None
+    with sqlite3.connect(tmp_path / "experiences.sqlite") as database:
+        assert database.execute("select count(*) from experiences").fetchone() == (4,)
+    database.close()
+
+
+def test_a_password_from_the_environment_is_in_no_pickle_and_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_URL", "postgresql://me:hunter2@127.0.0.1:9/none?password=hunter2&connect_timeout=1")
+    log = SqlLog(open_storage(tmp_path), "${oc.env:SECRET_URL}")
+    assert b"hunter2" not in pickle.dumps(log)
+    with pytest.raises(StorageError, match=r"postgresql\+psycopg://me:\*\*\*@127.0.0.1:9/none failed") as failure:
+        log.check()
+    assert "hunter2" not in str(failure.value)

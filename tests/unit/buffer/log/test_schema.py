@@ -1,0 +1,137 @@
+"""Promises of an experience at rest: what was written is what is read, and nothing is written that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from buffer_cases import experience
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rftdask.buffer.log.schema import (
+    SCHEMA,
+    Experience,
+    Status,
+    experiences_to_table,
+    mask_to_runs,
+    runs_to_mask,
+)
+
+FULL = Experience(
+    taskset="gsm8k",
+    epoch=3,
+    task_index=2**40,
+    rollout=5,
+    explore_step=77,
+    turn=2,
+    attempt=1,
+    status=Status.TRUNCATED,
+    tokens=(7, 0, 151_935, 3, 3, 8),
+    prompt_length=2,
+    rollout_logprobs=(-0.5, 0.0, -17.25, -1.0),
+    loss_mask=(False, True, False, True),
+    reward=-0.5,
+    min_policy_version=10,
+    max_policy_version=12,
+    weights_hash="9f3a",
+    temperature=0.5,
+    top_p=0.75,
+    top_k=20,
+    seed=2**62,
+    prompt_text="What is 1+1?",
+    response_text="zwei \u00e9 \U0001f600",
+    truth="2",
+    error="",
+    metrics={"accuracy": 1.0, "format": 0.1},
+    env_state="at 0,1",
+    turn_reward=0.25,
+)
+
+
+def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
+    row = experiences_to_table([FULL]).to_pylist()[0]
+    for field in dataclasses.fields(Experience):
+        if field.name == "loss_mask":
+            assert row["loss_mask_runs"] == [0, 1, 1, 1, 1]
+            assert runs_to_mask(row["loss_mask_runs"], 4) == list(FULL.loss_mask or ())
+        elif field.name in ("tokens", "rollout_logprobs"):
+            assert row[field.name] == list(getattr(FULL, field.name))
+        elif field.name == "metrics":
+            assert dict(row["metrics"]) == dict(FULL.metrics)
+        else:
+            assert row[field.name] == getattr(FULL, field.name), field.name
+    assert row["uid"] == "gsm8k/3/1099511627776/5/2"
+
+
+def as_arrays(e: Experience) -> Experience:
+    return dataclasses.replace(
+        e,
+        tokens=np.array(e.tokens, np.int32),
+        rollout_logprobs=np.array(e.rollout_logprobs, np.float32),
+        loss_mask=None if e.loss_mask is None else np.array(e.loss_mask),
+    )
+
+
+def test_an_experience_in_arrays_is_the_same_experience() -> None:
+    rows = [FULL, experience(1, 0, tokens=(), prompt_length=0, rollout_logprobs=()), experience(1, 1)]
+    arrays = [as_arrays(row) for row in rows]
+    assert arrays == rows and rows == arrays
+    assert experiences_to_table(arrays).equals(experiences_to_table(rows))
+    assert arrays[0] != as_arrays(dataclasses.replace(FULL, tokens=(7, 0, 151_935, 3, 3, 9)))
+    assert arrays[0] != dataclasses.replace(FULL, loss_mask=None)
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 2**31), np.array([1, 2, 2**31])])
+def test_a_token_id_that_does_not_fit_is_refused_and_never_another(tokens: object) -> None:
+    with pytest.raises(OverflowError):
+        experiences_to_table([experience(tokens=tokens, prompt_length=0)])
+
+
+def test_a_uid_does_not_depend_on_the_attempt() -> None:
+    assert dataclasses.replace(FULL, attempt=7).uid == FULL.uid
+
+
+def test_a_failure_is_kept_as_a_null_reward_and_never_as_zero() -> None:
+    row = experiences_to_table([experience(status=Status.FAILED, tokens=(), prompt_length=0, rollout_logprobs=())])
+    assert row.column("reward").to_pylist() == [None]
+    assert row.column("tokens").to_pylist() == [[]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_logprobs": (-0.5, -0.5)}, "t/0/0/0/0: 2 rollout_logprobs for 3 response tokens"),
+        ({"loss_mask": (True,)}, "t/0/0/0/0: loss_mask of 1 for 3 response tokens"),
+        ({"reward": None}, "t/0/0/0/0: status ok without a reward"),
+        ({"prompt_length": 6, "rollout_logprobs": ()}, "t/0/0/0/0: 0 rollout_logprobs for -1 response tokens"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused_naming_the_uid(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        experiences_to_table([experience(**fields)])
+
+
+@pytest.mark.parametrize(("status", "trainable"), [(s, s in ("ok", "truncated")) for s in Status])
+def test_only_ok_and_truncated_may_be_trained(status: Status, trainable: bool) -> None:
+    assert status.trainable is trainable
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_run_lengths_are_a_mask_and_back(mask: list[bool]) -> None:
+    runs = mask_to_runs(mask)
+    assert runs_to_mask(runs, len(mask)) == mask
+    assert all(count > 0 for count in runs[1:]), "only the first run may be empty"
+    assert sum(runs) in (0, len(mask))
+
+
+def test_a_mask_that_is_all_true_costs_nothing() -> None:
+    assert mask_to_runs(None) == mask_to_runs([True] * 9) == mask_to_runs([]) == []
+    assert mask_to_runs([True, True, True, False, False, True]) == [3, 2, 1]
+
+
+def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
+    table = experiences_to_table([FULL], run="my run")
+    assert table.schema.equals(SCHEMA)
+    assert table.schema.metadata == {b"rftdask.schema": b"1.1", b"rftdask.run": b'"my run"'}

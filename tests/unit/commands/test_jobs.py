@@ -1,0 +1,106 @@
+"""Promises of what is told of a run that does not run: why, from its own last words or from what became of its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from rftdask.cli import app
+from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
+from rftdask.cluster.join import join
+from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, why_not_running
+from rftdask.config import load_config
+from rftdask.errors import DataError, RoleError
+from rftdask.run.run_folder import note_end, read_end
+from rftdask.storage import open_storage
+
+ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
+
+
+def begun(folder: Path) -> Path:
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    assert read_end(storage) is None
+    note_end(storage, "failed", "RoleError: out of restarts")
+    assert why_not_running(storage, (ENDED,)) == "failed: RoleError: out of restarts"
+    note_end(storage, "finished", "")
+    assert why_not_running(storage, (ENDED,)) == "finished"
+
+
+def test_a_run_that_was_killed_is_explained_by_its_job(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    told = why_not_running(storage, (ENDED,))
+    assert told == "it was killed, without a word of its own: job 7 (controller): NODE_FAIL (exit 0:1)"
+
+
+def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
+    waiting = JobStatus("controller", "controller", "7", "PENDING", True)
+    assert why_not_running(open_storage(tmp_path), (waiting,)) == "controller is job 7, PENDING"
+    assert why_not_running(open_storage(tmp_path), (ENDED,)).startswith("it never began: job 7 (controller)")
+
+
+def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    (begun(tmp_path) / "control").mkdir()
+    lease = {**me, "time_s": time.time(), "released": False}
+    (tmp_path / "control" / "lease-trainer-1.json").write_text(json.dumps(lease))
+    assert why_not_running(open_storage(tmp_path), (ENDED,)) == ""
+
+
+def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    (begun(tmp_path) / "log").mkdir()
+    (tmp_path / "log" / "trainer-0-12.log").write_text("one\ntwo\nthree\n")
+    (tmp_path / "log" / "driver.log").write_text("drove\n")
+    assert list(read_logs(str(tmp_path), "trainer", 2)) == [("trainer-0-12.log", ["two", "three"])]
+    assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
+    with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
+        list(read_logs(str(tmp_path), "engine", 2))
+
+
+def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_path: Path) -> None:
+    (begun(tmp_path) / "log").mkdir()
+    trainer, driver = tmp_path / "log" / "trainer-0-12.log", tmp_path / "log" / "driver.log"
+    trainer.write_text("one\ntwo\nthree\nhal")
+    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    assert next(told) == ("trainer-0-12.log", ["two", "three"])
+    with trainer.open("a") as log:
+        log.write("f\nfive\n")
+    assert next(told) == ("trainer-0-12.log", ["half", "five"])
+    driver.write_text("drove\n")  # a new one
+    assert next(told) == ("driver.log", ["drove"])
+    trainer.write_text("six\n")  # the log was set aside
+    assert next(told) == ("trainer-0-12.log", ["six"])
+
+
+def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
+    told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
+    job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}
+    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "stages": []}
+
+
+@pytest.mark.slow
+def test_who_joins_gives_up_where_no_run_is(tmp_path: Path) -> None:
+    tree = {"model": {"model_path": "m", "max_model_len": 64}, "checkpoint_root_dir": str(tmp_path)}
+    tree["buffer"] = {"explorer_input": {"taskset": {"path": "t.jsonl"}}}
+    config = load_config({**tree, "cluster": {"type": "joined", "tls": False}})
+    folder = PrivateFolder(tmp_path / "private")
+    assert join(config, folder, "explorer", 0.1) == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"nonsense://127.0.0.1:{server.getsockname()[1]}"
+        folder.write_address(address)  # a scheduler that nobody can speak with, and that did not take its address back
+        with pytest.raises(RoleError, match="3 workers for role explorer in a row ended with an error"):
+            join(config, folder, "explorer", 1.0)
+    assert join(config, folder, "explorer", 0.1) == 0, "no worker knocks at an address where nobody listens any more"

@@ -1,0 +1,93 @@
+"""Promises of preference pairs and of plain text as rows to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from buffer_cases import new_storage
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.source import DatasetSource
+from rftdask.data.preference_rows import PairRows
+from rftdask.data.sft_rows import SupervisedFormat
+from rftdask.data.text_rows import TextRows
+from rftdask.errors import DataError
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows: tuple[Mapping[str, Any], ...]
+    fingerprint: str = "f1"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.rows[index]
+
+
+class Characters:
+    eos_token_id = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        raise AssertionError("plain text has no template")
+
+
+FORMAT = SupervisedFormat("plaintext", "prompt", "response", "message", None, max_tokens=6)
+PAIRS = Rows(tuple({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
+
+
+def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
+    rows = PairRows(PAIRS, Characters(), FORMAT, "chosen", "rejected").read([2, 0])
+    texts = ["".join(map(chr, tokens[:-1])) for tokens, _, _ in rows]
+    assert texts == ["q2", "q2!", "q0", "q0!"]
+    assert [prompt for _, prompt, _ in rows] == [1, 1, 1, 1]
+
+
+def test_a_missing_side_is_named() -> None:
+    with pytest.raises(DataError, match="no column 'better'"):
+        PairRows(PAIRS, Characters(), FORMAT, "better", "rejected")
+
+
+def test_no_batch_parts_a_pair() -> None:
+    reader = PairRows(PAIRS, Characters(), FORMAT, "chosen", "rejected")
+    source = DatasetSource(
+        reader.read, 4, "f1", Ledger(new_storage()), batch_size=3, total_epochs=3, shuffle_seed=1, group_size=2
+    )
+    for step in range(1, 5):
+        found = source.batch(step)
+        assert found is not None
+        entry, batch = found
+        assert len(entry.use[0].rows) == 3
+        assert batch.groups.tolist() == [0, 0, 1, 1, 2, 2]
+        assert [uid.rsplit("/", 1)[1] for uid in batch.uids] == ["0", "1"] * 3
+        assert len(set(batch.uids)) == 6
+    assert source.batch(5) is None
+
+
+def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> None:
+    rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), "prompt", 6)
+    (short, prompt, mask), (long, _, _) = rows.read([0, 1])
+    assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
+    assert list(long) == [97, 98, 99, 100, 101, 102]
+
+
+@pytest.mark.parametrize(("value", "message"), [(3, "holds int, text is needed"), ("", "has 1 tokens")])
+def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TextRows(Rows(({"prompt": value},)), Characters(), "prompt", 6).read([0])
+
+
+def test_a_missing_text_column_is_named() -> None:
+    with pytest.raises(DataError, match="no column 'text'"):
+        TextRows(PAIRS, Characters(), "text", 6)

@@ -1,0 +1,153 @@
+"""Promises of supervised rows: the response alone is learned; what cannot be told apart from the prompt is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rftdask.data.datasets import RowsDataset
+from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows
+from rftdask.errors import DataError
+
+EOS = 0
+
+
+class CharTokenizer:
+    """Code points as token ids; a chat is "<role>content" one after the other, with an end mark after each answer."""
+
+    eos_token_id: int | None = EOS
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+    def apply_chat_template(
+        self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False, tools: Any = ()
+    ) -> str:
+        assert not tokenize
+        text = "".join(f"[{tool['name']}]" for tool in tools)
+        text += "".join(f"<{m['role']}>{m['content']}" + ("|" if m["role"] == "assistant" else "") for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+
+class MovingTemplate(CharTokenizer):
+    """A template that counts the messages first, so that the answer changes the prompt before it."""
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return f"{len(messages)}:" + super().apply_chat_template(messages, **options)
+
+
+def read(rows: list[dict[str, Any]], tokenizer: CharTokenizer | None = None, **fields: Any) -> list[tuple[str, str]]:
+    """(prompt, response) of each row as the trainer sees them."""
+    values = {
+        "prompt_type": "messages",
+        "prompt_key": "q",
+        "response_key": "a",
+        "messages_key": "messages",
+        "system_prompt": None,
+        "max_tokens": 99,
+    }
+    source = SupervisedRows(
+        RowsDataset([rows], "f"), tokenizer or CharTokenizer(), SupervisedFormat(**{**values, **fields})
+    )
+    found = []
+    for tokens, prompt_length, mask in source.read(range(len(rows))):
+        assert mask is None
+        text = "".join(chr(t) if t else "$" for t in tokens)
+        found.append((text[:prompt_length], text[prompt_length:]))
+    return found
+
+
+def test_plaintext_is_prompt_and_response_and_an_end_token() -> None:
+    assert read([{"q": "1+1=", "a": "2"}], prompt_type="plaintext") == [("1+1=", "2$")]
+
+
+def test_a_chat_goes_through_the_template_and_ends_as_it_says() -> None:
+    assert read([{"q": "hi", "a": "yo"}]) == [("<user>hi<assistant>", "yo|")]
+    assert read([{"q": "hi", "a": "yo"}], system_prompt="be kind") == [("<system>be kind<user>hi<assistant>", "yo|")]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_column_of_messages_wins_and_its_last_message_is_learned(as_json: bool) -> None:
+    chat: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    if as_json:
+        chat = json.dumps(chat)
+    assert read([{"messages": chat, "q": "x", "a": "y"}]) == [("<user>a<assistant>b|<user>c<assistant>", "d|")]
+
+
+def test_a_long_response_loses_its_end_and_a_long_prompt_is_refused() -> None:
+    assert read([{"q": "12", "a": "3456"}], prompt_type="plaintext", max_tokens=4) == [("12", "34")]
+    with pytest.raises(DataError, match=r"row 0: the prompt alone has 2 tokens, nothing of the response fits in 2"):
+        read([{"q": "12", "a": "3456"}], prompt_type="plaintext", max_tokens=2)
+
+
+def test_a_template_that_changes_the_prompt_is_refused() -> None:
+    with pytest.raises(
+        DataError, match="row 0: the chat template renders the prompt differently once the answer follows"
+    ):
+        read([{"q": "hi", "a": "yo"}], MovingTemplate())
+
+
+@pytest.mark.parametrize("prompt_type", ["plaintext", "messages"])
+def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
+    with pytest.raises(DataError, match="row 1: column 'a' holds int, text is needed"):
+        read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)
+
+
+def test_a_missing_column_is_told_with_those_there_are() -> None:
+    with pytest.raises(DataError, match=r"the dataset has no column 'a'; columns: q, answer"):
+        read([{"q": "1", "answer": "2"}])
+
+
+CHAT: list[dict[str, str]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "tool", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def learned(rows: list[dict[str, Any]], **fields: Any) -> list[str]:
+    """The text of each row, what is not learned of the response in lower case and what is in upper case."""
+    fmt = SupervisedFormat("messages", "q", "a", "messages", None, **{"max_tokens": 99, "all_turns": True, **fields})
+    found = []
+    for tokens, prompt_length, mask in SupervisedRows(RowsDataset([rows], "f"), CharTokenizer(), fmt).read([0]):
+        marks = [False] * prompt_length + list(mask if mask is not None else [True] * (len(tokens) - prompt_length))
+        found.append("".join(chr(t).upper() if mark else chr(t) for t, mark in zip(tokens, marks, strict=True)))
+    return found
+
+
+def test_all_turns_of_a_chat_can_be_learned_in_one_sequence() -> None:
+    assert learned([{"messages": CHAT}]) == ["<user>a<assistant>B|<tool>c<assistant>D|"]
+    assert learned([{"messages": CHAT}], all_turns=False) == ["<user>a<assistant>b|<tool>c<assistant>D|"]
+
+
+def test_a_chat_that_is_cut_keeps_the_turns_that_fit() -> None:
+    assert learned([{"messages": CHAT}], max_tokens=22) == ["<user>a<assistant>B|<t"]
+
+
+def test_a_chat_without_an_answer_is_refused() -> None:
+    with pytest.raises(DataError, match="row 0: the chat has no message of the assistant"):
+        learned([{"messages": CHAT[:1]}])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_of_a_row_go_through_the_template(as_json: bool) -> None:
+    tools: Any = [{"name": "add"}]
+    row = {"messages": CHAT[:2], "tools": json.dumps(tools) if as_json else tools}
+    assert learned([row]) == ["[add]<user>a<assistant>B|"]
+    assert learned([{"messages": CHAT[:2], "tools": None}]) == ["<user>a<assistant>B|"]
+
+
+def test_tools_that_are_no_list_are_refused() -> None:
+    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, a list of JSON schemas is needed"):
+        learned([{"messages": CHAT[:2], "tools": {"name": "add"}}])
+    with pytest.raises(DataError, match="row 0: column 'tools' is no JSON"):
+        learned([{"messages": CHAT[:2], "tools": "{"}])

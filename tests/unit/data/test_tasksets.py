@@ -1,0 +1,118 @@
+"""Promises of tasksets: columns become tasks as the format says, and a wrong column is found before the
+first rollout.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rftdask.data.datasets import RowsDataset
+from rftdask.data.tasksets import Taskset, TasksetSpec, final_answer, truth_text
+from rftdask.errors import DataError
+
+SPEC = TasksetSpec(
+    name="sums", path="sums.jsonl", prompt_key="question", response_key="answer", workflow="math_workflow"
+)
+ROW = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2", "style": "terse"}
+CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "1+1?"}]
+
+
+def taskset(*rows: dict[str, Any], **changes: Any) -> Taskset:
+    return Taskset(replace(SPEC, **changes), RowsDataset([list(rows)], "f"))
+
+
+def test_a_text_prompt_becomes_a_chat_with_the_system_prompt() -> None:
+    task = taskset(ROW, system_prompt="Be kind.", reply_prefix="Well, ").task(2, 0)
+    assert task.messages == (
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "Well, "},
+    )
+    assert (task.group_id, task.prompt, task.truth, task.workflow) == ("sums/2/0", "1+1?", "2", "math_workflow")
+    assert task.row == ROW
+
+
+def test_a_system_prompt_of_the_row_wins() -> None:
+    rows = [ROW, {**ROW, "style": None}]
+    tasks = taskset(*rows, system_prompt="general", system_prompt_key="style")
+    assert [tasks.task(0, index).messages[0]["content"] for index in (0, 1)] == ["terse", "general"]
+
+
+def test_a_plaintext_prompt_stays_as_it_is() -> None:
+    task = taskset(ROW, prompt_type="plaintext", system_prompt="unused", reply_prefix=" =").task(0, 0)
+    assert (task.prompt, task.messages) == ("1+1? =", ())
+
+
+@pytest.mark.parametrize("changes", [{"messages_key": "chat"}, {"prompt_key": "chat"}])
+def test_a_chat_column_is_used_as_it_is_and_keeps_its_system_prompt(changes: dict[str, str]) -> None:
+    tasks = taskset({"chat": CHAT, "answer": 2}, system_prompt="general", **changes)
+    tasks.check()
+    assert tasks.task(0, 0).messages == tuple(CHAT)
+
+
+def test_a_row_may_name_its_workflow_and_its_reward() -> None:
+    rows = [{**ROW, "how": "simple_workflow", "score": ""}, {**ROW, "how": None, "score": "math_reward"}]
+    tasks = taskset(*rows, workflow_key="how", reward_fn_key="score", reward_fn="accuracy_reward")
+    assert [tasks.task(0, index).workflow for index in (0, 1)] == ["simple_workflow", "math_workflow"]
+    assert [tasks.task(0, index).reward_fn for index in (0, 1)] == ["accuracy_reward", "math_reward"]
+    assert tasks.plugins() == ({"simple_workflow", "math_workflow"}, {"accuracy_reward", "math_reward"})
+
+
+def test_a_taskset_may_have_no_answers() -> None:
+    tasks = taskset({"question": "Tell a story."}, response_key="")
+    tasks.check()
+    assert tasks.task(0, 0).truth == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompt_key": "questions"},
+            "no column 'questions', which format.prompt_key names; columns: .*nearest: 'question'",
+        ),
+        ({"response_key": "response"}, r'no column \'response\', which format.response_key names .*"" if there are no'),
+        ({"workflow_key": "how"}, "no column 'how', which format.workflow_key names"),
+        ({"reward_fn_key": "how"}, "no column 'how', which format.reward_fn_key names"),
+        ({"system_prompt_key": "how"}, "no column 'how', which format.system_prompt_key names"),
+    ],
+)
+def test_check_names_a_missing_column_and_the_columns_there_are(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        taskset(ROW, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ({"question": None, "answer": "2"}, {}, "row 1: column 'question' .* is empty"),
+        ({"answer": "2"}, {}, "row 1: .* no column 'question'"),
+        ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is neither text nor a chat"),
+        ({"question": CHAT, "answer": "2"}, {"prompt_type": "plaintext"}, "row 1: .* plaintext needs text"),
+    ],
+)
+def test_check_names_a_row_that_does_not_fit(row: dict[str, Any], changes: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        taskset(ROW, row, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("48+24 = 72\n#### 72", "72"),
+        ("#### 1,000 \n", "1,000"),
+        (" plain ", "plain"),
+        ("#### A heading\nand then some text", "#### A heading\nand then some text"),
+        (72, "72"),
+        (0.5, "0.5"),
+        ({"target": 3, "numbers": [1, 2]}, '{"target": 3, "numbers": [1, 2]}'),
+    ],
+)
+def test_the_truth_is_the_final_answer_as_text(answer: Any, truth: str) -> None:
+    assert truth_text(answer) == truth
+
+
+def test_a_mark_in_the_middle_is_no_final_answer() -> None:
+    assert final_answer("#### 1\n#### 2") == "2"
+    assert final_answer("#### 1\nbut no") == "#### 1\nbut no"

@@ -1,0 +1,230 @@
+"""Promises of a batch that does not wait for all: who is late is called off with a type, siblings are kept or set
+aside as configured; places are limited; a blocked event loop is noticed; times are told beside the rows.
+"""
+
+import asyncio
+import logging
+import time
+from itertools import count
+
+import pytest
+from rollout_cases import CharTokenizer, generation, outcome, replies, run, task
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.data.task import Task
+from rftdask.engines.base import SamplingParams
+from rftdask.rollouts.runner import AuxiliaryEngine, Engines
+from rftdask.rollouts.timeouts import OverRollout
+from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
+from rftdask.rollouts.workflows.registry import workflow
+
+LONG = "a rather long answer, in more than one piece"
+_numbers = count()
+
+
+def named(function: WorkflowFn, **declared: int) -> str:
+    name = f"test_waiting_{next(_numbers)}"
+    workflow(name, in_process=True, **declared)(function)
+    return name
+
+
+async def late_for_odd_rollouts(task: Task, model: PolicyModel) -> float:
+    answer = await model.generate("p")
+    if task.index == 3 and answer.tokens[0] % 2:
+        await asyncio.sleep(3600)
+    return 1.0
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps: bool) -> None:
+    numbers = count()
+    name = named(late_for_odd_rollouts)
+    over = OverRollout(ratio=0.25, wait_after_min=0.05, return_partial_tasks=keeps)
+    groups: dict[int, list[Experience]] = {}
+    experiences = outcome(
+        [task(index, name) for index in range(4)],
+        Engines(replies(lambda request: str(next(numbers) % 2)), CharTokenizer()),
+        {"repeat_times": 2, "over_rollout": over, "on_group": groups.__setitem__},
+        max_timeout_s=60.0,
+    ).experiences
+    assert [e.status for e in experiences[:6]] == [Status.OK] * 6
+    early, late = experiences[6:]
+    assert early.status is (Status.OK if keeps else Status.FILTERED)
+    assert (late.status, late.reward) == (Status.TIMEOUT, None)
+    assert late.error == "called off 0.05 s after 3 of 4 tasks were done (explorer.over_rollout)"
+    assert [e.status for e in groups[3]] == [early.status, late.status]
+
+
+def test_no_more_rollouts_of_a_workflow_run_than_it_allows() -> None:
+    running: list[int] = []
+    most = 0
+
+    async def licensed(task: Task, model: PolicyModel) -> float:
+        nonlocal most
+        running.append(task.index)
+        most = max(most, len(running))
+        await model.generate("p")
+        await asyncio.sleep(0)
+        running.remove(task.index)
+        return 1.0
+
+    name = named(licensed, max_concurrent=2)
+    log: list = []
+    result = outcome([task(i, name) for i in range(7)], Engines(replies("4", log), CharTokenizer()), {})
+    assert most == 2 and [len(call) for call in log] == [2, 2, 2, 1]
+    assert {e.status for e in result.experiences} == {Status.OK}
+    assert result.times[0].queue_s < result.times[6].queue_s
+
+
+def test_what_blocks_the_event_loop_is_told_of_and_broken_off(caplog: pytest.LogCaptureFixture) -> None:
+    async def blocks(task: Task, model: PolicyModel) -> float:
+        while True:
+            pass
+
+    with caplog.at_level(logging.WARNING):
+        bad, good = run([task(0, named(blocks)), task(1)], replies("4"), max_timeout_s=1.0, max_retry_times=0)
+    assert (bad.status, good.status) == (Status.TIMEOUT, Status.OK)
+    assert "blocked the event loop for 0.5 s" in bad.error
+    assert "the event loop of all rollouts is blocked" in caplog.text and "in blocks" in caplog.text
+
+
+def test_time_in_which_another_rollout_blocks_the_event_loop_is_given_back() -> None:
+    async def blocks(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        time.sleep(1.5)
+        return 1.0
+
+    async def patient(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    tasks = [task(0, named(patient)), task(1, named(blocks))]
+    patient_one, _ = run(tasks, replies("4"), max_timeout_s=0.75, max_retry_times=0)
+    assert patient_one.status is Status.OK, patient_one.error
+
+
+def test_a_slow_rollout_holds_up_one_call_and_not_each() -> None:
+    async def three_turns(task: Task, model: PolicyModel) -> float:
+        if task.index == 0:
+            await asyncio.sleep(3600)
+        for _ in range(3):
+            await model.generate("p")
+        return 1.0
+
+    name, log = named(three_turns), []  # type: ignore[var-annotated]
+    batch = {"max_wait_s": 0.3}
+    result = outcome(
+        [task(0, name), task(1, name)],
+        Engines(replies("4", log), CharTokenizer()),
+        batch,
+        max_timeout_s=0.7,
+        max_retry_times=0,
+    )
+    # Were each call to wait 0.3 s for task 0, the third would come after the deadline of task 1.
+    assert [e.status for e in result.experiences] == [Status.TIMEOUT, Status.OK, Status.OK, Status.OK]
+
+
+def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
+    async def judged(task: Task, model: PolicyModel) -> Reward:
+        answer = await model.chat(task.messages)
+        verdict = await model.auxiliary("judge").chat([{"role": "user", "content": answer.text}], max_tokens=3)
+        [logprob] = await model.auxiliary().logprobs("q", "a")
+        with pytest.raises(ValueError, match=r"no auxiliary model is called .other.; .*has: judge"):
+            model.auxiliary("other")
+        return Reward(float(verdict.text == "yes"), {"logprob": logprob})
+
+    async def score(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return [(-0.25,) * len(response) for _, response in pairs]
+
+    judge = AuxiliaryEngine(replies("yes"), CharTokenizer(), SamplingParams(max_tokens=9), logprobs=score)
+    engines = Engines(replies("4"), CharTokenizer(), auxiliary={"judge": judge})
+    result = outcome([task(0, named(judged))], engines, {})
+    [experience] = result.experiences
+    assert (experience.reward, experience.response_text, experience.metrics["logprob"]) == (1.0, "4", -0.25)
+    assert result.times[0].generate_s > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"temperature": -1.0}, "ValueError: temperature -1.0 must be 0 (greedy) or at least"),
+        ({"max_tokens": 0}, "ValueError: max_tokens >= 1"),
+        ({"top_p": float("nan")}, "ValueError: sampling parameters must be finite numbers"),
+        ({"max_tokns": 3}, "TypeError: "),
+    ],
+)
+def test_a_call_that_no_engine_would_take_fails_its_own_rollout(asked: dict[str, float], error: str) -> None:
+    async def asks(task: Task, model: PolicyModel) -> float:
+        await model.generate("p", **asked)
+        return 1.0
+
+    bad, good = run([task(0, named(asks)), task(1)], replies("4"), max_retry_times=0)
+    assert bad.error.startswith(error) and good.status is Status.OK
+
+
+def test_a_call_gets_no_more_tokens_than_the_run_allows() -> None:
+    async def asks(task: Task, model: PolicyModel) -> float:
+        await model.generate("p", max_tokens=10**9)
+        return 1.0
+
+    log: list = []
+    run([task(0, named(asks))], replies("4", log))
+    assert log[0][0].sampling.max_tokens == 100
+
+
+def test_an_openai_client_records_the_tokens_that_were_sampled() -> None:
+    async def agent(task: Task, model: PolicyModel) -> float:
+        create = model.openai_client().chat.completions.create
+        answer = await create(model="any", messages=[{"role": "user", "content": "hi"}], temperature=0.5, logprobs=True)
+        assert answer.choices[0].logprobs.content[0].logprob == -0.5
+        asked, text = {"role": "user", "content": "go on"}, ""
+        async for chunk in await create(messages=[asked, answer.choices[0].message], stream=True):
+            text += chunk.choices[0].delta.content or ""
+        return float(text == LONG and answer.usage.completion_tokens == len(text) + 1)
+
+    first, second = run([task(0, named(agent))], replies(LONG))
+    assert first.reward == 1.0 and first.temperature == 0.5 and first.turn == 0
+    assert [int(token) for token in first.tokens[first.prompt_length :]][:2] == [ord("a"), ord(" ")]
+    assert second.prompt_text.startswith("<user>go on<assistant>a rather long")
+
+
+def test_a_parameter_that_the_client_does_not_know_is_refused_by_name() -> None:
+    async def agent(task: Task, model: PolicyModel) -> float:
+        await model.openai_client().chat.completions.create(messages=[{"role": "user", "content": "hi"}], stop=["x"])
+        return 1.0
+
+    [bad] = run([task(0, named(agent))], replies("4"), max_retry_times=0)
+    assert "ValueError: chat.completions.create: stop=['x'] is not supported" in bad.error
+
+
+def test_a_prompt_cut_at_its_limit_is_counted_and_one_rejected_is_typed() -> None:
+    from rftdask.rollouts.policy.recording import PromptLimits
+
+    [cut] = run([task()], replies("4"), limits=PromptLimits(4))
+    assert cut.metrics["prompt_truncated"] == 1.0
+    [rejected] = run([task()], replies("4"), limits=PromptLimits(4, enable_prompt_truncation=False))
+    assert rejected.error.startswith("PromptTooLongError") and rejected.attempt == 0
+
+
+def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
+    seeds = []
+
+    async def engine(requests):  # type: ignore[no-untyped-def]
+        seeds.extend(request.seed for request in requests)
+        return [generation("4", request) for request in requests]
+
+    async def asks_a_judge_first(task: Task, model: PolicyModel) -> float:
+        await model.auxiliary().generate("p")
+        await model.generate("p")
+        return 1.0
+
+    async def asks_at_once(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        return 1.0
+
+    judge = AuxiliaryEngine(replies("x"), CharTokenizer(), SamplingParams(max_tokens=9))
+    for function in (asks_a_judge_first, asks_at_once):
+        outcome([task(0, named(function))], Engines(engine, CharTokenizer(), auxiliary={"j": judge}), {})
+    assert seeds[0] == seeds[1]

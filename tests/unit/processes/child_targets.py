@@ -1,0 +1,55 @@
+"""What the children of test_child.py run: each is `function(spec, channel)`, named as "child_targets:function"."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rftdask.errors import ConfigError, FencedError
+from rftdask.processes.child import Channel
+
+
+def echo(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Answers each message with it, the spec and the threads it was given."""
+    for message in channel:
+        channel.send({"message": message, "spec": spec, "threads": os.environ["OMP_NUM_THREADS"]})
+
+
+def noisy(spec: Mapping[str, Any], channel: Channel) -> None:
+    """As echo, and prints in every way there is."""
+    for message in channel:
+        print("printed", message)
+        sys.stdout.write("written without an end")
+        sys.stderr.write("to stderr\n")
+        os.write(1, b"straight to descriptor one\n")
+        channel.send(message)
+
+
+def fail(spec: Mapping[str, Any], channel: Channel) -> None:
+    print("about to fail")
+    if spec["kind"] == "fenced":
+        raise FencedError("ledger/main/00000007.json was written by somebody else")
+    if spec["kind"] == "config":
+        raise ConfigError(["one: bad", "two: bad"], "file.yaml")
+    raise ZeroDivisionError("it divided by nothing")
+
+
+def die(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Says where it is, then ends as a crash in C does."""
+    for number in range(30):
+        print(f"line {number}")
+    os._exit(7)
+
+
+def answer_then_end(spec: Mapping[str, Any], channel: Channel) -> None:
+    channel.send("last words")
+
+
+def busy(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Never looks at its channel again."""
+    channel.send(os.getpid())
+    while True:
+        time.sleep(60)

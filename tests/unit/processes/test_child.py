@@ -1,0 +1,222 @@
+"""Promises of a child process: one answer per frame, typed errors, and no orphan whatever happens to its parent.
+
+A process that was started ahead is the next child's of its target and threads, once, and as good as a new one; or it
+ends unused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rftdask
+from rftdask.errors import FencedError, RoleError, UserError, WaitTimeout
+from rftdask.processes.child import Child, end_ahead, start_ahead
+
+HERE = Path(__file__).parent
+ENV = {
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]),
+    "PYTHONUNBUFFERED": "",  # as most machines have it
+}
+LONG_S = 60.0
+"""Longer than any machine needs; a test that waits so long has failed."""
+
+
+class Nursery:
+    """Starts children and ends them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.children: list[Child] = []
+
+    def __call__(self, target: str, **spec: Any) -> Child:
+        log_file = self.folder / f"{target}.log"
+        child = Child(f"child_targets:{target}", spec, name=target, threads=3, env=ENV, log_file=log_file)
+        self.children.append(child)
+        return child
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path)
+    yield nursery
+    for child in nursery.children:
+        child.close()
+        child.close()
+
+
+def wait_until_gone(pid: int) -> None:
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=LONG_S)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_answers_and_ends_when_it_is_closed(start: Nursery) -> None:
+    child = start("echo", model="m", size=3)
+    answer = child.request({"data": b"\x00\xff", "list": [1, 2.5, None]}, LONG_S)
+    assert answer == {
+        "message": {"data": b"\x00\xff", "list": [1, 2.5, None]},
+        "spec": {"model": "m", "size": 3},
+        "threads": "3",
+    }
+    assert child.request(["big", b"x" * 3_000_000], LONG_S)["message"][1] == b"x" * 3_000_000
+    assert child.alive()
+    child.close()
+    assert not child.alive()
+    wait_until_gone(child.pid)
+    with pytest.raises(RoleError, match="echo"):
+        child.send("too late")
+
+
+def test_what_a_child_prints_goes_to_its_log_and_not_among_the_frames(start: Nursery, tmp_path: Path) -> None:
+    child = start("noisy")
+    assert [child.request(n, LONG_S) for n in (1, 2)] == [1, 2]
+    child.close()
+    text = (tmp_path / "noisy.log").read_text()
+    for line in ("printed 1", "printed 2", "to stderr", "straight to descriptor one"):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("fenced", FencedError, "^ledger/main/00000007.json was written by somebody else$"),
+        ("config", UserError, "(?s)2 problems in file.yaml:.*one: bad.*two: bad"),
+        ("other", RoleError, "fail failed: ZeroDivisionError: it divided by nothing .log: .*fail.log"),
+    ],
+)
+def test_an_error_of_the_child_is_raised_by_its_parent(
+    start: Nursery, tmp_path: Path, kind: str, error: type, text: str
+) -> None:
+    child = start("fail", kind=kind)
+    with pytest.raises(error, match=text) as caught:
+        child.receive(LONG_S)
+    assert type(caught.value) is error
+    log = (tmp_path / "fail.log").read_text()
+    assert "about to fail" in log
+    assert "Traceback" in log
+    with pytest.raises(RoleError, match="ended with code 1"):
+        child.receive(LONG_S)
+
+
+def test_a_child_that_dies_is_told_with_its_last_lines(start: Nursery) -> None:
+    child = start("die")
+    with pytest.raises(RoleError) as caught:
+        child.receive(LONG_S)
+    text = str(caught.value)
+    assert f"die (pid {child.pid}) ended with code 7; its last lines:" in text
+    assert text.endswith("  | line 29")
+    assert "line 9\n" not in text
+    with pytest.raises(RoleError):
+        child.receive(LONG_S)
+
+
+def test_a_child_that_is_killed_is_told_with_the_signal(start: Nursery) -> None:
+    child = start("busy")
+    assert child.receive(LONG_S) == child.pid
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(RoleError, match="ended with code -9"):
+        child.receive(LONG_S)
+
+
+def test_what_a_child_said_before_its_end_is_still_heard(start: Nursery) -> None:
+    child = start("answer_then_end")
+    assert child.receive(LONG_S) == "last words"
+    with pytest.raises(RoleError, match="ended with code 0"):
+        child.receive(LONG_S)
+
+
+def test_waiting_for_a_silent_child_has_a_deadline(start: Nursery) -> None:
+    child = start("busy")
+    child.receive(LONG_S)
+    with pytest.raises(WaitTimeout, match=rf"busy \(pid {child.pid}\) said nothing for 0 s"):
+        child.receive(0.01)
+
+
+def test_a_busy_child_ends_with_its_pipe(start: Nursery) -> None:
+    child = start("busy")
+    child.receive(LONG_S)
+    child.close(LONG_S)
+    assert not child.alive()
+    with pytest.raises(RoleError, match="ended with code 0"):  # by itself, not killed
+        child.receive(LONG_S)
+
+
+def test_a_target_that_does_not_exist_is_told(start: Nursery) -> None:
+    with pytest.raises(RoleError, match=r"AttributeError.*no_such_target"):
+        start("no_such_target").receive(LONG_S)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
+    """A process that was started ahead for echo with three threads."""
+    monkeypatch.setenv("PYTHONPATH", ENV["PYTHONPATH"])
+    before = set(psutil.Process().children())
+    start_ahead("child_targets:echo", 3, ("json.tool",))
+    start_ahead("child_targets:echo", 3, ("json.tool",))
+    (process,) = set(psutil.Process().children()) - before
+    yield process
+    end_ahead()
+    wait_until_gone(process.pid)
+
+
+def test_a_process_started_ahead_becomes_the_next_child_of_its_kind_only(
+    ahead: psutil.Process, start: Nursery, tmp_path: Path
+) -> None:
+    assert start("noisy").pid != ahead.pid
+    child = start("echo", model="m")
+    assert child.pid == ahead.pid
+    assert child.request("x", LONG_S) == {"message": "x", "spec": {"model": "m"}, "threads": "3"}
+    assert start("echo").pid != ahead.pid
+
+
+def test_a_process_started_ahead_writes_to_the_log_of_its_child(
+    ahead: psutil.Process, start: Nursery, tmp_path: Path
+) -> None:
+    child = start("echo")
+    child.request("x", LONG_S)
+    assert Path(f"/proc/{ahead.pid}/fd/2").readlink() == tmp_path / "echo.log"
+
+
+def test_a_process_started_ahead_that_died_is_replaced(ahead: psutil.Process, start: Nursery) -> None:
+    ahead.kill()
+    ahead.wait(LONG_S)
+    assert start("echo").request("x", LONG_S)["message"] == "x"
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from rftdask.processes.child import Child, end_ahead, start_ahead
+child = Child("child_targets:busy", {}, name="busy", log_file=Path(sys.argv[1]))
+print(child.receive(60), flush=True)
+if sys.argv[2] == "half":  # a message that is cut off by the kill
+    child._process.stdin.write(b"\\x00\\x00\\x10\\x00half a message")
+    child._process.stdin.flush()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("last_message", ["whole", "half"])
+def test_no_child_outlives_a_killed_parent(tmp_path: Path, last_message: str) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "busy.log"), last_message]
+    with subprocess.Popen(command, env={**os.environ, **ENV}, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        if last_message == "half":
+            time.sleep(0.1)  # for the half to be on its way; without it the test proves less, not more
+        parent.kill()
+    try:
+        wait_until_gone(pid)
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)

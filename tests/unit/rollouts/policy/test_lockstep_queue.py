@@ -1,0 +1,181 @@
+"""Promises of the batcher: one call when everybody waits, never two at a time, order by rollout, and no waiting for
+those who are busy elsewhere.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from rollout_cases import generation
+
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.errors import RoleError
+from rftdask.rollouts.policy.lockstep_queue import Batcher, RolloutKey
+
+Body = Callable[[Batcher, RolloutKey], Awaitable[object]]
+
+
+def request(name: str) -> GenerateRequest:
+    return GenerateRequest(tuple(map(ord, name)), SamplingParams(max_tokens=8), seed=0)
+
+
+class Engine:
+    """Logs its calls as text and answers each request with its prompt."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.calls: list[str] = []
+        self.num_running = 0
+        self._seconds = seconds
+
+    async def __call__(self, requests: list[GenerateRequest]) -> list[Generation]:
+        names = ["".join(map(chr, each.prompt_tokens)) for each in requests]
+        self.calls.append(" ".join(names))
+        self.num_running += 1
+        assert self.num_running == 1, "two calls at a time"
+        await asyncio.sleep(self._seconds)
+        self.num_running -= 1
+        return [generation(name, each) for name, each in zip(names, requests, strict=True)]
+
+
+def run(engine: Engine, bodies: list[Body], max_wait_s: float = 3600.0) -> list[object]:
+    """Each body as one rollout, task number = position, started in reverse order."""
+
+    async def main() -> list[object]:
+        batcher = Batcher(engine, max_wait_s)
+        keys = [RolloutKey(number, 0) for number in range(len(bodies))]
+        for key in keys:
+            batcher.enter(key)
+
+        async def rollout(key: RolloutKey, body: Body) -> object:
+            try:
+                return await body(batcher, key)
+            finally:
+                batcher.leave(key)
+
+        running = [asyncio.create_task(rollout(*each)) for each in reversed(list(zip(keys, bodies, strict=True)))]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*reversed(running), return_exceptions=True), 10)
+        finally:
+            await batcher.close()
+
+    return asyncio.run(main())
+
+
+def turns(*names: str) -> Body:
+    async def body(batcher: Batcher, key: RolloutKey) -> list[Generation]:
+        return [await batcher.generate(key, turn, request(name)) for turn, name in enumerate(names)]
+
+    return body
+
+
+def test_a_call_waits_for_every_live_rollout_and_is_in_their_order() -> None:
+    engine = Engine()
+    run(engine, [turns("a0", "a1", "a2"), turns("b0"), turns("c0", "c1")])
+    assert engine.calls == ["a0 b0 c0", "a1 c1", "a2"]
+
+
+def test_everybody_gets_the_answer_to_what_was_asked() -> None:
+    answers = run(Engine(), [turns("a"), turns("b"), turns("c")])
+    assert [answer[0].tokens for answer in answers] == [(ord(name), 0) for name in "abc"]  # type: ignore[index]
+
+
+def test_calls_that_one_rollout_makes_at_once_are_share_a_call_ordered_by_turn() -> None:
+    async def both(batcher: Batcher, key: RolloutKey) -> None:
+        await asyncio.gather(*(batcher.generate(key, turn, request(f"a{turn}")) for turn in (1, 0)))
+
+    engine = Engine()
+    run(engine, [both, turns("b0")])
+    assert engine.calls == ["a0 a1 b0"]
+
+
+def test_who_is_busy_elsewhere_is_waited_for_only_so_long() -> None:
+    asked = asyncio.Event()
+
+    async def busy(batcher: Batcher, key: RolloutKey) -> None:
+        await asked.wait()
+        await batcher.generate(key, 0, request("b0"))
+
+    async def quick(batcher: Batcher, key: RolloutKey) -> None:
+        await batcher.generate(key, 0, request("a0"))
+        asked.set()
+
+    engine = Engine()
+    run(engine, [quick, busy], max_wait_s=0.001)
+    assert engine.calls == ["a0", "b0"]
+
+
+def test_what_is_asked_during_a_call_goes_out_after_it() -> None:
+    async def late(batcher: Batcher, key: RolloutKey) -> None:
+        await asyncio.sleep(0.01)
+        await batcher.generate(key, 0, request("b0"))
+
+    engine = Engine(seconds=0.02)
+    run(engine, [turns("a0"), late], max_wait_s=0.001)
+    assert engine.calls == ["a0", "b0"]
+
+
+def test_a_cancelled_request_is_not_sent_and_a_later_one_is() -> None:
+    async def impatient(batcher: Batcher, key: RolloutKey) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(batcher.generate(key, 0, request("a0")), 0.001)
+        await batcher.generate(key, 0, request("a1"))
+
+    async def slow(batcher: Batcher, key: RolloutKey) -> None:
+        await asyncio.sleep(0.02)
+        await batcher.generate(key, 0, request("b0"))
+
+    engine = Engine()
+    run(engine, [impatient, slow])
+    assert engine.calls == ["a1 b0"]
+
+
+def test_a_rollout_cancelled_during_a_call_may_ask_again() -> None:
+    async def impatient(batcher: Batcher, key: RolloutKey) -> Generation:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(batcher.generate(key, 0, request("a0")), 0.005)
+        return await batcher.generate(key, 0, request("a1"))
+
+    engine = Engine(seconds=0.02)
+    first, second = run(engine, [impatient, turns("b0")])
+    assert engine.calls == ["a0 b0", "a1"]
+    assert first.tokens == (ord("a"), ord("1"), 0) and len(second) == 1  # type: ignore[attr-defined, arg-type]
+
+
+def test_a_rollout_that_still_waits_for_another_answer_is_not_busy() -> None:
+    async def asks_during_a_call(batcher: Batcher, key: RolloutKey) -> None:
+        first = asyncio.create_task(batcher.generate(key, 0, request("a0")))
+        await asyncio.sleep(0.005)
+        await asyncio.gather(first, batcher.generate(key, 1, request("a1")))
+
+    engine = Engine(seconds=0.02)
+    run(engine, [asks_during_a_call])
+    assert engine.calls == ["a0", "a1"]
+
+
+def test_nobody_waits_for_a_rollout_that_has_left_a_request_behind() -> None:
+    left_behind: list[asyncio.Task[Generation]] = []
+
+    async def leaves(batcher: Batcher, key: RolloutKey) -> None:
+        left_behind.append(asyncio.create_task(batcher.generate(key, 0, request("a0"))))
+        await asyncio.sleep(0.005)
+
+    engine = Engine(seconds=0.02)
+    run(engine, [leaves, turns("b0", "b1")])
+    assert engine.calls == ["a0 b0", "b1"]
+
+
+def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
+    class Broken(Engine):
+        async def __call__(self, requests: list[GenerateRequest]) -> list[Generation]:
+            self.calls.append("call")
+            raise RoleError("gone")
+
+    async def persistent(batcher: Batcher, key: RolloutKey) -> None:
+        for turn in range(2):
+            with pytest.raises(RoleError, match="gone"):
+                await batcher.generate(key, turn, request("a"))
+
+    engine = Broken()
+    first, second = run(engine, [persistent, turns("b")])
+    assert first is None and isinstance(second, RoleError)
+    assert engine.calls == ["call"]

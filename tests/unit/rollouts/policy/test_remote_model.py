@@ -1,0 +1,133 @@
+"""Promises of models behind an OpenAI-compatible API, asked over real HTTP: what passes is tried again, what stays ends
+the batch with an error that says what to do; answers are rows without tokens; the key is in no text.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+from api_server import DROP, HANG, KEY, ApiServer, api_server
+from rollout_cases import CharTokenizer, defaults, keep, replies, task
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.data.task import Task
+from rftdask.engines.base import SamplingParams
+from rftdask.errors import UserError
+from rftdask.rollouts.attempt import ServedWeights
+from rftdask.rollouts.policy.remote import RemoteModel, RemoteSpec, ServedRemote
+from rftdask.rollouts.runner import Engines, run_rollout_batch
+
+pytest.importorskip("openai")
+QUESTION = [{"role": "user", "content": "2+2="}]
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", KEY)
+
+
+def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> RemoteModel:
+    monkeypatch.setenv("TEST_BASE_URL", server.url)
+    return RemoteModel(RemoteSpec("m", "TEST_BASE_URL", "TEST_API_KEY", **{"timeout_s": 30.0, **changes}))
+
+
+def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
+    """With `remote` as the policy, or as the auxiliary model "judge" beside a policy that says 4."""
+    judge = {"judge": ServedRemote(remote, SamplingParams(max_tokens=9))}
+    engines = (
+        Engines(replies("4"), CharTokenizer(), auxiliary=judge) if auxiliary else Engines(None, None, remote=remote)
+    )
+    batch = run_rollout_batch(
+        tasks,
+        repeat_times=2,
+        explore_step=0,
+        engines=engines,
+        defaults=defaults(**{"max_retry_times": 0, **changes}),
+        weights=ServedWeights(0, ""),
+        nursery=keep,
+    )
+    return asyncio.run(batch).experiences
+
+
+def test_rate_limits_errors_timeouts_and_lost_connections_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(remote: RemoteModel) -> Any:
+        try:
+            return await remote.chat(QUESTION, SamplingParams(max_tokens=5, top_k=3, temperature=0.5), seed=11)
+        finally:
+            await remote.close()
+
+    with api_server("it is 4", 429, 500, HANG, DROP, 503) as server:
+        answer = asyncio.run(ask(model(server, monkeypatch, timeout_s=1.0)))
+        assert (answer.text, answer.num_prompt_tokens, answer.num_response_tokens) == ("it is 4", 7, 3)
+        assert len(server.requests) == 6
+        assert server.requests[-1] == {
+            "path": "/v1/chat/completions",
+            "model": "m",
+            "messages": QUESTION,
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": 3,
+            "seed": 11,
+        }
+
+
+def test_its_answers_are_rows_with_text_counts_and_rewards_but_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with api_server(lambda body: "it is 4") as server:
+        rows = rollouts(model(server, monkeypatch), [task(0), task(1, truth="5")])
+    assert [(row.status, row.reward, row.response_text) for row in rows] == [
+        (Status.OK, reward, "it is 4") for reward in (1.0, 1.0, 0.0, 0.0)
+    ]
+    assert all(len(row.tokens) == len(row.rollout_logprobs) == 0 for row in rows)
+    assert rows[0].metrics["num_prompt_tokens"] == 7.0 and rows[0].prompt_text.endswith("user: q0")
+    assert len({request["seed"] for request in server.requests}) == 4
+
+
+def test_a_plain_prompt_goes_to_completions_and_calls_of_tools_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2+2"}'}}
+
+    def reply(body: dict[str, Any]) -> Any:
+        if "prompt" in body:
+            return "4"
+        said = any("tool_response" in message["content"] for message in body["messages"])
+        return "\\boxed{4}" if said else {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    with api_server(reply) as server:
+        [plain, _] = rollouts(model(server, monkeypatch), [task(0, "simple_workflow", messages=())])
+        assert (plain.response_text, server.requests[0]["path"], plain.reward) == ("4", "/v1/completions", 1.0)
+        rows = rollouts(model(server, monkeypatch), [task(0, "tool_call_workflow")])
+    assert [(row.turn, row.reward, row.metrics["num_tool_calls"]) for row in rows[:2]] == [(0, 1.0, 1.0), (1, 1.0, 1.0)]
+
+
+def test_an_auxiliary_model_behind_an_api_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = task(0, "rubric_judge_workflow", workflow_args={"rubric": ["is a number"]})
+    with api_server("1: yes") as server:
+        [row, _] = rollouts(model(server, monkeypatch), [judged], auxiliary=True)
+        assert (row.reward, row.response_text, len(row.tokens) > 0) == (1.0, "4", True)
+        graded = rollouts(model(server, monkeypatch), [task(0, "math_rm_workflow")], auxiliary=True)
+    assert graded[0].error == "RuntimeError: a model behind an API gives no logprobs of given tokens"
+
+
+def test_a_request_that_fails_for_good_costs_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with api_server("4", *[500] * 2) as server:
+        rows = rollouts(model(server, monkeypatch, max_retries=0, max_concurrent=1), [task(0), task(1)])
+    assert [row.status for row in rows] == [Status.FAILED] * 2 + [Status.OK] * 2
+    assert rows[0].reward is None and "RemoteModelError: model 'm' of the service at $TEST_BASE_URL: " in rows[0].error
+
+
+@pytest.mark.parametrize("workflow", ["math_workflow", "sandbox_workflows.good"])
+def test_a_wrong_key_ends_the_batch_and_is_in_no_text(workflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", "another-key")
+    with (
+        api_server("4") as server,
+        pytest.raises(UserError, match=r"refuses us: AuthenticationError.*check its") as told,
+    ):
+        rollouts(model(server, monkeypatch), [task(0, workflow), task(1, workflow)])
+    assert "another-key" not in str(told.value)
+
+
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_API_KEY")
+    monkeypatch.setenv("TEST_BASE_URL", "http://127.0.0.1:1/v1")
+    with pytest.raises(UserError, match="TEST_API_KEY is not set: it holds the key of the service of model 'm'"):
+        RemoteSpec("m", "TEST_BASE_URL", "TEST_API_KEY").check()

@@ -1,0 +1,288 @@
+"""Promises of the stream: whoever asks is asked for at once, beside whatever is under way, and answered at once; who
+gives up leaves the engine; and an engine that fails or falls silent is an error to everybody.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+
+import pytest
+from rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
+
+from rftdask.buffer.log.schema import Status
+from rftdask.config import load_config
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.client import EngineSpec
+from rftdask.errors import RoleError, WaitTimeout
+from rftdask.explorer import worker_task
+from rftdask.explorer.worker_cache import generates_as
+from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+from rftdask.rollouts.policy.streaming_queue import Stream, Streaming
+from rftdask.rollouts.runner import Engines
+from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
+from rftdask.rollouts.workflows.registry import workflow
+
+KEY = RolloutKey(0, 0)
+DEADLINE_S = 120.0
+_numbers = count()
+
+
+def request(name: str) -> GenerateRequest:
+    return GenerateRequest(tuple(map(ord, name)), SamplingParams(max_tokens=8), seed=0)
+
+
+class Engine:
+    """Holds what it is asked until the test answers it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.futures: dict[str, Future[Generation]] = {}
+        self.on_submit: Callable[[str], None] = lambda name: None
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
+        names = [prompt_of(each) for each in requests]
+        self.calls.append(" ".join(names))
+        futures = [Future[Generation]() for _ in names]
+        self.futures.update(zip(names, futures, strict=True))
+        for name in names:
+            self.on_submit(name)
+        return futures
+
+    def answer(self, name: str) -> None:
+        self.futures[name].set_result(generation(name, request(name)))
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test puts forward."""
+
+    leapt_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leapt_s
+
+
+def leap(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, LeapingLoop)
+    loop.leapt_s += seconds
+
+
+def run(body: Callable[[Engine, Stream], Awaitable[None]]) -> None:
+    async def main() -> None:
+        engine = Engine()
+        stream = Stream(Streaming(engine.submit, timeout_s=1000.0))
+        try:
+            await body(engine, stream)
+        finally:
+            await stream.close()
+            await stream.close()
+        await until(lambda: all(future.done() for future in engine.futures.values()))
+
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        runner.run(main())
+
+
+def ask(stream: Stream, name: str) -> asyncio.Task[Generation]:
+    return asyncio.create_task(stream.generate(KEY, 0, request(name)))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0)
+
+
+def test_what_is_asked_in_one_pass_of_the_event_loop_reaches_the_engine_together() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        _tasks = [ask(stream, name) for name in "abc"]
+        await until(lambda: engine.calls)
+        assert engine.calls == ["a b c"]
+
+    run(body)
+
+
+def test_a_request_is_sent_while_another_is_under_way_and_answered_before_it() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        long = ask(stream, "long")
+        await until(lambda: "long" in engine.futures)
+        short = ask(stream, "short")
+        await until(lambda: "short" in engine.futures)
+        engine.answer("short")
+        assert (await short).tokens == (*map(ord, "short"), 0)
+        assert not long.done()
+        engine.answer("long")
+        assert (await long).tokens == (*map(ord, "long"), 0)
+
+    run(body)
+
+
+def test_who_gives_up_leaves_the_engine_and_may_ask_again() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        first, neighbor = ask(stream, "a"), ask(stream, "b")
+        await until(lambda: engine.calls)
+        first.cancel()
+        await until(lambda: engine.futures["a"].cancelled())
+        again = ask(stream, "c")
+        await until(lambda: "c" in engine.futures)
+        for name in "bc":
+            engine.answer(name)
+        assert (await neighbor).tokens[0] == ord("b") and (await again).tokens[0] == ord("c")
+
+    run(body)
+
+
+def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        first = ask(stream, "a")
+        await asyncio.sleep(0)  # it has asked, and nothing is sent yet
+        first.cancel()
+        second = ask(stream, "b")
+        await until(lambda: engine.calls)
+        assert engine.calls == ["b"]
+        second.cancel()
+
+    run(body)
+
+
+def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        first, second = ask(stream, "a"), ask(stream, "b")
+        await until(lambda: engine.calls)
+        for future in engine.futures.values():
+            future.set_exception(RoleError("gone"))
+        third = ask(stream, "c")  # before anybody knows
+        for waiting in (first, second, third):
+            with pytest.raises(RoleError, match="gone"):
+                await waiting
+        with pytest.raises(RoleError, match="gone"):
+            await ask(stream, "d")
+        assert isinstance(stream.failure, RoleError) and "d" not in engine.futures
+
+    run(body)
+
+
+def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        for name in "ab":
+            trying = ask(stream, name)
+            await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
+            leap(400.0)
+            trying.cancel()
+            await until(engine.futures[name].cancelled)
+            leap(5000.0)  # nothing is under way
+        patient, other = ask(stream, "c"), ask(stream, "d")
+        await until(lambda: "c" in engine.futures)
+        leap(150.0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert stream.failure is None
+        leap(60.0)
+        for waiting in (patient, other):
+            with pytest.raises(WaitTimeout, match=r"gave no answer for 101\d s, with 2 requests under way"):
+                await waiting
+
+    run(body)
+
+
+def test_an_answer_ends_the_silence_and_time_in_which_nothing_is_under_way_is_none() -> None:
+    async def body(engine: Engine, stream: Stream) -> None:
+        slow = ask(stream, "slow")
+        for name in "abc":
+            quick = ask(stream, name)
+            await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
+            leap(900.0)
+            engine.answer(name)
+            await quick
+        engine.answer("slow")
+        await slow
+        leap(5000.0)
+        last = ask(stream, "last")
+        await until(lambda: "last" in engine.futures)
+        leap(900.0)
+        engine.answer("last")
+        await last
+        assert stream.busy_s == pytest.approx(4 * 900.0, abs=DEADLINE_S)
+
+    run(body)
+
+
+# ---- with rollouts
+
+
+def named(function: WorkflowFn) -> str:
+    name = f"test_stream_{next(_numbers)}"
+    workflow(name, in_process=True)(function)
+    return name
+
+
+def test_the_second_turn_of_a_quick_rollout_does_not_wait_for_the_first_of_a_slow_one() -> None:
+    engine = Engine()
+
+    async def three_turns(task: Task, model: PolicyModel) -> float:
+        for turn in range(3):
+            await model.generate(f"{task.index}.{turn}")
+        return 1.0
+
+    def quick_then_slow(name: str) -> None:
+        if name != "1.0":
+            asyncio.get_running_loop().call_soon(engine.answer, name)
+        if name == "0.2":  # the last turn of the quick one is answered before the first of the slow one
+            asyncio.get_running_loop().call_soon(engine.answer, "1.0")
+
+    engine.on_submit = quick_then_slow
+    engines = Engines(Streaming(engine.submit, DEADLINE_S), CharTokenizer())
+    tasks = [task(index, named(three_turns)) for index in range(2)]
+    found = outcome(tasks, engines, {}, max_timeout_s=DEADLINE_S)
+    assert engine.calls == ["0.0 1.0", "0.1", "0.2", "1.1", "1.2"]
+    assert [e.status for e in found.experiences] == [Status.OK] * 6
+    assert found.engine_s > 0
+
+
+def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
+    engine = Engine()
+
+    async def swallows(task: Task, model: PolicyModel) -> float:
+        try:
+            await model.generate("p")
+        except RoleError:
+            await asyncio.sleep(0)
+        return 1.0
+
+    def dies(name: str) -> None:
+        error = RoleError("engine-vllm (pid 7) ended with code -9")
+        asyncio.get_running_loop().call_soon(engine.futures[name].set_exception, error)
+
+    engine.on_submit = dies
+    with pytest.raises(RoleError, match="ended with code -9"):
+        outcome([task(0, named(swallows))], Engines(Streaming(engine.submit, DEADLINE_S), CharTokenizer()), {})
+
+
+def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
+    spec = EngineSpec("fake", "", (), threads=1, log_file=None)
+    hanging = worker_task._resources.engine(spec)
+    assert worker_task._resources.engine(spec) is hanging
+    with pytest.raises(WaitTimeout), worker_task._ending_what_hangs():
+        raise WaitTimeout("the engine gave no answer")
+    assert not hanging.alive()
+    assert worker_task._resources.engine(spec).alive()
+    worker_task._resources.drop_engine()
+
+
+@pytest.mark.parametrize("engine_type", ["transformers", "vllm"])
+@pytest.mark.parametrize("style", ["fixed", "explorer_driven", "trainer_driven", "fully_async"])
+def test_in_fixed_style_and_only_there_requests_wait_for_calls_of_an_engine_that_repeats_its_bits(
+    style: str, engine_type: str
+) -> None:
+    class Client:
+        spec = EngineSpec(engine_type, "", (), threads=1, log_file=None)
+
+        def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
+            raise AssertionError
+
+    config = load_config("config/quickstart.yaml", [f"synchronizer.sync_style={style}"])
+    in_calls = style == "fixed" and engine_type == "transformers"
+    assert isinstance(generates_as(config, Client(), 1.0), Streaming) == (not in_calls)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""A tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rftdask.buffer.log.schema import Experience
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.runner import BatchOutcome, Engines, run_rollout_batch
+from rftdask.rollouts.sandbox.pool import Nursery, SandboxSpec
+
+VERSION = 7
+
+
+class CharTokenizer:
+    """Code points as token ids. A chat is "<role>content" after each other; token 0 stands for a special token."""
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, continue_final_message: bool
+    ) -> str:
+        assert not tokenize and add_generation_prompt != continue_final_message
+        text = "".join(f"<{message['role']}>{message['content']}" for message in conversation)
+        return text + "<assistant>" * add_generation_prompt
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(token) for token in token_ids if token)
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return "".join(chr(token) for token in request.prompt_tokens)
+
+
+def replies(
+    reply: str | Callable[[GenerateRequest], str], log: list[list[GenerateRequest]] | None = None
+) -> GenerateBatch:
+    """An engine that answers every request with `reply`, cut at max_tokens, and logs its calls."""
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        if log is not None:
+            log.append(requests)
+        await asyncio.sleep(0)
+        return [generation(reply if isinstance(reply, str) else reply(request), request) for request in requests]
+
+    return generate_batch
+
+
+def generation(text: str, request: GenerateRequest) -> Generation:
+    tokens = (*(ord(character) for character in text), 0)
+    cut = tokens[: request.sampling.max_tokens]
+    return Generation(cut, (-0.5,) * len(cut), "stop" if len(cut) == len(tokens) else "length", VERSION, VERSION)
+
+
+def defaults(**changes: Any) -> RolloutDefaults:
+    return RolloutDefaults(**{"sampling": SamplingParams(max_tokens=100), "max_retry_times": 1, **changes})
+
+
+def task(index: int = 0, workflow: str = "math_workflow", **changes: Any) -> Task:
+    fields: dict[str, Any] = {
+        "messages": ({"role": "user", "content": f"q{index}"},),
+        "prompt": f"q{index}",
+        "truth": "4",
+    }
+    return Task(taskset="t", epoch=0, index=index, workflow=workflow, **{**fields, **changes})
+
+
+def run(
+    tasks: Sequence[Task],
+    generate_batch: GenerateBatch,
+    *,
+    repeat_times: int = 1,
+    greedy_baseline: bool = False,
+    on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
+    **changes: Any,
+) -> list[Experience]:
+    """The experiences of one rollout batch; `changes` are of RolloutDefaults."""
+    batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
+    return outcome(tasks, Engines(generate_batch, CharTokenizer()), batch, **changes).experiences
+
+
+_nurseries: dict[SandboxSpec, Nursery] = {}
+
+
+def keep(spec: SandboxSpec) -> Nursery:
+    """A nursery that later tests use, too: starting one takes most of a second."""
+    if spec not in _nurseries or not _nurseries[spec].alive():
+        _nurseries[spec] = Nursery(spec)
+        atexit.register(_nurseries[spec].close)
+    return _nurseries[spec]
+
+
+def outcome(tasks: Sequence[Task], engines: Engines, batch: dict[str, Any], **changes: Any) -> BatchOutcome:
+    """`batch` are arguments of run_rollout_batch, `changes` of RolloutDefaults."""
+    return asyncio.run(
+        run_rollout_batch(
+            tasks,
+            **{"repeat_times": 1, **batch},
+            explore_step=3,
+            engines=engines,
+            defaults=defaults(**changes),
+            weights=ServedWeights(VERSION, "hash7"),
+            nursery=keep,
+        )
+    )

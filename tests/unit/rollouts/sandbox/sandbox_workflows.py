@@ -1,0 +1,158 @@
+"""Workflows that go wrong in every way, for tests of the sandbox; found by dotted path, as a user's are."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rftdask.data.task import Task
+from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
+from rftdask.rollouts.workflows.turns import MultiTurnWorkflow
+
+_at_fork: set[str] = set()
+os.register_at_fork(after_in_child=lambda: _at_fork.update(sys.modules))
+
+
+async def good(task: Task, model: PolicyModel) -> float:
+    answer = await model.chat(task.messages)
+    return float(answer.text == task.truth)
+
+
+async def whatever_the_row_says(task: Task, model: PolicyModel) -> Any:
+    """Do what the column `does` says, after a call of the policy."""
+    await model.generate("p")
+    return await globals()[task.row.get("does", "good")](task, model)
+
+
+async def hangs(task: Task, model: PolicyModel) -> float:
+    model.set_state(turn=7)
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def dies(task: Task, model: PolicyModel) -> float:
+    print("about to die", flush=True)
+    os._exit(3)
+
+
+async def eats_memory(task: Task, model: PolicyModel) -> float:
+    eaten = []
+    while True:
+        eaten.append(bytearray(16 << 20))
+
+
+async def prints_without_end(task: Task, model: PolicyModel) -> float:
+    while True:
+        print("x" * 10_000)
+
+
+async def blocks(task: Task, model: PolicyModel) -> float:
+    while True:
+        pass
+
+
+async def sleeps_without_yielding(task: Task, model: PolicyModel) -> float:
+    time.sleep(3600)
+    return 1.0
+
+
+async def ignores_its_cancellation(task: Task, model: PolicyModel) -> float:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+async def asks_without_end(task: Task, model: PolicyModel) -> float:
+    while True:
+        await model.generate("p")
+
+
+async def returns_too_much(task: Task, model: PolicyModel) -> Any:
+    return Reward(1.0, {"x" * (80 << 20): 1.0})
+
+
+async def writes_to_the_stream(task: Task, model: PolicyModel) -> float:
+    for fd in range(3, 20):
+        try:
+            os.write(fd, b"\x00\x00\x00\x05hello")
+        except OSError:
+            continue
+    return 1.0
+
+
+async def raises(task: Task, model: PolicyModel) -> float:
+    raise KeyError("no such key")
+
+
+async def returns_none(task: Task, model: PolicyModel) -> Any:
+    return None
+
+
+async def returns_nan(task: Task, model: PolicyModel) -> float:
+    return float("nan")
+
+
+async def returns_text(task: Task, model: PolicyModel) -> Any:
+    return "1.0"
+
+
+async def exits(task: Task, model: PolicyModel) -> float:
+    sys.exit(4)
+
+
+async def starts_a_program(task: Task, model: PolicyModel) -> float:
+    program = subprocess.Popen(["sleep", "3600"])
+    with open(task.row["file"], "w") as file:
+        file.write(str(program.pid))
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def leaves_a_task_behind(task: Task, model: PolicyModel) -> float:
+    task_left = asyncio.create_task(asyncio.sleep(3600))
+    await asyncio.sleep(0)
+    return float(not task_left.done())
+
+
+async def tells_its_process(task: Task, model: PolicyModel) -> Reward:
+    return Reward(1.0, {"pid": float(os.getpid())})
+
+
+async def tells_what_it_imported(task: Task, model: PolicyModel) -> Reward:
+    await model.chat(task.messages)
+    return Reward(1.0, {name: 1.0 for name in sys.modules.keys() - _at_fork})
+
+
+def blocking(task: Task, model: Any) -> Reward:
+    """A plain function: its model blocks, too."""
+    first = model.chat(task.messages)
+    answer = model.openai_client().chat.completions.create(messages=[{"role": "user", "content": "again"}])
+    with model.timer("tool"):
+        time.sleep(0.01)
+    same = first.text == answer.choices[0].message.content
+    return Reward(float(same), steps=(Step("a", 0.0), Step("b", float(same))))
+
+
+class Guess(MultiTurnWorkflow):
+    """Asks until it hears the truth."""
+
+    max_turns = 3
+
+    async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
+        self.heard = (await model.generate(f"turn {number}")).text
+        return self.heard != task.truth
+
+    async def reward(self, task: Task, model: PolicyModel) -> float:
+        return float(self.heard == task.truth)
+
+
+def slow_reward(response: str, truth: str, task: Task) -> float:
+    """A reward that computes for a while, and asks for nothing."""
+    ends = time.monotonic() + 0.01
+    while time.monotonic() < ends:
+        pass
+    return float(truth in response)

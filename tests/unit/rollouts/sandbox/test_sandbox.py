@@ -1,0 +1,237 @@
+"""Promises of the sandbox: one workflow that hangs, dies, blocks, eats memory or prints without end costs its own
+rollout and nothing else; what it started ends with it; what goes in and out is what would without a sandbox.
+"""
+
+import asyncio
+import os
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_cases import CharTokenizer, outcome, replies, run, task
+
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.config.base import FrozenDict
+from rftdask.data.task import Task
+from rftdask.errors import UserError
+from rftdask.rollouts.attempt import RolloutDefaults
+from rftdask.rollouts.runner import Engines
+from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec, pickled
+
+MEMORY_BYTES = 256 << 20
+LIMITS = SandboxOptions(max_sandboxes=8, max_memory_bytes=MEMORY_BYTES)
+HERE = "sandbox_workflows"
+
+
+def does(index: int, what: str, **row: Any) -> Task:
+    return task(index, f"{HERE}.whatever_the_row_says", row={"does": what, **row})
+
+
+def one(what: str, **changes: Any) -> Experience:
+    """The last experience of a workflow that calls the policy once and then does `what`."""
+    settings = {"max_retry_times": 0, "max_timeout_s": 20.0, "sandbox": LIMITS, **changes}
+    return run([does(0, what)], replies("4"), **settings)[-1]
+
+
+HOSTILE = ("hangs", "dies", "eats_memory", "prints_without_end", "blocks")
+
+
+def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
+    tasks = [does(index, HOSTILE[index // 13] if index % 13 == 6 else "good") for index in range(64)]
+    bad = {index: HOSTILE[index // 13] for index in range(64) if index % 13 == 6}
+    assert len(bad) == 5
+    max_timeout_s = 3.0
+    ended_s: dict[int, float] = {}
+    found = outcome(
+        tasks,
+        Engines(replies("4"), CharTokenizer()),
+        {"on_group": lambda number, experiences: ended_s.update({number: time.monotonic()})},
+        max_timeout_s=max_timeout_s,
+        max_retry_times=0,
+        sandbox=LIMITS,
+    )
+    last = {experience.task_index: experience for experience in found.experiences}
+    assert {index for index, e in last.items() if e.status is Status.OK and e.reward == 1.0} == set(
+        range(64)
+    ) - bad.keys()
+    told = {bad[index]: (last[index].status, last[index].error) for index in bad}
+    assert all(last[index].reward is None and not last[index].tokens for index in bad)
+    assert told["hangs"][0] is told["blocks"][0] is Status.TIMEOUT
+    assert told["hangs"][1].endswith("[state: turn=7]")
+    assert told["dies"] == (Status.FAILED, "the workflow's process exited with code 3; it printed last: about to die")
+    assert told["eats_memory"][0] is Status.FAILED and told["eats_memory"][1].startswith("MemoryError")
+    assert told["prints_without_end"][0] is not Status.OK
+    # What stopping costs on this machine, at this moment, is bounded by what a legal task takes from fork to end.
+    slowest_legal_s = max(found.times[index].total_s for index in range(64) if index not in bad)
+    longest_s = max_timeout_s + RolloutDefaults.stop_grace_s + slowest_legal_s
+    assert all(found.times[index].total_s < longest_s for index in bad), "none held its place beyond its own timeout"
+    last_legal_s = max(ended_s[index] for index in range(64) if index not in bad)
+    assert max(ended_s.values()) - last_legal_s < longest_s, "nor was one waited for after the other"
+
+
+def test_what_a_program_prints_is_limited() -> None:
+    assert one("prints_without_end").error == "it printed more than 16777216 bytes"
+
+
+@pytest.mark.parametrize("what", ["sleeps_without_yielding", "ignores_its_cancellation"])
+def test_what_will_not_stop_is_killed_and_retried(what: str) -> None:
+    experience = one(what, max_timeout_s=0.4, max_retry_times=1)
+    assert (experience.status, experience.attempt) == (Status.TIMEOUT, 1)
+    assert "ignored its cancellation" not in experience.error
+
+
+def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a machine that stands still for a moment, the watchdog of workflows in process took it for one of them.
+    kill, ended = Nursery.kill, []
+
+    def slow_kill(self: Nursery, pid: int) -> None:
+        until = time.monotonic() + 0.8
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        kill(self, pid)
+        ended.append(pid)
+
+    monkeypatch.setattr(Nursery, "kill", slow_kill)
+    experience = one("sleeps_without_yielding", max_timeout_s=0.4)
+    assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.4 s")
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("raises", "KeyError: 'no such key' (sandbox_workflows.py:"),
+        ("exits", "RuntimeError: the workflow called sys.exit(4)"),
+        ("returns_none", "ValueError: reward is None, not a finite number (workflow sandbox_workflows."),
+        ("returns_nan", "ValueError: reward is nan, not a finite number"),
+        ("returns_text", "ValueError: reward is '1.0', not a finite number"),
+        ("returns_too_much", "MemoryError"),
+        ("writes_to_the_stream", "its process said what cannot be understood"),
+        ("asks_without_end", "RuntimeError: this attempt has called its models more than 1000 times"),
+    ],
+)
+def test_a_failure_is_of_a_type_and_says_where(what: str, error: str) -> None:
+    experience = one(what)
+    assert (experience.status, experience.reward) == (Status.FAILED, None)
+    assert experience.error.startswith(error)
+
+
+def test_the_traceback_of_a_workflow_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    one("raises")
+    assert 'raise KeyError("no such key")' in caplog.text
+
+
+def test_what_a_killed_workflow_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    [experience] = run(
+        [does(0, "starts_a_program", file=str(file))],
+        replies("4"),
+        max_timeout_s=1.0,
+        max_retry_times=0,
+        sandbox=LIMITS,
+    )
+    assert experience.status is Status.TIMEOUT
+    deadline = time.monotonic() + 10
+    while is_running(int(file.read_text())):
+        assert time.monotonic() < deadline, "the program outlived its workflow"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_process_is_used_again_only_after_a_clean_end() -> None:
+    one_place = replace(LIMITS, max_sandboxes=1)
+
+    def pids(*names: str) -> list[float]:
+        tasks = [does(index, name) for index, name in enumerate(names)]
+        return [e.metrics["pid"] for e in run(tasks, replies("4"), sandbox=one_place) if "pid" in e.metrics]
+
+    first, second = pids("tells_its_process", "tells_its_process")
+    assert first == second
+    first, second = pids("tells_its_process", "leaves_a_task_behind", "tells_its_process")
+    assert first != second
+
+
+def test_a_fork_imports_nothing_to_read_its_task_however_it_was_configured() -> None:
+    # A dict of the configuration's own type, in a pickle, had every fork import the package's configuration: 16 forks
+    # of a small batch took seconds where they take milliseconds.
+    arguments = FrozenDict({"depth": 2, "nested": FrozenDict({"names": ["a", FrozenDict({"b": 1})]})})
+    configured = task(0, f"{HERE}.tells_what_it_imported", workflow_args=arguments, reward_fn_args=FrozenDict())
+    [experience] = run([configured], replies("4"), sandbox=LIMITS)
+    always = {"num_prompt_tokens", "num_response_tokens", "prompt_truncated"}
+    assert (experience.status, experience.metrics.keys() - always) == (Status.OK, set())
+    read = pickle.loads(pickled(configured))
+    assert read == configured and type(read.workflow_args["nested"]["names"][1]) is dict
+
+
+def test_a_sandbox_changes_nothing_of_what_is_sampled() -> None:
+    tasks = [task(index, "math_workflow") for index in range(3)]
+    free, boxed = (
+        run(tasks, replies("it is 4"), repeat_times=2, sandbox=SandboxOptions(mode=mode))
+        for mode in ("never", "always")
+    )
+    assert experiences_to_table(free).equals(experiences_to_table(boxed))
+
+
+def test_a_plain_function_runs_with_a_model_that_blocks() -> None:
+    result = outcome([task(0, f"{HERE}.blocking")], Engines(replies("4"), CharTokenizer()), {})
+    assert [(e.reward, e.env_state, e.turn_reward) for e in result.experiences] == [(1.0, "a", 0.0), (1.0, "b", 1.0)]
+    assert result.times[0].tool_s >= 0.01 and result.times[0].generate_s > 0
+
+
+def test_a_class_with_turns_runs_in_a_sandbox() -> None:
+    experiences = run([task(0, f"{HERE}.Guess")], replies(lambda request: str(len(request.prompt_tokens) - 2)))
+    assert [e.prompt_text for e in experiences] == ["turn 0"] and experiences[0].reward == 1.0
+    experiences = run([task(0, f"{HERE}.Guess", truth="5")], replies("4"))
+    assert [e.prompt_text for e in experiences] == ["turn 0", "turn 1", "turn 2"]
+    assert {e.reward for e in experiences} == {0.0}
+
+
+def test_a_users_reward_function_takes_its_rollout_into_a_sandbox() -> None:
+    [good] = run([task(0, "simple_workflow", reward_fn=f"{HERE}.slow_reward")], replies("4"))
+    assert (good.status, good.reward) == (Status.OK, 1.0)
+
+
+def test_a_plugin_that_cannot_be_imported_is_a_user_error_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("def f(:\n")
+    with pytest.raises(UserError, match=r"(?s)importing 'broken_plugin' raised SyntaxError.*def f\(:"):
+        run([task()], replies("4"), sandbox=SandboxOptions(plugin_dirs=(str(tmp_path),)))
+
+
+def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "folder_plugin.py").write_text(
+        "from rftdask.rollouts.workflows.registry import workflow\n"
+        "@workflow('test_of_a_folder')\n"
+        "async def mine(task, model):\n"
+        "    return float((await model.chat(task.messages)).text == task.truth)\n"
+    )
+    options = SandboxOptions(plugin_dirs=(str(tmp_path),))
+    [experience] = run([task(0, "test_of_a_folder")], replies("4"), sandbox=options)
+    assert experience.reward == 1.0
+
+
+def test_forks_end_with_their_nursery_and_the_nursery_with_its_parent() -> None:
+    async def hang(nursery: Nursery) -> int:
+        from rftdask.rollouts.sandbox.pool import _Process
+
+        process = await _Process.start(nursery)
+        pid = process._pid
+        nursery._process.kill()
+        while is_running(pid):
+            await asyncio.sleep(0.01)
+        process.kill()
+        return pid
+
+    nursery = Nursery(SandboxSpec(("simple_workflow",)))
+    assert asyncio.run(asyncio.wait_for(hang(nursery), 20)) != os.getpid()
+    assert not nursery.alive()
+    nursery.close()
+    nursery.close()

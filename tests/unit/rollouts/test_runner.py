@@ -1,0 +1,401 @@
+"""Promises of the runner: every rollout gives an experience or the reason why not; retries never run beside what they
+retry; what the engine breaks is not blamed on a rollout; the same batch gives the same bytes.
+"""
+
+import asyncio
+import contextlib
+import math
+import sys
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_cases import VERSION, generation, prompt_of, replies, run, task
+
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.errors import RoleError, UserError
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.recording import PromptLimits, rollout_seed
+from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step, WorkflowFn
+from rftdask.rollouts.workflows.registry import workflow
+
+_numbers = iter(range(1_000_000))
+
+
+def named(function: WorkflowFn) -> str:
+    """A name of its own for a workflow of one test."""
+    name = f"test_workflow_{next(_numbers)}"
+    workflow(name, in_process=True)(function)
+    return name
+
+
+def failure(experience: Experience) -> tuple[Status, float | None, int, int]:
+    return experience.status, experience.reward, len(experience.tokens), experience.attempt
+
+
+def test_a_rollout_becomes_an_experience_with_the_exact_tokens() -> None:
+    [experience] = run([task(5, workflow="simple_workflow", reward_fn="math_reward")], replies("it is 4"))
+    prompt = "<user>q5<assistant>"
+    assert experience == Experience(
+        taskset="t",
+        epoch=0,
+        task_index=5,
+        rollout=0,
+        explore_step=3,
+        tokens=(*map(ord, prompt), *map(ord, "it is 4"), 0),
+        prompt_length=len(prompt),
+        rollout_logprobs=(-0.5,) * 8,
+        reward=1.0,
+        min_policy_version=VERSION,
+        max_policy_version=VERSION,
+        weights_hash="hash7",
+        seed=rollout_seed(42, "t/0/5", 0, 0),
+        prompt_text=prompt,
+        response_text="it is 4",
+        truth="4",
+        metrics={"accuracy": 1.0, "num_prompt_tokens": 19.0, "num_response_tokens": 8.0, "prompt_truncated": 0.0},
+    )
+
+
+def test_experiences_come_in_the_order_of_task_rollout_and_turn() -> None:
+    async def two_turns(task: Task, model: PolicyModel) -> float:
+        await asyncio.sleep((2 - task.index) / 1000)  # the later task is done first
+        for turn in range(2):
+            await model.generate(f"turn {turn}")
+        return 1.0
+
+    name = named(two_turns)
+    experiences = run([task(1, name), task(2, name)], replies("x"), repeat_times=2)
+    assert [experience.uid for experience in experiences] == [
+        f"t/0/{index}/{rollout}/{turn}" for index in (1, 2) for rollout in (0, 1) for turn in (0, 1)
+    ]
+    assert len({experience.seed for experience in experiences}) == 8
+
+
+def test_every_experience_has_what_the_workflow_told_of_its_step() -> None:
+    async def walks(task: Task, model: PolicyModel) -> Reward:
+        for turn in range(2):
+            await model.generate(f"turn {turn}")
+        return Reward(1.0, steps=(Step("start", 0.25), Step("door")))
+
+    async def says_nothing(task: Task, model: PolicyModel) -> Reward:
+        await model.generate("p")
+        return Reward(1.0)
+
+    told = run([task(0, named(walks)), task(1, named(says_nothing))], replies("x"))
+    assert [(e.env_state, e.turn_reward, e.reward) for e in told] == [
+        ("start", 0.25, 1.0),
+        ("door", None, 1.0),
+        (None, None, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((Step("a"), Step("b")), "ValueError: 2 steps told for 1 calls of the policy"),
+        ((Step("a", math.nan),), "ValueError: reward of step 0 is nan, not a finite number"),
+        ((Step(7),), "ValueError: state of step 0 is 7, not a text"),  # type: ignore[arg-type]
+    ],
+)
+def test_steps_that_do_not_fit_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:
+    async def tells(task: Task, model: PolicyModel) -> Reward:
+        await model.generate("p")
+        return Reward(1.0, steps=steps)
+
+    [bad] = run([task(0, named(tells))], replies("x"))
+    assert bad.status is Status.FAILED
+    assert bad.error.startswith(message)
+
+
+def test_a_group_is_reported_when_its_rollouts_have_ended_and_not_when_the_batch_has() -> None:
+    events: list[str] = []
+    first_is_reported = asyncio.Event()
+
+    async def waits(task: Task, model: PolicyModel) -> float:
+        await model.generate("x")
+        if task.index == 1:
+            await first_is_reported.wait()
+        events.append(f"rollout of {task.index}")
+        return 1.0
+
+    def report(number: int, experiences: list[Experience]) -> None:
+        events.append(f"group {number} with {[e.uid for e in experiences]}")
+        first_is_reported.set()
+
+    name = named(waits)
+    run([task(1, name), task(2, name)], replies("x"), repeat_times=2, on_group=report)
+    assert events == [
+        "rollout of 2",
+        "rollout of 2",
+        "group 1 with ['t/0/2/0/0', 't/0/2/1/0']",
+        "rollout of 1",
+        "rollout of 1",
+        "group 0 with ['t/0/1/0/0', 't/0/1/1/0']",
+    ]
+
+
+def test_the_same_batch_gives_the_same_table() -> None:
+    def reply(request: GenerateRequest) -> str:
+        return str(request.seed % 7)
+
+    tasks = [task(index) for index in range(5)]
+    first, second = (experiences_to_table(run(tasks, replies(reply), repeat_times=3)) for _ in range(2))
+    assert first.equals(second)
+    assert len({row["response_text"] for row in first.to_pylist()}) > 1
+
+
+def test_all_single_turn_rollouts_share_one_call_in_order() -> None:
+    log: list[list[GenerateRequest]] = []
+    run([task(1, prompt="a", messages=()), task(2, prompt="b", messages=())], replies("4", log), repeat_times=2)
+    assert [[prompt_of(request) for request in call] for call in log] == [["a", "a", "b", "b"]]
+
+
+def test_a_response_that_met_its_limit_is_truncated_but_rewarded() -> None:
+    [experience] = run([task()], replies("44444"), sampling=SamplingParams(max_tokens=1))
+    assert (experience.status, experience.reward, experience.response_text) == (Status.TRUNCATED, 1.0, "4")
+
+
+def test_a_failed_attempt_is_retried_with_the_same_seed_and_a_clean_record() -> None:
+    attempts = []
+
+    async def fails_once(task: Task, model: PolicyModel) -> float:
+        await model.generate("first")
+        attempts.append(task.index)
+        if len(attempts) == 1:
+            raise ConnectionError("the environment is gone")
+        await model.generate("second")
+        return 0.5
+
+    log: list[list[GenerateRequest]] = []
+    experiences = run([task(0, named(fails_once))], replies("x", log))
+    assert [(each.turn, each.attempt, each.prompt_text) for each in experiences] == [(0, 1, "first"), (1, 1, "second")]
+    assert [call[0].seed for call in log] == [rollout_seed(42, "t/0/0", 0, turn) for turn in (0, 0, 1)]
+
+
+def test_the_last_failure_becomes_an_experience_without_reward_and_leaves_its_siblings_alone() -> None:
+    async def fails_for_task_1(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        if task.index == 1:
+            raise KeyError("no\nsuch key")
+        return 1.0
+
+    name = named(fails_for_task_1)
+    good, bad = run([task(0, name), task(1, name)], replies("x"), max_retry_times=2)
+    assert good.status is Status.OK
+    assert failure(bad) == (Status.FAILED, None, 0, 2)
+    assert bad.error == r"KeyError: 'no\nsuch key'"
+    assert (bad.prompt_text, bad.truth, bad.min_policy_version, bad.weights_hash) == ("q1", "4", VERSION, "hash7")
+    experiences_to_table([good, bad])
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, "1", [1.0], Reward(math.nan), 1j])
+def test_a_reward_that_is_no_finite_number_fails_the_rollout(value: Any) -> None:
+    async def strange(task: Task, model: PolicyModel) -> Any:
+        await model.generate("p")
+        return value
+
+    name = named(strange)
+    [experience] = run([task(0, name)], replies("x"))
+    assert failure(experience) == (Status.FAILED, None, 0, 1)
+    assert "not a finite number" in experience.error and f"workflow {name}, task t/0/0" in experience.error
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.int64(1), Fraction(1)])
+def test_every_real_number_is_a_reward(value: Any) -> None:
+    async def numeric(task: Task, model: PolicyModel) -> Any:
+        await model.generate("p")
+        return value
+
+    [experience] = run([task(0, named(numeric))], replies("x"))
+    assert experience.reward == 1.0 and type(experience.reward) is float
+
+
+def test_a_metric_that_is_no_number_fails_the_rollout() -> None:
+    async def strange(task: Task, model: PolicyModel) -> Reward:
+        await model.generate("p")
+        return Reward(1.0, {"style": "good"})  # type: ignore[dict-item]
+
+    [experience] = run([task(0, named(strange))], replies("x"))
+    assert failure(experience) == (Status.FAILED, None, 0, 1)
+    assert "metric style is 'good'" in experience.error
+
+
+def test_a_workflow_that_never_calls_the_policy_has_failed() -> None:
+    async def idle(task: Task, model: PolicyModel) -> float:
+        return 1.0
+
+    [experience] = run([task(0, named(idle))], replies("x"))
+    assert experience.status is Status.FAILED and "never called" in experience.error
+
+
+def test_a_hung_attempt_is_cancelled_before_its_retry_and_ends_as_a_timeout() -> None:
+    events: list[str] = []
+
+    async def hangs(task: Task, model: PolicyModel) -> float:
+        events.append("begin")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            events.append("end")
+        return 1.0
+
+    [experience] = run([task(0, named(hangs))], replies("x"), max_timeout_s=0.01)
+    assert events == ["begin", "end", "begin", "end"]
+    assert failure(experience) == (Status.TIMEOUT, None, 0, 1)
+    assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.01 s")
+
+
+def test_a_hung_rollout_does_not_keep_the_others_from_the_engine() -> None:
+    async def hangs(task: Task, model: PolicyModel) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    hung, good = run([task(0, named(hangs)), task(1)], replies("4"), max_timeout_s=0.1, max_retry_times=0)
+    assert (hung.status, good.status) == (Status.TIMEOUT, Status.OK)
+
+
+def test_an_attempt_that_ignores_its_cancellation_is_not_retried_and_loses_its_model() -> None:
+    events: list[str] = []
+
+    async def stubborn(task: Task, model: PolicyModel) -> float:
+        events.append("begin")
+        end = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, end.set)
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+        try:
+            await model.generate("p")
+        except RuntimeError as error:
+            events.append(str(error))
+        return 1.0
+
+    [experience] = run([task(0, named(stubborn))], replies("x"), max_timeout_s=0.01, stop_grace_s=0.01)
+    assert failure(experience) == (Status.TIMEOUT, None, 0, 0)
+    assert experience.error.endswith("and it ignored its cancellation")
+    assert events == ["begin", "this attempt at the rollout has ended; its model answers no more"]
+
+
+def test_a_workflow_that_exits_or_cancels_itself_has_failed() -> None:
+    async def exits(task: Task, model: PolicyModel) -> float:
+        sys.exit(3)
+
+    async def cancels(task: Task, model: PolicyModel) -> float:
+        raise asyncio.CancelledError
+
+    first, second, good = run([task(0, named(exits)), task(1, named(cancels)), task(2)], replies("4"))
+    assert first.error == "RuntimeError: the workflow called sys.exit(3)"
+    assert second.error == "RuntimeError: the workflow cancelled itself"
+    assert good.status is Status.OK
+
+
+def test_an_engine_error_ends_the_batch_even_if_workflows_swallow_it() -> None:
+    async def swallows(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        with contextlib.suppress(Exception):
+            await model.generate("p")
+        return 1.0
+
+    def breaks_at(call: int) -> GenerateBatch:
+        numbers = iter(range(1, 100))
+
+        async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+            if next(numbers) == call:
+                raise RoleError("engine 0: out of memory")
+            return [generation("4", request) for request in requests]
+
+        return generate_batch
+
+    name = named(swallows)
+    for tasks, call in [
+        ([task(0), task(1)], 1),
+        ([task(0, name), task(1, name)], 1),
+        ([task(0, name), task(1, name)], 2),
+    ]:
+        with pytest.raises(RoleError, match="engine 0: out of memory"):
+            run(tasks, breaks_at(call), repeat_times=2)
+
+
+def test_an_engine_error_ends_rollouts_that_wait_for_something_else() -> None:
+    async def hangs(task: Task, model: PolicyModel) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        raise RoleError("gone")
+
+    with pytest.raises(RoleError, match="gone"):
+        run([task(0, named(hangs)), task(1)], generate_batch)
+
+
+def test_an_engine_that_loses_a_request_is_an_engine_error() -> None:
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        return [generation("4", request) for request in requests[1:]]
+
+    with pytest.raises(RoleError, match="1 generations for 2 requests"):
+        run([task()], generate_batch, repeat_times=2)
+
+
+def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
+    log: list[list[GenerateRequest]] = []
+    with pytest.raises(UserError, match="unknown workflow 'math_workflows'; nearest: math_workflow"):
+        run([task(0), task(1, "math_workflows")], replies("4", log))
+    with pytest.raises(UserError, match="unknown reward function"):
+        run([task(0, reward_fn="mathreward")], replies("4", log))
+    assert log == []
+
+
+def test_a_long_prompt_loses_its_beginning_or_fails_without_a_retry() -> None:
+    long = task(0, prompt="0123456789", messages=())
+    [cut] = run([long], replies("4"), limits=PromptLimits(4))
+    assert (tuple(cut.tokens[: cut.prompt_length]), cut.metrics["prompt_truncated"]) == (tuple(map(ord, "6789")), 1.0)
+    [failed] = run([long], replies("4"), limits=PromptLimits(4, enable_prompt_truncation=False))
+    assert failure(failed) == (Status.FAILED, None, 0, 0)
+    assert failed.error.startswith("PromptTooLongError: prompt of 10 tokens exceeds max_prompt_tokens 4")
+
+
+def test_sampling_is_of_the_run_then_the_taskset_then_the_call() -> None:
+    async def asks_twice(task: Task, model: PolicyModel) -> float:
+        await model.generate("p")
+        await model.generate("p", top_p=0.5)
+        return 1.0
+
+    first, second = run([task(0, named(asks_twice))], replies("x"), taskset_sampling={"t": {"temperature": 0.0}})
+    assert [(each.temperature, each.top_p) for each in (first, second)] == [(0.0, 1.0), (0.0, 0.5)]
+
+
+def test_weights_that_changed_in_flight_have_no_hash_here() -> None:
+    async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
+        return [Generation((52,), (-1.0,), "stop", VERSION, VERSION + 1) for _ in requests]
+
+    [experience] = run([task()], generate_batch)
+    assert (experience.min_policy_version, experience.max_policy_version) == (VERSION, VERSION + 1)
+    assert experience.weights_hash == ""
+
+
+def test_seeds_depend_on_run_task_rollout_and_turn() -> None:
+    seeds = [
+        rollout_seed(*each) for each in [(1, "t/0/0", 0, 0), (2, "t/0/0", 0, 0), (1, "t/0/1", 0, 0), (1, "t/0/0", 1, 0)]
+    ]
+    seeds.append(rollout_seed(1, "t/0/0", 0, 1))
+    assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+    assert (
+        rollout_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685
+    )  # runs that are resumed after an upgrade rely on it
+
+
+def test_a_greedy_baseline_is_one_rollout_more_at_temperature_zero() -> None:
+    calls: list[list[GenerateRequest]] = []
+    tasks = [task(i, workflow="simple_workflow", reward_fn="math_reward") for i in (0, 1)]
+    rows = run(tasks, replies("it is 4", calls), repeat_times=2, greedy_baseline=True)
+    assert [(e.task_index, e.rollout, e.temperature) for e in rows] == [
+        *[(0, 0, 1.0), (0, 1, 1.0), (0, 2, 0.0)],
+        *[(1, 0, 1.0), (1, 1, 1.0), (1, 2, 0.0)],
+    ]
+    temperatures = [request.sampling.temperature for call in calls for request in call]
+    assert sorted(temperatures) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]

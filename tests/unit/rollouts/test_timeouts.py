@@ -1,0 +1,67 @@
+"""Promises of the rules of waiting: over-rollout counts tasks, the dynamic timeout never exceeds the configured one,
+pass@k is the estimator without bias, and admission keeps order and limits.
+"""
+
+import math
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rftdask.rollouts.concurrency import Admission
+from rftdask.rollouts.timeouts import DynamicTimeout, OverRollout, pass_at_k, pass_rates
+
+
+@pytest.mark.parametrize(("ratio", "needed"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.25, 8), (0.99, 1)])
+def test_over_rollout_needs_the_other_tasks_rounded_up(ratio: float, needed: int) -> None:
+    assert OverRollout(ratio).num_needed(10) == needed
+
+
+def test_a_dynamic_timeout_begins_after_its_warm_up_and_follows_the_mean() -> None:
+    rule = DynamicTimeout(enable=True, warmup_min_steps=2, ratio=3.0)
+    assert rule.timeout_s(100.0, {1: [1.0]}, explore_step=2) == 100.0
+    assert rule.timeout_s(100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 6.0
+    assert rule.timeout_s(5.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
+    assert rule.timeout_s(100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 6.0  # its own step says nothing
+    assert DynamicTimeout().timeout_s(100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(passed: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(passed)))
+    draws = list(combinations(passed, k))
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_rates_are_means_over_the_tasks_with_enough_rollouts() -> None:
+    rates = pass_rates({"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0, 1.0], "c": [0.5]})
+    assert rates == {"pass@1": (0.25 + 1 + 0) / 3, "pass@2": (0.5 + 1) / 2, "pass@4": 1.0}
+    assert pass_rates({}) == {}
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at_k(2, 1, 3)
+
+
+def test_admission_is_in_order_and_a_full_kind_holds_up_no_other() -> None:
+    admission: Admission[str] = Admission({"sandbox": 1, "game": 1})
+    kinds = {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}
+    assert [key for key in kinds if admission.enter(key, kinds[key])] == ["a", "c"]
+    assert admission.leave("c") == []
+    assert admission.leave("a") == ["b", "d"]
+    assert admission.leave("a") == []
+
+
+@given(st.lists(st.sampled_from([("x",), ("y",), ("x", "y"), ("z",)]), max_size=20), st.randoms())
+def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: object) -> None:
+    limits = {"x": 2, "y": 1}
+    admission: Admission[int] = Admission(limits)
+    running = {number for number, each in enumerate(kinds) if admission.enter(number, each)}
+    ended = 0
+    while running:
+        for kind, most in limits.items():
+            assert sum(kind in kinds[number] for number in running) <= most
+        key = random.choice(sorted(running))  # type: ignore[attr-defined]
+        running.remove(key)
+        running.update(admission.leave(key))
+        ended += 1
+    assert ended == len(kinds) and math.isfinite(ended)

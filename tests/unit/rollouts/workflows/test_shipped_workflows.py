@@ -1,0 +1,204 @@
+"""Promises of the shipped workflows with several turns, tools, judges and games: what is asked, what is earned, and
+that what cannot be judged is a failure.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rftdask.data.task import Task
+from rftdask.errors import UserError
+from rftdask.rollouts.policy.base import POLICY, Method, ModelHandle
+from rftdask.rollouts.policy.openai_client import parse_tool_calls
+from rftdask.rollouts.rewards import compute_reward, get_reward
+from rftdask.rollouts.rewards.dapo import overlong_penalty
+from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward
+from rftdask.rollouts.workflows.games import board_text, find_action
+from rftdask.rollouts.workflows.judged import parse_verdicts, read_rubric
+from rftdask.rollouts.workflows.registry import find_workflow, get_workflow
+from rftdask.rollouts.workflows.tools import call_tool
+from rftdask.rollouts.workflows.turns import StepWiseWorkflow, propagate_rewards
+
+
+class Script(ModelHandle):
+    """Models that say what the test wrote, in order; "judge" is the auxiliary one."""
+
+    def __init__(self, answers: Sequence[str], judged: Sequence[Any] = ()) -> None:
+        super().__init__(("judge",) if judged else ())
+        self.asked: list[str] = []
+        self._answers = {POLICY: iter(answers), "judge": iter(judged)}
+
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        said = next(self._answers[name])
+        if method == "logprobs":
+            return said
+        prompt = arguments["messages"][-1]["content"] if method == "chat" else arguments["prompt"]
+        self.asked.append(f"{name}{prompt}")
+        return Response(said, (1,), tuple(range(len(said))), (), "stop")
+
+
+def task(**fields: Any) -> Task:
+    chat = ({"role": "user", "content": "What is 6*7?"},)
+    return Task(**{"taskset": "t", "epoch": 0, "index": 0, "messages": chat, "truth": "42", **fields})
+
+
+def play(name: str, model: Script, **fields: Any) -> Reward:
+    return as_reward(asyncio.run(get_workflow(name)(task(**fields), model)))  # type: ignore[arg-type]
+
+
+def call(expression: Any, name: str = "calculator") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'expression': expression}})}</tool_call>"
+
+
+def test_a_policy_that_calls_its_tool_is_told_the_result_and_rewarded_for_its_last_answer() -> None:
+    model = Script(["let me see " + call("6*7"), r"so \boxed{42}"])
+    reward = play("tool_call_workflow", model)
+    assert (reward.value, reward.metrics) == (1.0, {"accuracy": 1.0, "num_tool_calls": 1.0, "num_turns": 2.0})
+    assert model.asked[1] == "<tool_response>42</tool_response>"
+    assert "tool" in model.times and model.state == {"turn": 1, "num_tool_calls": 1}
+
+
+def test_a_policy_that_only_calls_its_tool_ends_after_its_turns() -> None:
+    reward = play("tool_call_workflow", Script([call("1+1")] * 9), workflow_args={"max_turns": 3})
+    assert reward.metrics["num_turns"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (call("(1+2)/4"), "3/4"),
+        (call("1/0"), "error: division by zero"),
+        (call("__import__('os')"), "error: unexpected '_'"),
+        (call("9" * 300), "error: expression of 300 characters; at most 200"),
+        (call(7), 'error: calculator needs {"expression": text}'),
+        (call("1", "python"), "error: there is no tool 'python'; there is calculator"),
+    ],
+)
+def test_a_tool_answers_every_call_and_runs_no_code(text: str, said: str) -> None:
+    [parsed] = parse_tool_calls(text)
+    assert call_tool(parsed) == said
+
+
+@pytest.mark.parametrize("text", ["", "<tool_call>{", "<tool_call>[]</tool_call>", "<tool_call>{no}</tool_call>"])
+def test_what_is_no_json_is_no_call(text: str) -> None:
+    assert parse_tool_calls(text) == []
+
+
+def test_the_reward_of_a_reward_model_is_the_probability_of_yes() -> None:
+    reward = play("math_rm_workflow", Script(["42"], [(math.log(0.6),), (math.log(0.2),)]))
+    assert reward.value == pytest.approx(0.75) and reward.metrics == {"accuracy": 1.0}
+
+
+def test_a_rubric_is_met_in_part() -> None:
+    rubric = ["is polite", {"criterion": "is right", "weight": 3}]
+    model = Script(["42"], ["1: no\n2: Yes."])
+    reward = play("rubric_judge_workflow", model, workflow_args={"rubric": rubric})
+    assert (reward.value, reward.metrics) == (0.75, {"num_criteria_met": 1.0})
+    assert "2: is right" in model.asked[1] and "42" in model.asked[1]
+
+
+def test_a_verdict_that_cannot_be_read_is_a_failure_and_no_reward() -> None:
+    with pytest.raises(ValueError, match="no verdict on criterion 2"):
+        play("rubric_judge_workflow", Script(["42"], ["1: yes"]), row={"rubric": ["a", "b"]})
+    assert parse_verdicts("**1**: YES\ncriterion 2 - no", 2) == [True, False]
+    with pytest.raises(ValueError, match="t/0/0 has no rubric"):
+        read_rubric([], task())
+    with pytest.raises(ValueError, match="no text, or has no weight above 0"):
+        read_rubric([{"criterion": "x", "weight": 0}], task())
+
+
+@pytest.mark.parametrize(("name", "value"), [("math_eval_workflow", 1.0), ("on_policy_distill_math_workflow", 0.0)])
+def test_what_measures_does_not_reward_and_the_reverse(name: str, value: float) -> None:
+    reward = play(name, Script([r"\boxed{42}"]), reward_fn="format_reward")
+    assert (reward.value, reward.metrics) == (value, {"accuracy": 1.0})
+
+
+def test_a_frozen_lake_is_crossed_in_text() -> None:
+    pytest.importorskip("gymnasium")
+    moves = ["Down", "I go down, so Down", "Right", "no idea", "Right", "Down", "Right"]
+    model = Script(moves)
+    reward = play("frozen_lake_workflow", model)
+    assert reward.value == pytest.approx(0.9)  # the goal's 1, less 0.1 for the reply that names no move
+    assert reward.metrics == {"num_turns": 7.0, "num_invalid": 1.0, "success": 1.0}
+    assert [step.state for step in reward.steps] == ["0", "4", "8", "9", "9", "10", "14"]
+    assert [step.reward for step in reward.steps] == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, 1.0]
+    assert "[S]FFF" in model.asked[0] and model.asked[0].endswith("Answer with one of: Left, Down, Right, Up.")
+    assert not find_workflow("frozen_lake_workflow").in_process
+
+
+def test_games_read_the_last_action_named_and_show_no_codes() -> None:
+    assert find_action("not left but RIGHT.", ["Left", "Right"]) == 1
+    assert find_action("upright", ["Up", "Right"]) is None
+    assert board_text("  (Down)\n\x1b[41mS\x1b[0mFFF\n") == "(Down)\n[S]FFF"
+    with pytest.raises(ValueError, match=r"workflow_args\.env_id is missing"):
+        play("gymnasium_workflow", Script([]))
+
+
+class Counts(StepWiseWorkflow):
+    propagation = "mean"
+    max_turns = 4
+
+    async def step(self, task: Task, model: PolicyModel, number: int) -> tuple[Step, bool]:
+        answer = await model.generate(str(number))
+        return Step(f"at {number}", float(answer.text)), number < 2
+
+
+def test_a_step_wise_workflow_is_worth_what_its_rule_says() -> None:
+    reward = asyncio.run(Counts().run(task(), Script(["0", "3", "6", "9"])))
+    assert reward == Reward(3.0, {"num_turns": 3.0}, (Step("at 0", 0.0), Step("at 1", 3.0), Step("at 2", 6.0)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "worth"), [("sum", 3.0), ("mean", 1.0), ("last", 0.0), ("max", 2.0), ("discounted", 1 + 2 * 0.5)]
+)
+def test_rewards_are_propagated(rule: Any, worth: float) -> None:
+    assert propagate_rewards([1.0, 2.0, 0.0], rule, gamma=0.5) == worth
+    with pytest.raises(ValueError, match="without a step"):
+        propagate_rewards([], rule)
+
+
+def test_a_list_of_steps_is_worth_their_sum() -> None:
+    assert as_reward([Step("a", 1.0), Step("b"), Step("c", 0.5)]).value == 1.5
+    assert as_reward(0.5) == Reward(0.5)
+    assert as_reward("text").value == "text"  # left to the check that names it
+
+
+def test_the_overlong_penalty_of_dapo() -> None:
+    # Equation 13 with L_max 20, L_cache 4: 0 to 16 tokens, then (16 - |y|) / 4, then -1.
+    assert [overlong_penalty(n, 20, 4, 1.0) for n in (3, 16, 17, 20, 25)] == [0.0, 0.0, -0.25, -1.0, -1.0]
+    with pytest.raises(ValueError, match="0 < cache_length 0 < max_response_length 0"):
+        overlong_penalty(1, 0, 0, 1.0)
+
+
+def test_math_dapo_reward_counts_the_tokens_of_the_response() -> None:
+    arguments = {"enable_overlong_penalty": True, "max_response_length": 20, "cache_length": 4, "penalty_factor": 0.5}
+    long = Response("4" * 10 + " is wrong, 42 is right", (), tuple(range(18)), (), "stop")
+    scored = compute_reward(task(reward_fn="math_dapo_reward", reward_fn_args=arguments), long, "")
+    assert (scored.value, scored.metrics) == (0.75, {"accuracy": 1.0, "format_score": -0.25})
+    wrong = compute_reward(task(reward_fn="math_dapo_reward"), Response("41", (), (1,), (), "stop"), "")
+    assert wrong.value == -1.0
+    with pytest.raises(ValueError, match="needs the response's tokens"):
+        compute_reward(task(reward_fn="math_dapo_reward"), "42", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "truth", "value"),
+    [(r"so $\frac{1}{2}$", "0.5", 1.0), (r"\boxed{x+1}", "$1+x$", 1.0), ("it is 3", "4", 0.0), ("", "4", 0.0)],
+)
+def test_accuracy_reward_does_algebra(said: str, truth: str, value: float) -> None:
+    pytest.importorskip("math_verify")
+    assert compute_reward(task(reward_fn="accuracy_reward", truth=truth), said, "").value == value
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    function = get_reward("exact_reward")
+    function.requires = {"no_such_module": "some-extra"}  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(UserError, match=r"needs the package 'no_such_module'; .*'rftdask\[some-extra\]'"):
+            get_reward("exact_reward")
+    finally:
+        del function.requires  # type: ignore[attr-defined]

@@ -1,0 +1,84 @@
+"""Promises of environments of the package verifiers: their tasks are a taskset by name, an episode is a rollout whose
+calls are recorded with the tokens that were sampled, its rewards are the environment's, and what fails says why.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.runner.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.data.tasksets import Taskset, TasksetSpec
+from rftdask.errors import DataError
+from rftdask.rollouts.attempt import ServedWeights
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.runner import Engines, run_rollout_batch
+
+pytest.importorskip("verifiers")
+pytestmark = pytest.mark.slow  # importing verifiers takes seconds
+
+
+class ToolTokenizer(CharTokenizer):
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        names = [tool["function"]["name"] for tool in options.pop("tools", [])]
+        return "".join(f"[{name}]" for name in names) + super().apply_chat_template(conversation, **options)
+
+
+def taskset(**settings: Any) -> Taskset:
+    return Taskset(
+        TasksetSpec(name="t", path="verifiers:addition-env", dataset_args=settings, workflow="verifiers_workflow")
+    )
+
+
+def rollouts(tasks: Taskset, engine: GenerateBatch, num_tasks: int = 1) -> list[Experience]:
+    batch = run_rollout_batch(
+        [tasks.task(0, index) for index in range(num_tasks)],
+        repeat_times=1,
+        explore_step=1,
+        engines=Engines(engine, ToolTokenizer()),
+        defaults=defaults(max_retry_times=0),
+        weights=ServedWeights(7, ""),
+        nursery=keep,
+    )
+    return asyncio.run(batch).experiences
+
+
+def test_the_tasks_of_an_environment_are_a_taskset() -> None:
+    tasks = taskset()
+    assert (len(tasks), tasks.task(0, 2).prompt, tasks.task(0, 2).truth) == (3, "2+1=", "3")
+    assert len(taskset(size=2)) == 2
+    assert tasks.fingerprint == taskset().fingerprint != taskset(size=2).fingerprint
+    with pytest.raises(DataError, match=r"verifiers:no-such-env: .*'no-such-env' not found"):
+        Taskset(TasksetSpec(name="t", path="verifiers:no-such-env"))
+    with pytest.raises(DataError, match=r"dataset_args .*agentt"):
+        taskset(agentt={})
+
+
+def test_an_episode_is_a_rollout_with_the_rewards_of_the_environment() -> None:
+    [right, wrong] = rollouts(taskset(), replies("it is 1"), num_tasks=2)
+    assert (right.status, right.reward, right.metrics["right"], right.metrics["num_replies"]) == (
+        Status.OK,
+        2.0,
+        2.0,
+        1.0,
+    )
+    assert (wrong.status, wrong.reward) == (Status.OK, 0.0)
+    assert right.prompt_text == "<user>0+1=<assistant>"
+    assert right.tokens[right.prompt_length :].tolist() == [*map(ord, "it is 1"), 0]
+
+
+def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    engine = replies(lambda request: "it is 1" if '{"sum": "1"}' in prompt_of(request) else call)
+    first, second = rollouts(taskset(agent={"harness": {"id": "addition-env", "with_tool": True}}), engine)
+    assert (first.turn, first.response_text, first.prompt_text) == (0, call, "[look]<user>0+1=<assistant>")
+    assert (second.turn, second.response_text, second.metrics["num_replies"]) == (1, "it is 1", 2.0)
+    assert second.prompt_text.endswith('<tool>{"sum": "1"}<assistant>') and first.reward == second.reward == 2.0
+
+
+def test_a_failed_episode_is_a_failure_that_says_why() -> None:
+    asks = {"id": "addition-env", "parameters": {"stop": ["x"]}}
+    [failed] = rollouts(taskset(agent={"harness": asks}), replies("it is 1"))
+    assert (failed.status, failed.reward) == (Status.FAILED, None)
+    assert failed.error.startswith("ValueError: chat.completions.create: stop=['x'] is not supported")

@@ -1,0 +1,56 @@
+"""Promise: docs/workflows.md does what it says. Its Python runs in the order of the page, in a folder of its own where
+the blocks with file=NAME are modules; the text after a block is what it prints; its YAML is part of a valid config.
+"""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rftdask.config import load_config
+from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.workflows.registry import get_workflow
+
+PAGE = (Path(__file__).parents[4] / "docs/workflows.md").read_text()
+BLOCKS = re.findall(r"```(\w+)(?: file=(\S+))?\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {}
+    exec("from rftdask.rollouts.workflows.base import Task", names)
+    printed, num_checked = "", 0
+    for kind, file, text in BLOCKS:
+        if kind == "python" and file:
+            (tmp_path / file).write_text(text)
+        elif kind == "python":
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(text, names)
+            printed = out.getvalue()
+        elif kind == "text":
+            assert printed == text
+            num_checked += 1
+    assert num_checked == 4
+    get_workflow("my_workflows.short_answer")
+
+
+def test_the_configuration_on_the_page_is_valid() -> None:
+    [text] = [text for kind, _, text in BLOCKS if kind == "yaml"]
+    tree = {"model": {"model_path": "tiny", "max_model_len": 64}, **yaml.safe_load(text)}
+    [taskset] = load_config(tree).buffer.explorer_input.train_tasksets
+    assert taskset.default_workflow_type == "my_workflows.short_answer"
+
+
+def test_every_name_in_the_tables_is_there() -> None:
+    named = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE))
+    assert len(named) > 15
+    for name in sorted(named):
+        if name == "verifiers_workflow" and importlib.util.find_spec("verifiers") is None:
+            continue  # its extra is no part of dev
+        (get_workflow if name.endswith("_workflow") else get_reward)(name)

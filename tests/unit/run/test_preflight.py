@@ -1,0 +1,266 @@
+"""Promises of the checks: each mistake in data, model or storage is told before anything starts, the data's at
+once; two commands on one run are refused where the storage cannot tell which of two writers was first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.config import Config, load_config
+from rftdask.errors import ConfigError, UserError
+from rftdask.run.preflight import check_inputs, check_owners
+from rftdask.storage import open_storage
+from rftdask.storage.fsspec_store import FsspecStorage
+
+
+class World:
+    """A run whose inputs are all right, until a test breaks one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tasks = folder / "tasks.jsonl"
+        self.rows = [{"question": f"1+{n}=", "answer": str(1 + n)} for n in range(6)]
+        self.model = folder / "model"
+        self.model.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (self.model / name).write_text("{}")
+        self.write(self.rows)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self.tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(self, *overrides: str) -> Config:
+        taskset = {"path": str(self.tasks), "format": {"prompt_key": "question", "response_key": "answer"}}
+        tree = {
+            "checkpoint_root_dir": str(self.folder / "runs"),
+            "model": {"model_path": str(self.model), "max_model_len": 64},
+            "algorithm": {"repeat_times": 2},
+            "buffer": {
+                "batch_size": 4,
+                "explorer_input": {"taskset": taskset, "default_reward_fn_type": "exact_reward"},
+            },
+        }
+        return load_config(tree, overrides)
+
+    def sft(self, *overrides: str) -> Config:
+        buffer = {"path": str(self.tasks), "format": {"prompt_key": "question", "response_key": "answer"}}
+        tree = {
+            "mode": "train",
+            "checkpoint_root_dir": str(self.folder / "runs"),
+            "model": {"model_path": str(self.model), "max_model_len": 64},
+            "algorithm": {"algorithm_type": "sft"},
+            "buffer": {"batch_size": 4, "trainer_input": {"experience_buffer": buffer}},
+        }
+        return load_config(tree, overrides)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def problems(*stages: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(list(stages))
+    return "\n".join(caught.value.problems)
+
+
+TASKS = "buffer.explorer_input.taskset"
+
+
+def test_right_inputs_pass_and_are_counted(world: World) -> None:
+    config = world.config()
+    assert check_inputs([config]) == [{"taskset_0": 6}]
+    assert check_inputs([world.sft()]) == [{"dataset": 6}]
+    assert open_storage(config.checkpoint_job_dir).list("control") == [], "the probe is gone again"
+
+
+def test_a_missing_file_is_named_with_its_neighbors(world: World) -> None:
+    assert "task.jsonl does not exist; nearest in" in problems(world.config(f"{TASKS}.path={world.folder}/task.jsonl"))
+
+
+def test_an_empty_taskset_is_told(world: World) -> None:
+    world.write([])
+    assert "tasks.jsonl has no rows" in problems(world.config())
+    assert "tasks.jsonl has no rows" in problems(world.sft())
+
+
+@pytest.mark.parametrize(("option", "column"), [("prompt_key", "questin"), ("response_key", "anser")])
+def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column: str) -> None:
+    text = problems(world.config(f"{TASKS}.format.{option}={column}"))
+    assert f"has no column {column!r}, which format.{option} names" in text
+    assert "columns: question, answer; nearest: " in text
+    text = problems(world.sft(f"buffer.trainer_input.experience_buffer.format.{option}={column}"))
+    assert f"has no column {column!r}, which format.{option} names; columns: question, answer" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (f"{TASKS}.default_workflow_type=no_such_workflow", "no_such_workflow"),
+        (f"{TASKS}.default_reward_fn_type=no_such_reward", "no_such_reward"),
+    ],
+)
+def test_an_unknown_plugin_is_told(world: World, override: str, text: str) -> None:
+    assert text in problems(world.config(override))
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("tokenizer.json", r"has no tokenizer; save one there with tokenizer.save_pretrained"),
+        ("config.json", "has no config.json, so it is no model folder"),
+        ("model.safetensors", "has no weights"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part_is_told(world: World, missing: str, text: str) -> None:
+    (world.model / missing).unlink()
+    told = problems(world.config())
+    assert f"model.model_path: {str(world.model)!r}" in told
+    assert text in told
+
+
+def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(world: World) -> None:
+    assert "does not exist; give a model folder or a name" in problems(
+        world.config(f"model.model_path={world.folder}/none")
+    )
+    check_inputs([world.config("model.model_path=Qwen/Qwen2.5-0.5B")])
+
+
+def test_a_batch_larger_than_all_tasks_is_told_with_both_numbers(world: World) -> None:
+    assert "buffer.batch_size 8 exceeds all tasks there are: 6 (1 epochs)" in problems(
+        world.config("buffer.batch_size=8")
+    )
+    check_inputs([world.config("buffer.batch_size=8", "buffer.total_epochs=2")])
+    told = problems(world.sft("buffer.batch_size=8"))
+    assert "has 6 rows, 1 epochs of it do not fill one batch of 8" in told
+
+
+def test_a_root_that_cannot_be_written_is_told(world: World) -> None:
+    (world.folder / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"checkpoint_root_dir: cannot write to .*/file/runs/.*something above it is a file"
+    ):
+        check_inputs([world.config(f"checkpoint_root_dir={world.folder}/file/runs")])
+
+
+def test_a_full_disk_is_told(world: World, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with pytest.raises(UserError, match=r"0.00 GB free, .* need about 0.07 GB; free some space"):
+            check_inputs([world.config(f"checkpoint_root_dir={disk}")])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_staleness_bound_that_cannot_be_kept_is_told_with_the_arithmetic(world: World) -> None:
+    tight = ("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=1")
+    assert "synchronizer.max_staleness 1 cannot be kept" in problems(world.config(*tight))
+    check_inputs([world.config("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=2")])
+
+
+def test_all_mistakes_are_told_at_once(world: World) -> None:
+    (world.model / "tokenizer.json").unlink()
+    told = problems(
+        world.config(
+            f"{TASKS}.format.prompt_key=x", f"buffer.explorer_input.eval_tasksets=[{{path: {world.folder}/no.jsonl}}]"
+        )
+    )
+    assert len(told.splitlines()) == 3
+
+
+def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) -> None:
+    good, bad = world.sft(), world.config(f"{TASKS}.path={world.folder}/task.jsonl")
+    assert len(problems(good, bad, bad).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.advantage_fn=ppo",
+            "algorithm: advantage_fn 'ppo' needs a critic and algorithm_type 'grpo' has none",
+        ),
+        ("algorithm.policy_loss_fn=ppoo", "algorithm: unknown policy_loss_fn 'ppoo'. Did you mean"),
+        ("algorithm.policy_loss_fn_args={clip: 1}", "does not take 'clip'"),
+        ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),
+        ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "unknown operator 'reward_filtr'"),
+        ("data_processor.experience_pipeline.operators=[{args: {}}]", "operators[0]: takes name and args, no name"),
+        ("model.critic_model_path=/no/critic", "model.critic_model_path: '/no/critic' does not exist"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_told_before_anything_starts(
+    world: World, override: str, message: str
+) -> None:
+    name = "ppo" if "critic_model_path" in override else "grpo"
+    assert message in problems(world.config(f"algorithm.algorithm_type={name}", override))
+
+
+def test_the_columns_of_pairs_of_text_and_of_demonstrations_are_checked(world: World) -> None:
+    rows = "buffer.trainer_input.experience_buffer.format"
+    pairs = ("algorithm.algorithm_type=dpo", f"{rows}.prompt_key=question", f"{rows}.chosen_key=answer")
+    assert "no column 'rejected', which format.rejected_key names" in problems(world.sft(*pairs))
+    check_inputs([world.sft(*pairs, f"{rows}.rejected_key=question")])
+    text = "algorithm.algorithm_type=cpt"
+    assert "no column 'text', which format.prompt_key names" in problems(world.sft(text, f"{rows}.prompt_key=text"))
+    check_inputs([world.sft(text)])
+    shown = "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+    mix = ("algorithm.algorithm_type=mix", f"{shown}.path={world.tasks}", f"{shown}.format.prompt_key=question")
+    assert "no column 'response', which format.response_key names" in problems(world.config(*mix))
+    check_inputs([world.config(*mix, f"{shown}.format.response_key=answer")])
+
+
+def test_a_teacher_is_looked_for(world: World) -> None:
+    distill = "algorithm.algorithm_type=jsd"
+    found = problems(world.config(distill, "explorer.auxiliary_models=[{model_path: /no/teacher}]"))
+    assert "explorer.auxiliary_models[0].model_path: '/no/teacher' does not exist" in found
+
+
+def test_the_columns_of_the_difficulty_are_read(world: World) -> None:
+    easy_to_hard = f"{TASKS}.data_selector={{selector_type: offline_easy2hard, feature_keys: [level]}}"
+    assert "no column 'level', which data_selector.feature_keys names" in problems(world.config(easy_to_hard))
+    world.write([{**row, "level": n} for n, row in enumerate(world.rows)])
+    assert check_inputs([world.config(easy_to_hard)]) == [{"taskset_0": 6}]
+
+
+def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World) -> None:
+    world.write([{**row, "weak": 0.0, "strong": 1.0} for row in world.rows])
+    selector = f"{TASKS}.data_selector={{selector_type: difficulty_based, feature_keys: [weak, strong]}}"
+    assert check_inputs([world.config(selector)]) == [{"taskset_0": 6}]
+    assert "tau must be >= 0" in problems(world.config(selector, f"{TASKS}.data_selector.kwargs={{tau: -1}}"))
+    assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
+
+
+@pytest.mark.parametrize("mode", ["explore", "train"])
+def test_two_commands_on_one_run_need_a_storage_that_knows_who_was_first(
+    world: World, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = FsspecStorage("memory://no-conditional-writes")
+    with pytest.raises(UserError, match=f"mode {mode}, which shares a run with another command, is refused there"):
+        check_owners(plain, world.config(f"mode={mode}"))
+    with pytest.raises(UserError, match="cluster slurm, is refused there"):
+        one = world.config()
+        check_owners(plain, one.model_copy(update={"cluster": one.cluster.model_copy(update={"type": "slurm"})}))
+    for config in (world.config(), world.sft()):
+        caplog.clear()
+        check_owners(plain, config)
+        assert "start none before this one has ended" in caplog.text
+    check_owners(open_storage(world.folder), world.config(f"mode={mode}"))
+
+
+def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: World) -> None:
+    at = "buffer.trainer_input.experience_buffer"
+    url = "postgresql://me@127.0.0.1:9/none?connect_timeout=1"
+    with pytest.raises(ConfigError, match=f"{at}.path: check in postgresql.*none failed"):
+        check_inputs([world.config(f"{at}.storage_type=sql", f"{at}.path={url}")])
+    check_inputs([world.config(f"{at}.storage_type=sql")])
+    assert not list(world.folder.rglob("*.sqlite"))

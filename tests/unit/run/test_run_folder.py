@@ -1,0 +1,205 @@
+"""Promises of the run folder: one config for its whole life, and one living owner for each role."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rftdask.config import Config, load_config
+from rftdask.errors import DamagedError, DataError, FencedError
+from rftdask.run.run_folder import RUN_FILE, Lease, lease_holder, open_run, read_run
+from rftdask.storage import Storage, open_storage
+from rftdask.testing.storage_faults import FaultyStorage
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return open_storage(f"memory://run-folder-{next(_numbers)}")
+
+
+@lru_cache  # reading a config is the slow part of these tests
+def config(*overrides: str) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"model_path": "tiny", "max_model_len": 64},
+        "algorithm": {"repeat_times": 2},
+        "buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+    }
+    return load_config(tree, overrides)
+
+
+def test_the_first_start_makes_the_folder_and_the_second_finds_it(storage: Storage) -> None:
+    opened = open_run(storage, config())
+    assert opened.explorer.tasks_per_batch == 8
+    recorded = read_run(storage)
+    assert load_config(recorded["config"]) == opened
+    assert recorded["seed"] == 42
+    assert recorded["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    written = storage.get(RUN_FILE)
+    assert open_run(storage, config()) == opened
+    assert storage.get(RUN_FILE) == written, "a later start changes nothing"
+
+
+def test_another_config_is_refused_naming_every_key(storage: Storage) -> None:
+    open_run(storage, config())
+    with pytest.raises(DataError) as caught:
+        open_run(storage, config("seed=7", "algorithm.optimizer.lr=0.5", "trainer.save_interval=3"))
+    lines = str(caught.value).splitlines()
+    assert "holds a run of another configuration; set these back, or choose another name:" in lines[0]
+    assert [line.split(":")[0] for line in lines[1:]] == ["  - algorithm.optimizer.lr", "  - seed"]
+    assert lines[2] == "  - seed: was 42, is 7"
+
+
+FREE = {
+    "trainer.total_steps": "99",
+    "trainer.save_interval": "5",
+    "trainer.num_ranks": "2",
+    "trainer.trainer_strategy": "ddp",
+    "trainer.max_checkpoints_to_keep": "1",
+    "buffer.total_epochs": "3",
+    "buffer.explorer_input.eval_tasksets": "[{path: more.jsonl, name: held_out}]",
+    "explorer.eval_interval": "7",
+    "monitor.monitor_type": "none",
+    "log.level": "DEBUG",
+    "synchronizer.sync_timeout": "5",
+    "checkpoint_root_dir": "/somewhere/else",
+}
+
+
+def test_how_far_and_how_loud_may_change(storage: Storage) -> None:
+    open_run(storage, config())
+    changed = config(*(f"{key}={value}" for key, value in FREE.items()))
+    opened = open_run(storage, changed)
+    assert (opened.trainer.total_steps, opened.log.level, opened.buffer.total_epochs) == (99, "DEBUG", 3)
+    with pytest.raises(DataError) as caught:
+        open_run(storage, load_config({**changed.to_dict(), "seed": 1}))
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - seed"]
+
+
+def test_rollout_batches_keep_the_size_of_the_first_start(storage: Storage) -> None:
+    assert open_run(storage, config("explorer.rollout_model.engine_num=2")).explorer.tasks_per_batch == 4
+    more_engines = open_run(storage, config("explorer.rollout_model.engine_num=4"))
+    assert more_engines.explorer.rollout_model.engine_num == 4
+    assert more_engines.explorer.tasks_per_batch == 4
+    with pytest.raises(DataError, match=r"explorer.tasks_per_batch: was 4, is 2"):
+        open_run(storage, config("explorer.tasks_per_batch=2"))
+
+
+def test_a_folder_without_a_run_is_told(storage: Storage) -> None:
+    with pytest.raises(DataError, match=r"is not a run folder: it has no run.json"):
+        read_run(storage)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff"])
+def test_a_damaged_run_file_is_told_and_kept(storage: Storage, data: bytes) -> None:
+    storage.put(RUN_FILE, data)
+    with pytest.raises(DamagedError, match=r"run.json is damaged"):
+        open_run(storage, config())
+    assert storage.get(RUN_FILE) == data
+
+
+def names(storage: Storage) -> list[str]:
+    return storage.list("control")
+
+
+def test_a_second_living_owner_is_refused_naming_the_first(storage: Storage) -> None:
+    with Lease(storage, "trainer"):
+        with pytest.raises(FencedError, match=f"trainer is process {os.getpid()} on {socket.gethostname()}"):
+            Lease(storage, "trainer")
+        with Lease(storage, "explorer"):
+            assert names(storage) == ["lease-explorer-1.json", "lease-trainer-1.json"]
+
+
+def test_a_released_role_is_free(storage: Storage) -> None:
+    lease = Lease(storage, "trainer")
+    holder = lease_holder(storage, "trainer")
+    assert holder is not None
+    assert holder["pid"] == os.getpid()
+    lease.release()
+    lease.release()
+    assert lease_holder(storage, "trainer") is None
+    with Lease(storage, "trainer") as second:
+        assert not second.lost
+        assert names(storage) == ["lease-trainer-1.json", "lease-trainer-2.json"]
+
+
+def plant(storage: Storage, number: int = 1, **fields: Any) -> None:
+    process = psutil.Process()
+    lease = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": process.create_time()}
+    content = {**lease, "time_s": time.time(), "released": False, **fields}
+    storage.put(f"control/lease-trainer-{number}.json", json.dumps(content).encode())
+
+
+def test_the_role_of_a_dead_process_is_taken_over_at_once(storage: Storage) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        dead = process.pid
+    plant(storage, pid=dead)
+    assert lease_holder(storage, "trainer") is None
+    Lease(storage, "trainer").release()
+    assert names(storage)[-1] == "lease-trainer-2.json"
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_owner(storage: Storage) -> None:
+    plant(storage, started_s=psutil.Process().create_time() - 60)
+    Lease(storage, "trainer", sleep=lambda seconds: None).release()
+
+
+@pytest.mark.parametrize(("age_s", "free"), [(0.0, False), (3600.0, True)])
+def test_an_owner_on_another_machine_is_alive_while_it_says_so(storage: Storage, age_s: float, free: bool) -> None:
+    plant(storage, host="elsewhere", time_s=time.time() - age_s)
+    assert (lease_holder(storage, "trainer") is None) is free
+    if free:
+        Lease(storage, "trainer", sleep=lambda seconds: None).release()
+    else:
+        with pytest.raises(FencedError, match="on elsewhere"):
+            Lease(storage, "trainer")
+
+
+def test_a_lease_that_was_never_finished_is_nobodys(storage: Storage) -> None:
+    storage.put("control/lease-trainer-4.json", b"")
+    Lease(storage, "trainer").release()
+    assert names(storage)[-1] == "lease-trainer-5.json"
+
+
+def test_who_sees_a_higher_number_has_lost_and_leaves_it_alone(storage: Storage) -> None:
+    lease = Lease(storage, "trainer", heartbeat_s=0.001)
+    plant(storage, number=2, host="elsewhere")
+    until = time.monotonic() + 30
+    while not lease.lost and time.monotonic() < until:
+        time.sleep(0.001)
+    assert lease.lost
+    before = storage.get("control/lease-trainer-2.json")
+    lease.release()
+    assert storage.get("control/lease-trainer-2.json") == before
+    assert not json.loads(storage.get("control/lease-trainer-1.json"))["released"]
+
+
+def test_of_two_that_start_at_once_one_wins(storage: Storage) -> None:
+    others: list[Lease] = []
+
+    def overtake(verb: str, path: str, stage: str) -> None:
+        if (verb, stage) == ("put_new", "before"):
+            others.append(Lease(storage, "trainer"))
+
+    with pytest.raises(FencedError, match="another process has just started as trainer"):
+        Lease(FaultyStorage(storage, overtake), "trainer")
+    others[0].release()
+
+
+def test_run_folders_work_on_disk(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    open_run(storage, config())
+    with Lease(storage, "trainer"):
+        assert lease_holder(storage, "trainer") is not None
