@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from run_cases import NUM_EVAL_TASKS, call_cli, run_folder, write_config
-from tests.unit.runner.api_server import KEY, api_server
 
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
+from tests.unit.rollouts.policy.api_server import KEY, api_server
 
 pytest.importorskip("openai")
 EXTERNAL = ("model.external_model.enable=true", "model.external_model.model_name=m")

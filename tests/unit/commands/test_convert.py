@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from test_lora import trainer
-from test_torch_engine import SIZES, rollouts
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
@@ -27,6 +25,8 @@ from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.rank import lora_of
+from tests.unit.trainer.test_lora import trainer
+from tests.unit.trainer.test_torch_engine import SIZES, rollouts
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -13,20 +13,13 @@ import pytest
 from config_cases import another_value, config, grpo, problems, reachable, with_key
 from config_reference_keys import DERIVED_KEYS, NONE_GIVEN, OUR_DEFAULTS, OUR_KEYS, REFERENCE_KEYS
 
-from rftdask.config import (
-    Config,
-    schema_algorithm,
-    schema_buffer,
-    schema_explorer,
-    schema_model,
-    schema_run,
-    schema_trainer,
-)
+from rftdask.config import Config
 from rftdask.config.base import Derived, Filled, Ignored, Later, Renamed, Secret, child_of, default_of, marks_of, plain
+from rftdask.config.schema import algorithm, buffer, explorer, model, run, trainer
 from rftdask.config.schema.walk import walk
 
 KEYS = dict(walk(Config))
-SCHEMAS = [schema_algorithm, schema_buffer, schema_explorer, schema_model, schema_run, schema_trainer]
+SCHEMAS = [algorithm, buffer, explorer, model, run, trainer]
 
 
 def marked(kind: type) -> list[str]:

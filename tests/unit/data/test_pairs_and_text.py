@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from buffer_cases import new_storage
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.source import DatasetSource
@@ -15,6 +14,7 @@ from rftdask.data.preference_rows import PairRows
 from rftdask.data.sft_rows import SupervisedFormat
 from rftdask.data.text_rows import TextRows
 from rftdask.errors import DataError
+from tests.unit.buffer.buffer_cases import new_storage
 
 
 @dataclass(frozen=True)

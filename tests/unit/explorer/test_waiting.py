@@ -8,7 +8,6 @@ import time
 from itertools import count
 
 import pytest
-from rollout_cases import CharTokenizer, generation, outcome, replies, run, task
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task import Task
@@ -17,6 +16,7 @@ from rftdask.rollouts.runner import AuxiliaryEngine, Engines
 from rftdask.rollouts.timeouts import OverRollout
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, replies, run, task
 
 LONG = "a rather long answer, in more than one piece"
 _numbers = count()

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_cases import VERSION, generation, prompt_of, replies, run, task
 
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.data.task import Task
@@ -21,6 +20,7 @@ from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import PromptLimits, rollout_seed
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.rollouts.rollout_cases import VERSION, generation, prompt_of, replies, run, task
 
 _numbers = iter(range(1_000_000))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from trainer_cases import new_storage
 
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, StorageError
@@ -17,6 +16,7 @@ from rftdask.trainer.checkpoint import (
 )
 from rftdask.weights.manifest import NAME, is_valid
 from rftdask.weights.published import CHECKPOINT_POINTER, read_pointer
+from tests.unit.trainer.trainer_cases import new_storage
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load
-from test_torch_engine import SIZES, adam, rollouts
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm import make_algorithm
@@ -29,6 +28,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.manifest import write_folder
 from rftdask.weights.published import publish_weights, read_checkpoint_weights
+from tests.unit.trainer.test_torch_engine import SIZES, adam, rollouts
 
 KINDS = {
     "plain": Lora(rank=4, alpha=8),

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_cases import Sink, fill_log, new_storage, source_of
 
 from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
@@ -31,6 +30,7 @@ from rftdask.trainer.gather import from_bytes, join_parts, places_of, to_bytes
 from rftdask.trainer.rank0 import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import Trainer, TrainerOptions
+from tests.unit.trainer.trainer_cases import Sink, fill_log, new_storage, source_of
 
 NUM_STEPS = 5
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
-from trainer_cases import new_storage
 
 from rftdask.algorithm import make_algorithm
 from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
@@ -24,6 +23,7 @@ from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.lr_schedule import LearningRate
+from tests.unit.trainer.trainer_cases import new_storage
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from trainer_cases import Sink, fill_log, make_trainer, new_storage
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
@@ -24,6 +23,7 @@ from rftdask.weights.published import (
     published_versions,
     read_pointer,
 )
+from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage
 
 NUM_STEPS = 5
 

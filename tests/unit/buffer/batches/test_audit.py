@@ -5,12 +5,12 @@ lost later, its other rows are run again, and nothing counts twice.
 from __future__ import annotations
 
 import pytest
-from buffer_cases import commit_batch, make_source, new_storage, take
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import Storage
+from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
 
 
 def audit(storage: Storage) -> Audit:

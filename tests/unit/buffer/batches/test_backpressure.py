@@ -5,11 +5,11 @@ ledger's.
 from __future__ import annotations
 
 import pytest
-from buffer_cases import commit_batch, make_source, new_storage, take
 
 from rftdask.buffer.batches.backpressure import SETTLED_NOTE, SettledGroups, UnreadLimit
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
+from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
 
 
 @pytest.mark.parametrize(

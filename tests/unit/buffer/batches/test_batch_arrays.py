@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from buffer_cases import experience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.buffer.batches.batch import BATCH_COLUMNS, batch_from_table, join_batches, supervised_batch
 from rftdask.buffer.log.schema import Experience, experiences_to_table
+from tests.unit.buffer.buffer_cases import experience
 
 TOLD = [("a", 0.5), (None, None), ("b", -1.0), ("a", None)]
 """State and reward of the turns of one rollout."""

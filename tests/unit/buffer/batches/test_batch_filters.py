@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pytest
-from buffer_cases import commit_batch, make_source, new_storage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
 from rftdask.storage import Storage
+from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage
 
 
 class DropRollout(Curation):
@@ -128,9 +128,8 @@ def test_another_dataset_than_the_ledgers_is_refused() -> None:
 
 
 def test_turns_of_a_rollout_share_its_number() -> None:
-    from buffer_cases import experience
-
     from rftdask.buffer.log.schema import experiences_to_table
+    from tests.unit.buffer.buffer_cases import experience
 
     rows = [experience(0, 0), experience(0, 1), experience(0, 1, turn=1), experience(1, 0)]
     batch = batch_from_table(experiences_to_table(rows))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from buffer_cases import new_storage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.source import DatasetSource
 from rftdask.errors import DataError, FencedError
 from rftdask.storage import Storage
+from tests.unit.buffer.buffer_cases import new_storage
 
 
 def rows(numbers: Sequence[int]) -> list[tuple[Sequence[int], int, Sequence[bool] | None]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from buffer_cases import new_storage
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.errors import DamagedError, FencedError
+from tests.unit.buffer.buffer_cases import new_storage
 
 ENTRY = LedgerEntry(
     step=7,

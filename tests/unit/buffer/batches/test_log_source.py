@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-from buffer_cases import Statuses, all_ok, commit_batch, make_source, new_storage, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import Statuses, all_ok, commit_batch, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Two explore steps of four tasks in rollout batches of two: eight groups, four train batches, two rows a group."""

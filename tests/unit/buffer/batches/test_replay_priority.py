@@ -12,7 +12,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from buffer_cases import commit_batch, make_source, new_storage, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage
+from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import sys
 
-from buffer_cases import make_source, take
-
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part
 from rftdask.storage import open_storage
+from tests.unit.buffer.buffer_cases import make_source, take
 
 
 def rows(step: int, task: int) -> list[Experience]:

@@ -24,7 +24,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from buffer_cases import commit_batch, experience, make_source, new_storage, take
 from typer.testing import CliRunner
 
 from rftdask.buffer.batches.audit import Audit, audit_log
@@ -50,6 +49,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.trainer import Trainer, TrainerOptions
+from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 _numbers = itertools.count()

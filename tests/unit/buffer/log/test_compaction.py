@@ -13,7 +13,6 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from buffer_cases import commit_batch, experience, make_source, new_storage, take
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
@@ -30,6 +29,7 @@ from rftdask.commands.compact import settled_before
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 WRITES = ("put", "put_new", "remove")

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from buffer_cases import commit_batch, experience, new_storage
 
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import commit_batch, experience, new_storage
 
 
 @pytest.fixture(params=["memory", "local"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from buffer_cases import commit_batch, experience, make_source, new_storage, take
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
 
 LAST_STEP = 3 * STEPS_PER_BUCKET + 5
 BATCHES = (0, 1)

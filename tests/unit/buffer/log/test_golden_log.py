@@ -10,11 +10,9 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-import golden_log
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from buffer_cases import experience, make_source
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.groups import take_rows
@@ -23,6 +21,8 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import SCHEMA, SCHEMA_VERSION, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.storage import Storage, open_storage
+from tests.unit.buffer.buffer_cases import experience, make_source
+from tests.unit.buffer.log import golden_log
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(folder.name for folder in GOLDEN.iterdir())

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from buffer_cases import all_ok, commit_batch, experience, make_source, new_storage
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +36,7 @@ from rftdask.buffer.log.shard import Part, ShardName, done_batches
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
+from tests.unit.buffer.buffer_cases import all_ok, commit_batch, experience, make_source, new_storage
 
 POSTGRESQL = "RFTDASK_TEST_POSTGRESQL"
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from buffer_cases import experience, make_source, new_storage, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from rftdask.buffer.log.writer import BatchWriter
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import experience, make_source, new_storage, take
 
 NUM_TASKS = 4
 FOR_EVER_S = 1000.0

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from buffer_cases import experience
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from rftdask.buffer.log.schema import (
     mask_to_runs,
     runs_to_mask,
 )
+from tests.unit.buffer.buffer_cases import experience
 
 FULL = Experience(
     taskset="gsm8k",

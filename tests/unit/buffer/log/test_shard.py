@@ -9,13 +9,13 @@ import zlib
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from buffer_cases import experience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.buffer.log.schema import SCHEMA, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError
+from tests.unit.buffer.buffer_cases import experience
 
 
 def a_shard(codec: str = "lz4") -> tuple[ShardName, bytes]:

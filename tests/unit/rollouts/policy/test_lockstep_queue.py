@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from rollout_cases import generation
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError
 from rftdask.rollouts.policy.lockstep_queue import Batcher, RolloutKey
+from tests.unit.rollouts.rollout_cases import generation
 
 Body = Callable[[Batcher, RolloutKey], Awaitable[object]]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from api_server import DROP, HANG, KEY, ApiServer, api_server
-from rollout_cases import CharTokenizer, defaults, keep, replies, task
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task import Task
@@ -16,6 +15,7 @@ from rftdask.errors import UserError
 from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.remote import RemoteModel, RemoteSpec, ServedRemote
 from rftdask.rollouts.runner import Engines, run_rollout_batch
+from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, replies, task
 
 pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "2+2="}]

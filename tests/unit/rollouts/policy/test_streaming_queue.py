@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from itertools import count
 
 import pytest
-from rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 from rftdask.buffer.log.schema import Status
 from rftdask.config import load_config
@@ -24,6 +23,7 @@ from rftdask.rollouts.policy.streaming_queue import Stream, Streaming
 from rftdask.rollouts.runner import Engines
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 KEY = RolloutKey(0, 0)
 DEADLINE_S = 120.0

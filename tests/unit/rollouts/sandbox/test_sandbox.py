@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_cases import CharTokenizer, outcome, replies, run, task
 
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config.base import FrozenDict
@@ -20,6 +19,7 @@ from rftdask.errors import UserError
 from rftdask.rollouts.attempt import RolloutDefaults
 from rftdask.rollouts.runner import Engines
 from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec, pickled
+from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, run, task
 
 MEMORY_BYTES = 256 << 20
 LIMITS = SandboxOptions(max_sandboxes=8, max_memory_bytes=MEMORY_BYTES)

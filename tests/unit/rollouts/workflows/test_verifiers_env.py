@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.runner.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.tasksets import Taskset, TasksetSpec
@@ -14,6 +13,7 @@ from rftdask.errors import DataError
 from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import Engines, run_rollout_batch
+from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
 
 pytest.importorskip("verifiers")
 pytestmark = pytest.mark.slow  # importing verifiers takes seconds
