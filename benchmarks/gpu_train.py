@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.commands.estimate import GB, TrainSizes, train_parts
 from rftdask.models.lora import Lora
 from rftdask.models.model_shape import ModelShape, read_shape
@@ -65,7 +65,7 @@ def write_model(folder: str, tiny: bool) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_batch(length: int, prompt: int, vocab_size: int) -> Batch:
+def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
     random = np.random.default_rng(0)
     rows = [(random.integers(2, vocab_size, length).tolist(), prompt, None)]
     batch = supervised_batch(rows, ["row 0"], 1)

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.attention import hidden_states
 from rftdask.trainer.engines.adam import AdamOptions
@@ -54,7 +54,7 @@ def write_model(folder: str) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_batch() -> Batch:
+def make_batch() -> TrainingBatch:
     random = np.random.default_rng(0)
     num_rows = NUM_GROUPS * GROUP_SIZE
     prompts = np.repeat(random.integers(16, 49, NUM_GROUPS), GROUP_SIZE)
@@ -72,7 +72,7 @@ def make_batch() -> Batch:
     )
 
 
-def our_step(folder: str, batch: Batch) -> Callable[[], object]:
+def our_step(folder: str, batch: TrainingBatch) -> Callable[[], object]:
     options = TorchOptions(
         model_path=folder, dtype="float32", device="cpu", adam=AdamOptions(LearningRate(LR), (0.9, 0.999), 0.0, 1.0),
         max_tokens_per_micro_batch=16_384, max_response_tokens=MAX_RESPONSE, micro_batch_size=None, seed=0,
@@ -83,12 +83,12 @@ def our_step(folder: str, batch: Batch) -> Callable[[], object]:
     return lambda: engine.train_step(batch, next(steps))
 
 
-def advantages_of(batch: Batch) -> torch.Tensor:
+def advantages_of(batch: TrainingBatch) -> torch.Tensor:
     rewards = torch.from_numpy(batch.rewards).view(NUM_GROUPS, GROUP_SIZE)
     return ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1)
 
 
-def bare_step(folder: str, batch: Batch) -> Callable[[], object]:
+def bare_step(folder: str, batch: TrainingBatch) -> Callable[[], object]:
     model, _ = load_policy(folder, "float32", "cpu")
     model.train()
     head: Any = model.get_output_embeddings()
@@ -111,7 +111,7 @@ def bare_step(folder: str, batch: Batch) -> Callable[[], object]:
     return step
 
 
-def trl_step(folder: str, batch: Batch, scratch: str) -> Callable[[], object]:
+def trl_step(folder: str, batch: TrainingBatch, scratch: str) -> Callable[[], object]:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -197,7 +197,7 @@ def main() -> None:
         print(f"against {name}: {ratios} (aim {aim})")
 
 
-def padded_tokens(batch: Batch) -> int:
+def padded_tokens(batch: TrainingBatch) -> int:
     return len(batch) * int(batch.prompt_lengths.max() + (batch.lengths - batch.prompt_lengths).max())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.trainer.ranks import Ranks
 
@@ -39,11 +39,11 @@ def places_of(entry: LedgerEntry, rank: int, size: int) -> range:
     return range(first, after)
 
 
-Read = Callable[[LedgerEntry, Sequence[int] | None], Batch]
+Read = Callable[[LedgerEntry, Sequence[int] | None], TrainingBatch]
 """As `BatchSource.read`."""
 
 
-def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> Batch:
+def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch:
     """The whole batch of an entry, of which this rank reads its places. Made by all ranks."""
     if ranks.size == 1:
         return read(entry, None)
@@ -54,10 +54,10 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> Batch:
     return join_parts([from_bytes(part) for part in ranks.gather_bytes(data) if part])
 
 
-def join_parts(parts: Sequence[Batch]) -> Batch:
+def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """The rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
     joined: dict[str, Any] = {_UIDS: tuple(uid for part in parts for uid in part.uids)}
-    for field in fields(Batch):
+    for field in fields(TrainingBatch):
         values = [getattr(part, field.name) for part in parts]
         if field.name in _NUMBERS:
             joined[field.name] = _numbered([key for i, part in enumerate(parts) for key in _keys(field.name, part, i)])
@@ -65,10 +65,12 @@ def join_parts(parts: Sequence[Batch]) -> Batch:
             joined[field.name] = _joined(_apart(values), parts, _UNKNOWN[field.name])
         elif field.name != _UIDS:
             joined[field.name] = _joined(values, parts, _UNKNOWN.get(field.name))
-    return Batch(**joined)
+    return TrainingBatch(**joined)
 
 
-def _joined(values: Sequence[np.ndarray | None], parts: Sequence[Batch], unknown: float | None) -> np.ndarray | None:
+def _joined(
+    values: Sequence[np.ndarray | None], parts: Sequence[TrainingBatch], unknown: float | None
+) -> np.ndarray | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -88,7 +90,7 @@ def _apart(values: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     return found
 
 
-def _keys(name: str, part: Batch, number: int) -> list[tuple[str, int, int]]:
+def _keys(name: str, part: TrainingBatch, number: int) -> list[tuple[str, int, int]]:
     """What a row's group or rollout is known by everywhere.
 
     A rollout's uid ends with its number and its turn; a dataset's rows have none, and no group of them is parted.
@@ -105,13 +107,13 @@ def _numbered(keys: Sequence[tuple[str, int, int]]) -> np.ndarray:
     return np.array([numbers[key] for key in keys], dtype=np.int64)
 
 
-def to_bytes(batch: Batch) -> bytes:
-    arrays = {f.name: getattr(batch, f.name) for f in fields(Batch) if f.name != _UIDS}
+def to_bytes(batch: TrainingBatch) -> bytes:
+    arrays = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch) if f.name != _UIDS}
     named = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
     return save({**named, _UIDS: np.frombuffer(json.dumps(batch.uids).encode(), np.uint8)})
 
 
-def from_bytes(data: bytes) -> Batch:
+def from_bytes(data: bytes) -> TrainingBatch:
     arrays = load(data)
     uids = tuple(json.loads(arrays.pop(_UIDS).tobytes()))
-    return Batch(**arrays, uids=uids)
+    return TrainingBatch(**arrays, uids=uids)

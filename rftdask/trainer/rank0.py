@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource
 from rftdask.errors import DamagedError
@@ -29,7 +29,7 @@ class LeadEngine(TrainEngine):
         self._engine = engine
         self._ranks = ranks
 
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         self._ranks.tell({"call": "train_step", "step": step})
         return self._engine.train_step(batch, step)
 
@@ -63,7 +63,7 @@ class LeadSource(BatchSource):
     def entry(self, step: int) -> LedgerEntry | None:
         return self._source.entry(step)
 
-    def read(self, entry: LedgerEntry, places: object = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: object = None) -> TrainingBatch:
         self._ranks.tell({"call": "read", "entry": entry.to_json().decode()})
         return read_together(entry, self._ranks, self._source.read)
 
@@ -114,7 +114,7 @@ class Follower:
         self._read_rows = read
         self._saver = saver
         self._heard = heard
-        self._batch: Batch | None = None
+        self._batch: TrainingBatch | None = None
         self._files: dict[str, bytes] = {}
 
     def run(self) -> None:

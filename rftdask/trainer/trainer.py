@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource
 from rftdask.storage import Storage
@@ -210,14 +210,14 @@ class Trainer:
             )
         self._metrics.flush()
 
-    def _record(self, step: int, entry: LedgerEntry, batch: Batch, metrics: Mapping[str, float]) -> None:
+    def _record(self, step: int, entry: LedgerEntry, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
         row = {**batch_metrics(step, entry, batch), **metrics}
         log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
         self._metrics.write(step, row)
         self._emit({"event": "step", "step": step, "metrics": row})
 
 
-def batch_metrics(step: int, entry: LedgerEntry, batch: Batch) -> dict[str, float]:
+def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:
     """What the rows of a batch say by themselves; staleness is against the weights that were trained (version step -
     1).
     """

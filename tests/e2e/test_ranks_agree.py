@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.models.lora import Lora
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
@@ -108,7 +108,7 @@ def engine(
     return TorchEngine(TorchOptions(**values), made, strategy, sequence)
 
 
-def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> Batch:
+def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
     """Rows of very different lengths, 12 of them, and of mix two more."""
     random = np.random.default_rng(seed)
     size = 2 if algorithm == "dpo" else 4

@@ -1,4 +1,4 @@
-"""Batch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
+"""TrainingBatch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
 
 Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i.
 """
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows to train, in the order of the ledger."""
 
     tokens: np.ndarray
@@ -111,7 +111,7 @@ def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
     return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
 
 
-def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Batch:
+def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> TrainingBatch:
     """The rows of `table` (`BATCH_COLUMNS` at least), in its order; groups are numbered by first appearance.
 
     baselines: rows whose rewards are the baselines of their groups.
@@ -121,7 +121,7 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Batc
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
     responses = lengths - prompt_lengths
     groups = _numbers(table, _GROUP_KEY, np.zeros(len(table), np.int64))
-    return Batch(
+    return TrainingBatch(
         tokens=_flat(tokens, np.int32),
         lengths=lengths,
         prompt_lengths=prompt_lengths,
@@ -190,7 +190,7 @@ def _expand_masks(runs: pa.ChunkedArray, response_lengths: np.ndarray) -> np.nda
 
 def supervised_batch(
     rows: Sequence[tuple[Sequence[int], int, Sequence[bool] | None]], uids: Sequence[str], group_size: int = 1
-) -> Batch:
+) -> TrainingBatch:
     """A batch of (tokens, prompt length, loss mask or None) without rollouts: logprobs and rewards are zeros.
 
     group_size: rows that belong together, next to each other; 2 for pairs.
@@ -202,7 +202,7 @@ def supervised_batch(
         np.ones(r, bool) if m is None else np.asarray(m, bool) for (_, _, m), r in zip(rows, responses, strict=True)
     ]
     count = len(rows)
-    return Batch(
+    return TrainingBatch(
         tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens, _, _ in rows]),
         lengths=lengths,
         prompt_lengths=prompts,
@@ -219,13 +219,13 @@ def supervised_batch(
     )
 
 
-def join_batches(first: Batch, second: Batch) -> Batch:
+def join_batches(first: TrainingBatch, second: TrainingBatch) -> TrainingBatch:
     """The rows of both, the first one's first; no group and no rollout is in both. The second are demonstrations,
     which have neither baselines nor states nor rewards."""
     fillers = {"baselines": 0, "states": -1, "turn_rewards": 0}
     arrays = {
         f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])
-        for f in fields(Batch)
+        for f in fields(TrainingBatch)
         if f.name not in ("groups", "rollouts", "uids", *fillers)
     }
     for name in ("groups", "rollouts"):
@@ -235,4 +235,4 @@ def join_batches(first: Batch, second: Batch) -> Batch:
         ours = getattr(first, name)
         if ours is not None:
             arrays[name] = np.concatenate([ours, np.full(len(second), filler, ours.dtype)])
-    return Batch(**arrays, uids=first.uids + second.uids)
+    return TrainingBatch(**arrays, uids=first.uids + second.uids)

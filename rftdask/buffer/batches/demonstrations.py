@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Rows
 from rftdask.errors import DataError
 
@@ -55,7 +55,7 @@ class Demonstrations:
         first = (step - 1) * self._per_batch
         return Rows(self._source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
 
-    def batch(self, rows: Rows, step: int, within: Sequence[int] | None = None) -> Batch:
+    def batch(self, rows: Rows, step: int, within: Sequence[int] | None = None) -> TrainingBatch:
         """The rows that the ledger names, or those at `within` of them. Raises: DataError: they are of another
         dataset.
         """

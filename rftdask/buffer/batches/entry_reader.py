@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
-from rftdask.buffer.batches.batch import BATCH_COLUMNS, Batch, batch_from_table, join_batches
+from rftdask.buffer.batches.batch import BATCH_COLUMNS, TrainingBatch, batch_from_table, join_batches
 from rftdask.buffer.batches.demonstrations import Demonstrations
 from rftdask.buffer.batches.filters import BASELINE, Curation, with_rewards
 from rftdask.buffer.batches.groups import take_rows
@@ -46,7 +46,7 @@ class EntryReader:
         self._tables: dict[str, pa.Table] = {}
         self._num_bytes = 0
 
-    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """The rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
 
         Raises: DamagedError: a shard it names; DataError: rows of a dataset that is not there.
@@ -96,7 +96,7 @@ class EntryReader:
         table = self.rows(parts)
         return with_rewards(table, self._curation.rewards(table))
 
-    def _demonstrated(self, entry: LedgerEntry, rows: Rows, within: Sequence[int]) -> Batch:
+    def _demonstrated(self, entry: LedgerEntry, rows: Rows, within: Sequence[int]) -> TrainingBatch:
         if self._demonstrations is None:
             raise DataError(f"ledger entry {entry.step} names {rows.source}, and no demonstrations are configured")
         return self._demonstrations.batch(rows, entry.step, within)

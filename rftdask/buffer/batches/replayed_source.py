@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.source import BatchSource
 from rftdask.errors import FencedError
@@ -41,7 +41,7 @@ class ReplayedSource(BatchSource):
             )
         return entry
 
-    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         return self._rows.read(entry, places)
 
     def state_dict(self) -> dict[str, object]:

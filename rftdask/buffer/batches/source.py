@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from rftdask.buffer.batches.backpressure import SETTLED_NOTE
-from rftdask.buffer.batches.batch import Batch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.demonstrations import Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.entry_reader import EntryReader
 from rftdask.buffer.batches.filters import Curation
@@ -56,13 +56,13 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
-    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """The rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
 
         It needs no entry to have been formed here. Raises: DamagedError; DataError: they are of another dataset.
         """
 
-    def batch(self, step: int) -> tuple[LedgerEntry, Batch] | None:
+    def batch(self, step: int) -> tuple[LedgerEntry, TrainingBatch] | None:
         """`entry` and all its rows, for a trainer of one rank."""
         entry = self.entry(step)
         return None if entry is None else (entry, self.read(entry))
@@ -149,7 +149,7 @@ class LogSource(BatchSource):
         self._settle(entry)
         return entry
 
-    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         # Also on a rank that forms no entry, and so never settles one.
         in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
         self._reader.forget_all_but(in_use)
@@ -406,7 +406,7 @@ class DatasetSource(BatchSource):
             self._ledger.write(entry)
         return entry
 
-    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """`places`: of rows of the dataset; each gives `group_size` sequences."""
         if any(rows.source != self._source for rows in entry.use):
             raise DataError(

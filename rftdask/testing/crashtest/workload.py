@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import LogOptions, LogSource
@@ -164,7 +164,7 @@ class WitnessedEngine(FakeTrainEngine):
         self._witness = witness
         self._after_step = after_step
 
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         metrics = super().train_step(batch, step)
         content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
         self._witness.trained(step, hashlib.sha256(content).hexdigest()[:16])

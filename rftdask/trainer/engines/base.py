@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.weights.fingerprint import Fingerprint
 
 
@@ -16,7 +16,7 @@ class TrainEngine(ABC):
     """Holds the policy and its optimizer on one rank."""
 
     @abstractmethod
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Train on `batch` as optimizer step `step` (1-based); the metrics of the step.
 
         Raises: RoleError: a loss or gradient is not finite, naming the step.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from safetensors.numpy import load, save
 
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 
@@ -22,7 +22,7 @@ class FakeTrainEngine(TrainEngine):
     def __init__(self) -> None:
         self._digest = b"start"
 
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
         self._digest = hashlib.sha256(self._digest + str(step).encode() + content).digest()
         return {"loss": 0.0}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm import AdvantageInputs
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 
@@ -21,7 +21,7 @@ from rftdask.trainer.ranks import Ranks
 class PaddedRows:
     """The response side of a batch padded to [N, T], and its token side packed one micro-batch at a time."""
 
-    def __init__(self, batch: Batch, device: torch.device, sequence: Ranks | None = None) -> None:
+    def __init__(self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None) -> None:
         """sequence: as of `pack_rows`."""
         self._batch = batch
         self._sequence = sequence

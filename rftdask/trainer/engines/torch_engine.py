@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rftdask.algorithm import Algorithm, LossInputs
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.buffer.batches.batch import Batch
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
@@ -170,7 +170,7 @@ class TorchEngine(TrainEngine):
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
         )
 
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         rows = PaddedRows(batch, self._device, self._sequence)
         passes = plan_passes(
             batch.lengths,

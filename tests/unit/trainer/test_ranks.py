@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
@@ -70,10 +70,12 @@ def test_every_place_is_read_by_one_rank_and_no_group_is_parted(uses: list[tuple
         begin += count
 
 
-def rows_of(numbers: Sequence[int], first: int = 0) -> Batch:
+def rows_of(numbers: Sequence[int], first: int = 0) -> TrainingBatch:
     rows = [([7, 8, *range(2 + n % 3)], 2, None) for n in numbers]
     batch = supervised_batch(rows, [f"t/0/{n // 2}/{n % 2}/0" for n in numbers], 2)
-    return Batch(**{**vars(batch), "experts": np.zeros(len(rows), bool), "rewards": np.array(numbers, np.float32)})
+    return TrainingBatch(
+        **{**vars(batch), "experts": np.zeros(len(rows), bool), "rewards": np.array(numbers, np.float32)}
+    )
 
 
 def test_parts_join_to_what_one_rank_would_have_read() -> None:
@@ -87,8 +89,10 @@ def test_parts_join_to_what_one_rank_would_have_read() -> None:
 
 
 def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown() -> None:
-    known = Batch(**{**vars(rows_of([0, 1])), "states": np.array([0, 1]), "turn_rewards": np.ones(2, np.float32)})
-    other = Batch(**{**vars(rows_of([4, 5])), "states": np.array([-1, 0])})
+    known = TrainingBatch(
+        **{**vars(rows_of([0, 1])), "states": np.array([0, 1]), "turn_rewards": np.ones(2, np.float32)}
+    )
+    other = TrainingBatch(**{**vars(rows_of([4, 5])), "states": np.array([-1, 0])})
     joined = join_parts([known, rows_of([2, 3]), other])
     assert joined.states is not None and joined.turn_rewards is not None
     assert joined.states.tolist() == [0, 1, -1, -1, -1, 2]
@@ -104,7 +108,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
         engine, source = engines[ranks.rank], source_of(storage)
         read_whole = source.read
 
-        def read(entry: LedgerEntry, places: Sequence[int] | None = None) -> Batch:
+        def read(entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
             reads[ranks.rank] += [] if places is None else list(places)
             return read_whole(entry, places)
 

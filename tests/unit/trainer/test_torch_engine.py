@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load
 
 from rftdask.algorithm import make_algorithm
-from rftdask.buffer.batches.batch import Batch, join_batches, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
@@ -60,7 +60,7 @@ def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **optio
     return TorchEngine(TorchOptions(**values), algorithm)
 
 
-def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> Batch:
+def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
     """Random rollouts of three to six tokens, two prompt tokens each."""
     random = np.random.default_rng(seed)
     rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
@@ -74,7 +74,7 @@ def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> Batch:
     )
 
 
-def batch_for(name: str) -> Batch:
+def batch_for(name: str) -> TrainingBatch:
     own = rollouts()
     if name == "dpo":
         return replace(rollouts(6, 2), experts=np.ones(12, bool))
@@ -184,7 +184,7 @@ def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Pa
     assert metrics["grad_norm"] != none["grad_norm"]
 
 
-def spoil(batch: Batch) -> Batch:
+def spoil(batch: TrainingBatch) -> TrainingBatch:
     """Rewards so far apart that the gradient overflows."""
     return replace(batch, rewards=np.where(np.arange(len(batch)) % 2, 1e30, -1e30).astype(np.float32))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.batch import Batch, batch_from_table
+from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table
 from rftdask.buffer.batches.demonstrations import Demonstrations, RowOrder
 from rftdask.buffer.batches.entry_reader import EntryReader
 from rftdask.buffer.batches.filters import BASELINE, Curation
@@ -47,7 +47,7 @@ def filled() -> Storage:
     return storage
 
 
-def first(storage: Storage, **options: object) -> tuple[LedgerEntry, Batch]:
+def first(storage: Storage, **options: object) -> tuple[LedgerEntry, TrainingBatch]:
     found = make_source(storage, **options).batch(1)
     assert found is not None
     return found
