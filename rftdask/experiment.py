@@ -23,6 +23,7 @@ from rftdask.cluster.base import Layout
 from rftdask.cluster.factory import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError
+from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -32,7 +33,7 @@ from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
-from rftdask.run.stage import Event, StageResult, StageRun
+from rftdask.run.stage import StageResult, StageRun
 from rftdask.run.summary import StageFolder, summarize
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
@@ -287,8 +288,8 @@ class Experiment:
         feed, logs = _Feed(storage, stage), LogFolder(storage)
 
         def on_event(event: Event) -> None:
-            if event.get("event") == "note":
-                view.note(event["text"])
+            if isinstance(event, Note):
+                view.note(event.text)
             self._progress = shown.after(event)
             ahead.after(number, event)
             view.update(self._progress)
@@ -356,9 +357,8 @@ class _Shown:
 
         now = time.monotonic()
         changes: dict[str, Any] = {"elapsed_s": now - self._began, "total_steps": self.total_steps}
-        metrics = event.get("metrics", {})
-        if event.get("event") == "step" and event["role"] == self._follows:
-            step = event["step"]
+        if isinstance(event, Step) and event.role == self._follows:
+            step, metrics = event.step, event.metrics
             if self._first is None:
                 self._first = (step - 1, now - metrics.get("step_s", 0.0))
             pace = (now - self._first[1]) / max(1, step - self._first[0])
@@ -367,10 +367,10 @@ class _Shown:
             for name in ("loss", "reward", "staleness", "tokens_per_s"):
                 if name in metrics:
                     changes[name] = metrics[name]
-        elif event.get("event") == "step":
-            changes["reward"] = metrics.get("reward", self.progress.reward)
-        elif event.get("event") == "eval":
-            changes["accuracy"] = metrics.get("accuracy")
+        elif isinstance(event, Step):
+            changes["reward"] = event.metrics.get("reward", self.progress.reward)
+        elif isinstance(event, Evaluated):
+            changes["accuracy"] = event.metrics.get("accuracy")
         changes["workers"] = len(self._cluster.client.scheduler_info(n_workers=-1)["workers"])
         self.progress = replaced(self.progress, **changes)
         return self.progress

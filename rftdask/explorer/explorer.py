@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed import Client, Future, KilledWorker
 
@@ -43,6 +43,7 @@ from rftdask.explorer.worker_task import (
     run_rollouts,
     set_aside,
 )
+from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
@@ -98,7 +99,7 @@ class Explorer:
         *,
         threads: int,
         log_file: str | None,
-        emit: Callable[[dict[str, Any]], None],
+        emit: Callable[[Event], None],
         cancelled: Callable[[], bool],
         trainer_ended_at: Callable[[], int | None],
         learned: LearnedOrder | None = None,
@@ -453,7 +454,7 @@ class Explorer:
         self._suspects.set_aside(spec, slots)
 
     def _note(self, text: str) -> None:
-        self._emit({"event": "note", "text": text})
+        self._emit(Note(text))
 
     def _add(self, spec: RolloutSpec, result: RolloutResult) -> None:
         """Count what was committed of a batch."""
@@ -480,13 +481,13 @@ class Explorer:
             if totals.results:
                 metrics = totals.metrics()
                 self._metrics["explorer"].write(step, metrics)
-                self._emit({"role": "explorer", "event": "step", "step": step, "metrics": metrics})
+                self._emit(Step("explorer", step, metrics))
 
     def _record_eval(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
         prefix = {f"bench/{k}": v for k, v in metrics.items()} if self._config.mode == "bench" else {}
         self._metrics["eval"].write(version, {**metrics, **prefix}, taskset=taskset)
         self._metrics["eval"].flush()
-        self._emit({"role": "eval", "event": "eval", "version": version, "taskset": taskset, "metrics": metrics})
+        self._emit(Evaluated(version, taskset, metrics))
 
     def _submit_evals(self, is_training: bool) -> None:
         """While there is training to go on with, half of the workers at most evaluate; one alone does both in turn."""
@@ -511,9 +512,7 @@ class Explorer:
         if quarantined == self._quarantined:
             return False
         self._quarantined = quarantined
-        self._emit(
-            {"event": "note", "text": f"{quarantined} damaged shards were set aside; their rollout batches run again"}
-        )
+        self._note(f"{quarantined} damaged shards were set aside; their rollout batches run again")
         self._read_log()
         return True
 

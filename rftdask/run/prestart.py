@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from distributed import Client
@@ -16,6 +16,7 @@ from distributed import Client
 from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
 from rftdask.config import Config
 from rftdask.engines.client import TARGET as ENGINE
+from rftdask.monitor.events import Event, Step
 from rftdask.processes.child import end_ahead, start_ahead
 from rftdask.run.run_folder import roles_of
 from rftdask.trainer.gang import RANK
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 class HeadStart:
     """Of each stage but the first, at the first step of the one before it.
 
-    Example: with HeadStart(client, layout, stages) as ahead: ...; ahead.after(0, {"event": "step", ...})
+    Example: with HeadStart(client, layout, stages) as ahead: ...; ahead.after(0, Step("trainer", 1, {}))
     """
 
     def __init__(self, client: Client, layout: Layout, stages: Sequence[Config]) -> None:
@@ -46,10 +47,10 @@ class HeadStart:
     def num_stages(self) -> int:
         return len(self._stages)
 
-    def after(self, number: int, event: Mapping[str, Any]) -> None:
+    def after(self, number: int, event: Event) -> None:
         """What stage `number` (from 0) says; returns at once. What goes wrong is logged."""
         following = number + 1
-        if event.get("event") == "step" and following < self.num_stages and following not in self._given:
+        if isinstance(event, Step) and following < self.num_stages and following not in self._given:
             self._given[following] = self._start(list(_calls(self._stages[following], self._layout)))
 
     def __enter__(self) -> HeadStart:

@@ -26,6 +26,7 @@ from rftdask.explorer.autoscale import ScaleRule
 from rftdask.explorer.evaluation import eval_tasksets
 from rftdask.explorer.explorer import ExplorePlan, Explorer
 from rftdask.explorer.task_order import TaskOrder, task_order
+from rftdask.monitor.events import Ended, Event, Note, Published, decode
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.rules import explorer_workers, make_sync_rules, num_batches, tasks_per_batch
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
@@ -44,8 +45,6 @@ _RETENTION_S = 5.0
 """Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
 
 log = logging.getLogger(__name__)
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class StageRun:
         self._events: queue.Queue[Event] = queue.Queue()
         self._over = threading.Event()
         self._stopping = False
-        self._trainer_result: dict[str, Any] | None = None
+        self._trainer_result: Ended | None = None
         self._errors: list[BaseException] = []
         self._explorer: Explorer | None = None
         self._sync: SyncHandle | None = None
@@ -160,7 +159,7 @@ class StageRun:
             self._storage.put(STOP_FILE, b"stop\n")
 
     def _run_roles(self, roles: tuple[str, ...], leases: list[Lease]) -> StageResult:
-        self._client.subscribe_topic(TOPIC, lambda event: self._events.put(event[1]))
+        self._client.subscribe_topic(TOPIC, lambda message: self._events.put(decode(message[1])))
         threads = []
         if "explorer" in roles:
             self._start_synchronizer()
@@ -190,8 +189,8 @@ class StageRun:
                 self._actor.release()
         if self._errors:
             raise self._errors[0]
-        result = self._trainer_result or {"step": 0, "stopped": self._over.is_set()}
-        return StageResult(int(result["step"]), bool(result["stopped"]))
+        result = self._trainer_result or Ended(0, stopped=self._over.is_set())
+        return StageResult(result.step, result.stopped)
 
     def _start(self, role: str, target: Callable[[], object]) -> threading.Thread:
         def guarded() -> None:
@@ -216,12 +215,12 @@ class StageRun:
             stopping=lambda: self._stopping,
         )
         # Without a rank there was nothing to write down.
-        result = gang.run() or {"step": max(checkpoint_steps(self._storage), default=0), "stopped": True}
+        result = gang.run() or Ended(max(checkpoint_steps(self._storage), default=0), stopped=True)
         self._trainer_result = result
-        if result["stopped"]:
+        if result.stopped:
             self._over.set()
         if self._explorer is not None:
-            self._explorer.wake(result["step"])
+            self._explorer.wake(result.step)
 
     def _rank_spec(self, rank: int, rendezvous: tuple[str, int]) -> RankSpec:
         return RankSpec(
@@ -256,7 +255,7 @@ class StageRun:
             log_file=f"{self._log_folder}/engine.log" if self._log_folder else None,
             emit=self._events.put,
             cancelled=self._over.is_set,
-            trainer_ended_at=lambda: int(self._trainer_result["step"]) if self._trainer_result is not None else None,
+            trainer_ended_at=lambda: self._trainer_result.step if self._trainer_result is not None else None,
             learned=self._make_learned_order() if learns else None,
             remove_old_shards=self._remove_old_shards,
             scale_rule=self._scale_rule(),
@@ -348,8 +347,8 @@ class StageRun:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
-                if event.get("event") == "published":
-                    self._tell_published(event["version"])
+                if isinstance(event, Published):
+                    self._tell_published(event.version)
                 self._on_event(event)
                 event = self._events.get_nowait()
         except queue.Empty:
@@ -363,7 +362,7 @@ class StageRun:
 
     def _note(self, text: str) -> None:
         log.info(text)
-        self._events.put({"role": "run", "event": "note", "text": text})
+        self._events.put(Note(text))
 
     def _watch(self, leases: list[Lease]) -> None:
         """Losses that the roles do not see: a lease, a worker, the synchronizer."""

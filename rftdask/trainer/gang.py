@@ -21,6 +21,7 @@ import psutil
 from distributed import Client, Future, KilledWorker, Worker, get_worker
 
 from rftdask.errors import FencedError, PeerLostError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.monitor.events import Ended, decode
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.processes.dask_task import make_called_off
 
@@ -83,7 +84,7 @@ def active_keys(dask_worker: Worker) -> list[Any]:
     return list(dask_worker.active_keys)
 
 
-def supervise(spec: RankSpec, address: str) -> dict[str, Any]:
+def supervise(spec: RankSpec, address: str) -> Ended:
     """The Dask task of one rank: run its child to the end, pass on its events, return its result.
 
     Raises: RoleError: the child died or failed, or this is not the worker it was meant for; WaitTimeout: it hangs.
@@ -99,7 +100,7 @@ def supervise(spec: RankSpec, address: str) -> dict[str, Any]:
         raise type(error)(f"rank {spec.rank} on worker {worker.name} ({address}): {error}") from error
 
 
-def _supervise(worker: Worker, spec: RankSpec, address: str) -> dict[str, Any]:
+def _supervise(worker: Worker, spec: RankSpec, address: str) -> Ended:
     called_off = make_called_off()
     interface = interface_of(_host(address))
     child = Child(
@@ -122,9 +123,11 @@ def _supervise(worker: Worker, spec: RankSpec, address: str) -> dict[str, Any]:
                     raise PeerLostError("it was called off") from None
                 continue
             heard = time.monotonic()
-            if message["event"] == "done":
-                return dict(message["result"])
-            worker.log_event(TOPIC, {"role": "trainer", "rank": spec.rank, **message})
+            event = decode(message)
+            if isinstance(event, Ended):
+                return event
+            if spec.rank == 0:
+                worker.log_event(TOPIC, message)
     finally:
         child.close()
 
@@ -132,7 +135,7 @@ def _supervise(worker: Worker, spec: RankSpec, address: str) -> dict[str, Any]:
 class Gang:
     """Runs the ranks to the end, restarting all of them from storage when one is lost.
 
-    Example: Gang(client, make_spec=..., world_size=1, max_restarts=3).run() == {"step": 40, "stopped": False}
+    Example: Gang(client, make_spec=..., world_size=1, max_restarts=3).run() == Ended(step=40, stopped=False)
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class Gang:
         self._stopping = stopping
         self._generation = 0
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> Ended | None:
         """The result of rank 0; None: it was to end while no rank was at work. Raises: RoleError: out of restarts, with
         the last cause; FencedError; UserError.
         """
@@ -177,7 +180,7 @@ class Gang:
                     f"trainer restarts from its newest checkpoint ({self._generation} of {self._max_restarts}): {error}"
                 )
 
-    def _run_generation(self) -> dict[str, Any] | None:
+    def _run_generation(self) -> Ended | None:
         addresses = self._wait_for_workers()
         if not addresses:
             return None
@@ -258,9 +261,10 @@ class Gang:
             time.sleep(_LOOK_S)
 
 
-def _result(future: Future) -> dict[str, Any]:
+def _result(future: Future) -> Ended:
     try:
-        return dict(future.result(timeout=_RESULT_S))
+        result: Ended = future.result(timeout=_RESULT_S)
+        return result
     except TimeoutError as error:
         raise RoleError("rank 0 ended, and its worker was lost with the result") from error
 

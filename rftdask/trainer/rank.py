@@ -27,6 +27,7 @@ from rftdask.buffer.log.open import open_log
 from rftdask.config import Config, load_config
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.models.lora import Lora
+from rftdask.monitor.events import Alive, Ended, Event, encode
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.rules import (
@@ -75,7 +76,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     config = load_config(spec["config"])
     try:
         _meet(spec["rendezvous"], spec["rank"], spec["world_size"])
-        run_rank(config, open_storage(spec["url"]), spec["total_steps"], channel.send)
+        run_rank(config, open_storage(spec["url"]), spec["total_steps"], lambda event: channel.send(encode(event)))
     except RuntimeError as error:
         lost = lost_peer(error)
         if lost is None:
@@ -98,8 +99,8 @@ def _meet(rendezvous: tuple[str, int], rank: int, size: int) -> None:
     )
 
 
-def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Train until the steps or the data end; the last event is "done" with the result."""
+def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Callable[[Event], None]) -> None:
+    """Train until the steps or the data end; the last event is `Ended`."""
     ranks = Ranks()
     watch = _Watch(storage, emit)
     algorithm = algorithm_of(config)
@@ -121,9 +122,9 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
     if ranks.leads:
         result = _lead(config, storage, limit, algorithm, engine, source, saver, watch, ranks, emit)
     else:
-        Follower(ranks, engine, source.read, saver, lambda: emit({"event": "alive"})).run()
-        result = {}
-    emit({"event": "done", "result": result})
+        Follower(ranks, engine, source.read, saver, lambda: emit(Alive())).run()
+        result = Ended(0, stopped=False)
+    emit(result)
 
 
 def _lead(
@@ -136,8 +137,8 @@ def _lead(
     saver: Saver,
     watch: _Watch,
     ranks: Ranks,
-    emit: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+    emit: Callable[[Event], None],
+) -> Ended:
     metrics = MetricsWriter(storage, "trainer")
     options = TrainerOptions(
         total_steps=limit,
@@ -165,13 +166,13 @@ def _lead(
         say_end(ranks)
     finally:
         metrics.close()
-    return {"step": result.step, "stopped": result.stopped}
+    return Ended(result.step, result.stopped)
 
 
 class _Watch:
     """What a waiting trainer does meanwhile: look for the stop file, give a sign of life, publish if asked."""
 
-    def __init__(self, storage: Storage, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, storage: Storage, emit: Callable[[Event], None]) -> None:
         self._storage = storage
         self._emit = emit
         self._looked = self._spoke = 0.0
@@ -187,7 +188,7 @@ class _Watch:
             self.when_idle()
         if now - self._spoke > _SIGN_OF_LIFE_S:
             self._spoke = now
-            self._emit({"event": "alive"})
+            self._emit(Alive())
             self.say_waiting()
         return self._stop
 

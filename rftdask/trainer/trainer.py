@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource
+from rftdask.monitor.events import CheckpointSaved, Event, Published, Started, Step
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.base import TrainEngine
@@ -85,7 +86,7 @@ class Trainer:
         *,
         publish_due: Callable[[int, int], bool],
         should_stop: Callable[[], bool],
-        emit: Callable[[dict[str, Any]], None],
+        emit: Callable[[Event], None],
     ) -> None:
         """publish_due: (step, last published) -> bool; emit: events for whoever watches, best effort."""
         self._engine = engine
@@ -97,7 +98,7 @@ class Trainer:
         self._publish_due = publish_due
         self._should_stop = should_stop
         self._emit = emit
-        checkpoints.on_commit = lambda step: emit({"event": "checkpoint", "step": step})
+        checkpoints.on_commit = lambda step: emit(CheckpointSaved(step))
         self._step = 0
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
         """Of the weights after a step."""
@@ -106,7 +107,7 @@ class Trainer:
 
     def run(self) -> TrainResult:
         step = self._step = self._resume()
-        self._emit({"event": "started", "step": step})
+        self._emit(Started(step))
         stopped = False
         while not self._reached(step):
             began = time.perf_counter()
@@ -173,7 +174,7 @@ class Trainer:
         if self._options.max_weights_to_keep:
             kept = published_versions(self._storage)[-self._options.max_weights_to_keep :]
             remove_weights_below(self._storage, kept[0])
-        self._emit({"event": "published", "version": step, "hash": published.content_hash})
+        self._emit(Published(step, published.content_hash))
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:
         """Of the weights as they are, which are those after `step`; computed once."""
@@ -214,7 +215,7 @@ class Trainer:
         row = {**batch_metrics(step, entry, batch), **metrics}
         log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
         self._metrics.write(step, row)
-        self._emit({"event": "step", "step": step, "metrics": row})
+        self._emit(Step("trainer", step, row))
 
 
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:

@@ -36,9 +36,10 @@ from rftdask.cluster.base import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
+from rftdask.monitor.events import Event, Note
 from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import open_run
-from rftdask.run.stage import Event, StageRun
+from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
 
 pytestmark = pytest.mark.slow
@@ -159,7 +160,7 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
         late.wait()
     running.join(DEADLINE_S)
     assert not running.is_alive()
-    notes = [event["text"] for event in events if event.get("event") == "note"]
+    notes = [event.text for event in events if isinstance(event, Note)]
     assert any("worker late" in note and "joined" in note for note in notes), notes
     assert any("worker late" in note and "was lost" in note for note in notes), notes
     assert not any("poison" in note for note in notes), notes

@@ -26,6 +26,7 @@ from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
+from rftdask.monitor.events import Ended, Event
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.preflight import check_inputs
 from rftdask.storage import Storage, open_storage
@@ -128,9 +129,9 @@ def train(world: World, config: Config, *, flat: bool = False, stops: tuple[int,
     if config.algorithm.schema_type == "experience":
         world.explore(config, storage, flat)
     for stop in stops:
-        events: list[dict[str, Any]] = []
+        events: list[Event] = []
         run_rank(config, storage, stop, events.append)
-        assert events[-1] == {"event": "done", "result": {"step": stop, "stopped": False}}
+        assert events[-1] == Ended(stop, stopped=False)
     return storage
 
 

@@ -14,11 +14,12 @@ from run_cases import BATCH_SIZE, REPEAT_TIMES, assert_sound, num_steps, read_nu
 from rftdask.cluster.base import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import Config, load_config
+from rftdask.monitor.events import Event
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rules import make_sync_rules
 from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import open_run
-from rftdask.run.stage import Event, StageRun
+from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
 
 STEPS = 10

@@ -21,6 +21,7 @@ from rftdask.explorer.bisection import STRIKES
 from rftdask.explorer.explorer import MAX_ATTEMPTS, ExplorePlan, Explorer
 from rftdask.explorer.task_order import TaskOrder
 from rftdask.explorer.worker_task import BEGAN_TOPIC, RolloutResult, RolloutSpec
+from rftdask.monitor.events import Note
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.storage import open_storage
@@ -120,7 +121,7 @@ def explore(client: FakeClient, name: str) -> list[str]:
         {role: MetricsWriter(storage, role) for role in ("explorer", "eval")},
         threads=1,
         log_file=None,
-        emit=lambda event: notes.append(event.get("text", "")),
+        emit=lambda event: notes.append(event.text if isinstance(event, Note) else ""),
         cancelled=lambda: False,
         trainer_ended_at=lambda: None,
     ).run()

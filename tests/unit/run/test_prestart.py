@@ -12,10 +12,11 @@ import pytest
 
 from rftdask.cluster.base import Layout, WorkerPlan
 from rftdask.config import Config, load_config
+from rftdask.monitor.events import Note, Step
 from rftdask.processes.child import end_ahead, start_ahead
 from rftdask.run.prestart import HeadStart
 
-STEP = {"event": "step", "role": "trainer", "step": 1}
+STEP = Step("trainer", 1, {})
 LAYOUT = Layout((WorkerPlan("trainer-0", ("trainer",), 3), WorkerPlan("explorer-0", ("explorer",), 2)))
 WORKERS = {
     "tcp://t": {"resources": {"trainer": 1.0}},
@@ -54,7 +55,7 @@ def after_first_steps(client: FakeClient, *stages: Config) -> list[tuple[Any, tu
     fake: Any = client
     with HeadStart(fake, LAYOUT, stages) as ahead:
         for number in range(len(stages)):
-            ahead.after(number, {"event": "note", "text": "it begins"})
+            ahead.after(number, Note("it begins"))
             ahead.after(number, STEP)
             ahead.after(number, STEP)
             for thread in threading.enumerate():

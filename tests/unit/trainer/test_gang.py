@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rftdask.errors import DataError, FencedError, PeerLostError, RftError, RoleError, StorageError, WaitTimeout
+from rftdask.monitor.events import Ended
 from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys, interface_of
 
 
@@ -106,8 +107,8 @@ def gang(
 
 
 def test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers() -> None:
-    client = FakeClient({"tcp://c": True, "tcp://a": False, "tcp://b": True}, [{"step": 3}, {"step": -1}])
-    assert gang(client, world_size=2).run() == {"step": 3}
+    client = FakeClient({"tcp://c": True, "tcp://a": False, "tcp://b": True}, [Ended(3, False), Ended(-1, False)])
+    assert gang(client, world_size=2).run() == Ended(3, False)
     assert client.submitted == [("tcp://b", "rank 0"), ("tcp://c", "rank 1")]
     assert client.cancelled == [2]
 
@@ -126,8 +127,8 @@ def test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers() -> No
 )
 def test_a_lost_rank_ends_its_gang_and_the_next_one_goes_on(loss: Any, text: str) -> None:
     notes: list[str] = []
-    client = FakeClient({"tcp://a": True, "tcp://b": True}, ["pending", loss], [{"step": 9}, {}])
-    assert gang(client, world_size=2, notes=notes).run() == {"step": 9}
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, ["pending", loss], [Ended(9, False), Ended(0, False)])
+    assert gang(client, world_size=2, notes=notes).run() == Ended(9, False)
     assert client.cancelled == [2, 2], "the rank that still ran was called off"
     assert len(set(client.keys)) == 4, "a key is never used again"
     assert len(notes) == 1
@@ -136,14 +137,14 @@ def test_a_lost_rank_ends_its_gang_and_the_next_one_goes_on(loss: Any, text: str
 
 
 def test_a_rank_that_failed_at_once_is_a_lost_rank_too() -> None:
-    client = FakeClient({"tcp://a": True}, [ZeroDivisionError("at once")], [{"step": 1}])
-    assert gang(client).run() == {"step": 1}
+    client = FakeClient({"tcp://a": True}, [ZeroDivisionError("at once")], [Ended(1, False)])
+    assert gang(client).run() == Ended(1, False)
 
 
 def test_a_worker_lost_before_its_rank_started_is_a_lost_rank_too() -> None:
     notes: list[str] = []
-    client = FakeClient({"tcp://a": True}, [OSError("connection refused")], [{"step": 1}])
-    assert gang(client, notes=notes).run() == {"step": 1}
+    client = FakeClient({"tcp://a": True}, [OSError("connection refused")], [Ended(1, False)])
+    assert gang(client, notes=notes).run() == Ended(1, False)
     assert "tcp://a was lost before its rank started: connection refused" in notes[0]
 
 
@@ -157,7 +158,7 @@ def test_a_run_that_ends_calls_its_ranks_off() -> None:
 def test_a_run_that_is_to_end_waits_for_no_trainer_workers() -> None:
     waiting = gang(FakeClient({"tcp://a": False}), worker_deadline_s=60.0, stopping=True)
     assert waiting.run() is None
-    lost = FakeClient({"tcp://a": True}, [RoleError("lost")], [{"step": 9}])
+    lost = FakeClient({"tcp://a": True}, [RoleError("lost")], [Ended(9, False)])
     restarted = gang(lost, stopping=lambda: len(lost.submitted) > 0)
     assert restarted.run() is None, "the newest checkpoint is as good"
 
@@ -171,14 +172,14 @@ def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
 
 @pytest.mark.parametrize("error", [FencedError("another trainer"), DataError("the dataset has changed")])
 def test_what_a_restart_cannot_mend_ends_the_run(error: RftError) -> None:
-    client = FakeClient({"tcp://a": True}, [error], [{"step": 1}])
+    client = FakeClient({"tcp://a": True}, [error], [Ended(1, False)])
     with pytest.raises(type(error), match=str(error)):
         gang(client).run()
     assert len(client.generations) == 1
 
 
 def test_a_run_that_is_over_is_not_restarted() -> None:
-    client = FakeClient({"tcp://a": True}, [RoleError("gone")], [{"step": 1}])
+    client = FakeClient({"tcp://a": True}, [RoleError("gone")], [Ended(1, False)])
     with pytest.raises(RoleError, match="gone"):
         gang(client, cancelled=True).run()
 
@@ -190,20 +191,20 @@ def test_workers_that_do_not_come_are_counted() -> None:
 
 
 def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> None:
-    client = FakeClient({"tcp://b": True}, [RoleError("lost")], [{"step": 3}])
+    client = FakeClient({"tcp://b": True}, [RoleError("lost")], [Ended(3, False)])
     client.lingering = 2
     looks_at_second_start: list[int] = []
     runs = gang(client, notes=None)
     runs._note = lambda _: looks_at_second_start.append(client.looks)  # called between two generations
-    assert runs.run() == {"step": 3}
+    assert runs.run() == Ended(3, False)
     assert looks_at_second_start == [3]
 
 
 def test_the_error_of_the_rank_that_was_lost_is_told_and_not_that_of_one_that_noticed() -> None:
     notes: list[str] = []
     noticed, lost = PeerLostError("rank 0: another rank does not answer"), RoleError("rank 1 ended with code -9")
-    client = FakeClient({"tcp://a": True, "tcp://b": True}, [noticed, lost], [{"step": 9}, {}])
-    assert gang(client, world_size=2, notes=notes).run() == {"step": 9}
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, [noticed, lost], [Ended(9, False), Ended(0, False)])
+    assert gang(client, world_size=2, notes=notes).run() == Ended(9, False)
     assert notes == ["trainer restarts from its newest checkpoint (1 of 2): rank 1 ended with code -9"]
 
 

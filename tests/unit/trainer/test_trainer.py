@@ -11,6 +11,7 @@ from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
+from rftdask.monitor.events import Event, Started
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
@@ -58,26 +59,28 @@ def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: S
             events.append(path)
 
     make_trainer(FaultyStorage(storage, note), events=events, total_steps=2, save_hf_checkpoint="never").run()
-    readable = [f"{e['event']} {e.get('step', e.get('version'))}" if isinstance(e, dict) else e for e in events]
+    readable = [
+        e if isinstance(e, str) else f"{type(e).__name__} {vars(e).get('step', vars(e).get('version'))}" for e in events
+    ]
     assert readable == [
-        "started 0",
+        "Started 0",
         "ledger/main/00000001.json",
         "weights/1/model.safetensors",
         "weights/1/MANIFEST.json",
         WEIGHTS_POINTER,
-        "published 1",
-        "step 1",
+        "Published 1",
+        "Step 1",
         "ledger/main/00000002.json",
         "weights/2/model.safetensors",
         "weights/2/MANIFEST.json",
         WEIGHTS_POINTER,
-        "published 2",
+        "Published 2",
         "global_step_2/actor/model.safetensors",
         "global_step_2/trainer_state.json",
         "global_step_2/MANIFEST.json",
         CHECKPOINT_POINTER,
-        "checkpoint 2",
-        "step 2",
+        "CheckpointSaved 2",
+        "Step 2",
     ]
 
 
@@ -157,9 +160,9 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(storage: Stor
     make_trainer(storage, total_steps=4).run()
     data = storage.get("global_step_4/actor/model.safetensors")
     storage.put("global_step_4/actor/model.safetensors", data[:-1])
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     make_trainer(storage, events=events).run()
-    assert events[0] == {"event": "started", "step": 2}
+    assert events[0] == Started(2)
     whole = new_storage()
     fill_log(whole, NUM_STEPS)
     make_trainer(whole).run()
@@ -232,11 +235,11 @@ def test_a_run_that_is_done_does_nothing_when_started_again(storage: Storage) ->
         if verb in ("put", "put_new", "remove"):
             writes.append(path)
 
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     make_trainer(FaultyStorage(storage, note), events=events, total_steps=NUM_STEPS).run()
     assert final_state(storage) == before
     assert writes == []
-    assert events == [{"event": "started", "step": 5}]
+    assert events == [Started(5)]
 
 
 def test_weights_are_published_when_they_are_due_and_at_the_end(storage: Storage) -> None:

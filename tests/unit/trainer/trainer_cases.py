@@ -11,6 +11,7 @@ from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
+from rftdask.monitor.events import Event
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
@@ -68,7 +69,7 @@ def source_of(storage: Storage) -> LogSource:
 def make_trainer(
     storage: Storage,
     *,
-    events: list[dict[str, Any]] | None = None,
+    events: list[Event] | None = None,
     sink: Sink | None = None,
     keep: int = 0,
     should_stop: Callable[[], bool] = lambda: False,

@@ -1,0 +1,105 @@
+"""Events: what the roles of a run tell whoever watches it. Nothing that matters is in them alone: a lost event costs
+a line on a screen, never data.
+
+A role emits an event as an object. Between processes it travels as a plain dict: rank --msgpack--> supervisor --Dask
+topic--> driver. `encode` and `decode` are the two ends of that way, and nothing in between looks inside.
+
+    emit(Step("trainer", 12, {"loss": 0.3}))
+    encode(Published(12, "ab12")) == {"event": "Published", "version": 12, "content_hash": "ab12"}
+    decode({"event": "Published", "version": 12, "content_hash": "ab12"}) == Published(12, "ab12")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+
+@dataclass(frozen=True)
+class Started:
+    """The trainer has loaded its models and resumed."""
+
+    step: int
+    """Optimizer steps done before; 0: from the initial model."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A role has finished a step."""
+
+    role: Literal["trainer", "explorer"]
+    step: int
+    """Counted from 1: optimizer steps of the trainer, explore steps of the explorer."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The pointer to the newest weights has moved."""
+
+    version: int
+    """Policy version."""
+    content_hash: str
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """The checkpoint of an optimizer step exists: its manifest is written."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A policy version was evaluated on a taskset."""
+
+    version: int
+    taskset: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence for the person who watches, such as that a worker was lost."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A sign of life of a rank that has nothing else to tell."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank has reached the end of its loop; the last event it sends."""
+
+    step: int
+    """The last optimizer step done, which is the newest policy version."""
+    stopped: bool
+    """Ended on request, with work left."""
+
+
+Event: TypeAlias = Started | Step | Published | CheckpointSaved | Evaluated | Note | Alive | Ended
+
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (Started, Step, Published, CheckpointSaved, Evaluated, Note, Alive, Ended)
+}
+
+
+def encode(event: Event) -> dict[str, Any]:
+    """The event as a dict of plain values, which msgpack and Dask's topics carry."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def decode(message: Mapping[str, Any]) -> Event:
+    """The event that `encode` was given. Raises: ValueError: the message is none, or has other fields."""
+    fields = dict(message)
+    kind = _KINDS.get(fields.pop("event", ""))
+    if kind is None:
+        raise ValueError(f"not an event: {message!r}; known are {', '.join(sorted(_KINDS))}")
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"not an event: {message!r}: {error}") from error

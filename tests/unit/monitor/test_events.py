@@ -1,0 +1,50 @@
+"""Promises of events: what a role emits arrives as the same object, over the pipe of a child (msgpack) and over a topic
+of Dask, which takes the same types; a message that is no event is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgpack
+import pytest
+
+from rftdask.monitor.events import (
+    Alive,
+    CheckpointSaved,
+    Ended,
+    Evaluated,
+    Event,
+    Note,
+    Published,
+    Started,
+    Step,
+    decode,
+    encode,
+)
+
+EVENTS: list[Event] = [
+    Started(0),
+    Step("trainer", 12, {"loss": 0.25, "num_rows": 8.0}),
+    Published(12, "ab12"),
+    CheckpointSaved(12),
+    Evaluated(12, "gsm8k", {"accuracy": 0.5}),
+    Note("worker 3 was lost"),
+    Alive(),
+    Ended(12, stopped=True),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_arrives_as_it_was_emitted(event: Event) -> None:
+    assert decode(msgpack.unpackb(msgpack.packb(encode(event)))) == event
+
+
+def test_every_kind_of_event_is_tried_above() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event))
+
+
+@pytest.mark.parametrize("message", [{}, {"event": "Alive", "mood": "good"}, {"event": "Step"}, {"event": "Gone"}])
+def test_what_is_no_event_is_an_error(message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not an event"):
+        decode(message)
