@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm import ADVANTAGE_FNS, POLICY_LOSS_FNS, AdvantageInputs, LossInputs, make_algorithm
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 
 NUM_EXPERIENCES = 100_000
 GROUP_SIZE = 8

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.commands.estimate import GB, TrainSizes, train_parts
 from rftdask.models.lora import Lora

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.attention import hidden_states

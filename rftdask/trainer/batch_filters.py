@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rftdask.algorithm import Algorithm, DropReason
+from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import Operator, RewardShapingMapper
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.filters import BASELINE, Curation, with_rewards

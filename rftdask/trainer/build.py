@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from rftdask.algorithm import Algorithm, make_algorithm
+from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.demonstrations import Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.config import Config

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rftdask.algorithm import Algorithm
+from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.replayed_source import ReplayedSource

@@ -23,7 +23,7 @@ from safetensors.torch import load
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.models.lora import Lora
 from rftdask.models.toy import build_toy_model

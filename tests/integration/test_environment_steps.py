@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience

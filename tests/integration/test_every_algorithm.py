@@ -15,7 +15,7 @@ import torch
 from run_cases import BATCH_SIZE as NUM_TASKS
 from run_cases import assert_sound, finish, run_folder, write_config
 
-from rftdask.algorithm import ADVANTAGE_FNS
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rftdask import Experiment
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.verify import load_proven

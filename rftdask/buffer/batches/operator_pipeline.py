@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rftdask.algorithm import DropReason
+from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import OPERATORS, ExperienceTable, Operator, make_operator
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftdask.algorithm import AdvantageInputs
+from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rftdask.algorithm import Algorithm, LossInputs
+from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
+from rftdask.algorithm.loss_inputs import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.lora import (

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm import LossInputs, make_algorithm, token_weights
+from rftdask.algorithm.aggregation import token_weights
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.loss_inputs import LossInputs
 
 Numbers = Sequence[float]
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftdask.algorithm import ADVANTAGE_FNS, AdvantageInputs, make_algorithm
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.drops import DropReason
 
 NAMES = sorted(ADVANTAGE_FNS)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftdask.algorithm import ADVANTAGE_FNS, AdvantageInputs, AdvantageResult, DropReason
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
+from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
+from rftdask.algorithm.drops import DropReason
 
 
 def run(

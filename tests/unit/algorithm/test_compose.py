@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from rftdask.algorithm import ADVANTAGE_FNS, ALGORITHMS, ENTROPY_FNS, KL_FNS, POLICY_LOSS_FNS, make_algorithm
+from rftdask.algorithm.advantages import ADVANTAGE_FNS
+from rftdask.algorithm.compose import ALGORITHMS, make_algorithm
+from rftdask.algorithm.entropy import ENTROPY_FNS
+from rftdask.algorithm.kl import KL_FNS
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.names import build
 
 REFERENCE_TYPES = {

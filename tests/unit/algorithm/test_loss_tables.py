@@ -9,8 +9,12 @@ import math
 import pytest
 import torch
 
-from rftdask.algorithm import KL_FNS, POLICY_LOSS_FNS, Correction, LossInputs, token_weights
+from rftdask.algorithm.aggregation import token_weights
+from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.kl import KL_FNS
+from rftdask.algorithm.loss_inputs import LossInputs
 from rftdask.algorithm.losses.offpolicy_losses import Vespo
+from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.losses.preference_losses import Dpo
 from rftdask.algorithm.losses.ratio_losses import Sapo
 from tests.unit.algorithm.algorithm_cases import from_ratios, inputs, loss_only, rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines.base import Engine, Give, Take
 from rftdask.engines.client import serve
 from rftdask.engines.fake import FakeEngine

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.algorithm import AdvantageInputs, make_algorithm
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.operators import make_operator
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.trainer.batch_filters import AlgorithmCuration

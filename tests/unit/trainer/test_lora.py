@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines import make_engine
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.errors import DataError, RoleError, UserError

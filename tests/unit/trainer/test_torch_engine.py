@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.algorithm import make_algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.operators import ExperienceTable, Operator, make_operator
 from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
