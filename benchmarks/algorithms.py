@@ -17,7 +17,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 
 NUM_EXPERIENCES = 100_000

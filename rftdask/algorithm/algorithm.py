@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult
-from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.entropy import EntropyBonus
 from rftdask.algorithm.kl import KlFn
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 
 
 @dataclass(frozen=True)

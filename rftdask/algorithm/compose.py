@@ -12,10 +12,10 @@ from rftdask.algorithm.advantages import ADVANTAGE_FNS, DEPRECATED_ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageFn
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.entropy import ENTROPY_FNS
 from rftdask.algorithm.kl import KL_FNS
-from rftdask.algorithm.loss_inputs import PolicyLoss
+from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.names import build, one_of, require, resolve
 

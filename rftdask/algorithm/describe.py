@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rftdask.algorithm.advantages import ADVANTAGE_FNS, DEPRECATED_ADVANTAGE_FNS
 from rftdask.algorithm.compose import ALGORITHMS, DEPRECATED_ALGORITHMS, make_algorithm
-from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.entropy import ENTROPY_FNS
 from rftdask.algorithm.kl import KL_FNS
 from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS

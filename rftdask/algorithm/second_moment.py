@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.loss_inputs import above
+from rftdask.algorithm.losses.base import above
 
 _BEYOND = 1e18
 """Stands where nothing counts: above every value, and its square ends any budget."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 from rftdask.algorithm.losses.ratio_losses import log_ratio, ratio_metrics
 from rftdask.algorithm.names import one_of, require
 

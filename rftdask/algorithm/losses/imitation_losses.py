@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm import aggregation
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 from rftdask.algorithm.losses.ratio_losses import Ppo
 from rftdask.algorithm.names import one_of, require
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss, above, number
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss, above, number
 from rftdask.algorithm.losses.ratio_losses import Ppo, choose, log_ratio, ratio_metrics
 from rftdask.algorithm.names import one_of, require
 from rftdask.algorithm.second_moment import over_budget, over_budget_packed

@@ -1,6 +1,6 @@
 """The policy losses by name."""
 
-from rftdask.algorithm.loss_inputs import PolicyLoss
+from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.losses.gradient_losses import Opmd, Rec, Sppo, Topr
 from rftdask.algorithm.losses.imitation_losses import Mix, MixChord, Sft, SftIs, SftPhi
 from rftdask.algorithm.losses.offpolicy_losses import DecoupledPpo, Dppo, M2po, Vespo

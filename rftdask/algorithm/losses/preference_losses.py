@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rftdask.algorithm import aggregation
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 from rftdask.algorithm.names import one_of, require
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs, PolicyLoss, above
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss, above
 from rftdask.algorithm.names import require
 
 

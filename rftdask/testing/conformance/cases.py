@@ -15,7 +15,7 @@ from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 
 MAX_TOKENS = 12
 """Width of the batches, and the longest response."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.lora import (

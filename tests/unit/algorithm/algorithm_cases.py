@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 
 Numbers = Sequence[float]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.compose import ALGORITHMS, make_algorithm
 from rftdask.algorithm.kl import KL_FNS
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from tests.unit.algorithm.algorithm_cases import gradient, inputs, loss_only, random_batch, take, with_weights
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rftdask.algorithm.aggregation import token_weights
-from rftdask.algorithm.corrections import Correction
+from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.kl import KL_FNS
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.losses.offpolicy_losses import Vespo
 from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from rftdask.algorithm.losses.preference_losses import Dpo

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from tests.unit.algorithm.algorithm_cases import loss_only
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rftdask.algorithm.kl import MAX_LOG_RATIO
-from rftdask.algorithm.loss_inputs import LossInputs
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.names import one_of, require
 
 METHODS = ("none", "truncate", "mask", "geometric_mask")
