@@ -8,8 +8,8 @@ our engine sets it, on the token ids that ours asked for, with the same sampling
 Responses are between 1 and --max-tokens long, which stands for ends of text; --even makes all of them that long.
 
 With --turns 4 something else: rollouts of several turns whose lengths have a long tail (--max-tokens at most, a fifth
-of that in the mean), as requests come (`Stream`) against one call at a time (`Batcher`), on one engine. A call ends
-with its longest response, so a quick rollout waits in each turn for the slowest.
+of that in the mean), as requests come (`StreamingQueue`) against one call at a time (`LockstepQueue`), on one engine. A
+call ends with its longest response, so a quick rollout waits in each turn for the slowest.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --turns 4 --prompts 16 --siblings 1 --max-tokens 128
 
@@ -42,7 +42,7 @@ from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.streaming_queue import Streaming
-from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.runner import Engines, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
 
@@ -82,7 +82,7 @@ def start_engine(engine: str, folder: str) -> EngineClient:
 async def roll_out(
     tasks: Sequence[Task], repeat_times: int, generate: GenerateBatch | Streaming, max_tokens: int
 ) -> None:
-    outcome = await run_rollout_batch(
+    outcome = await run_work_unit(
         tasks,
         repeat_times=repeat_times,
         explore_step=1,
@@ -186,10 +186,10 @@ def compare_desks(arguments: argparse.Namespace, folder: str, tasks: Sequence[Ta
     async def one_call(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(client.generate, requests, 600.0)
 
-    def desk(generate: GenerateBatch | Streaming) -> Callable[[], object]:
+    def queue(generate: GenerateBatch | Streaming) -> Callable[[], object]:
         return lambda: asyncio.run(roll_out(tasks, arguments.siblings, generate, longest))
 
-    come, call = desk(Streaming(client.submit, 600.0)), desk(one_call)
+    come, call = queue(Streaming(client.submit, 600.0)), queue(one_call)
     try:
         come(), call()  # warm
         pairs = [(time_s(come), time_s(call)) for _ in range(arguments.runs)]

@@ -17,8 +17,8 @@ from typing import Any
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
-from rftdask.rollouts.runner import Engines, run_rollout_batch
-from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec
+from rftdask.rollouts.runner import Engines, run_work_unit
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
 
 
 class _Tokenizer:
@@ -36,24 +36,24 @@ async def _generate(requests: list[GenerateRequest]) -> list[Generation]:
     return [Generation((52,), (-1.0,), "stop", 0, 0) for _ in requests]
 
 
-def run(tasks: Sequence[Task], options: SandboxOptions, nurseries: dict[SandboxSpec, Nursery]) -> float:
-    """Seconds of one batch. A nursery stays between batches, as it does in a worker."""
+def run(tasks: Sequence[Task], options: SandboxOptions, fork_servers: dict[SandboxSpec, ForkServer]) -> float:
+    """Seconds of one batch. A fork server stays between batches, as it does in a worker."""
 
-    def keep(spec: SandboxSpec) -> Nursery:
-        if spec not in nurseries:
-            nurseries[spec] = Nursery(spec)
-        return nurseries[spec]
+    def keep(spec: SandboxSpec) -> ForkServer:
+        if spec not in fork_servers:
+            fork_servers[spec] = ForkServer(spec)
+        return fork_servers[spec]
 
     async def batch() -> float:
         began = time.perf_counter()
-        outcome = await run_rollout_batch(
+        outcome = await run_work_unit(
             tasks,
             repeat_times=1,
             explore_step=1,
             engines=Engines(_generate, _Tokenizer()),
             defaults=RolloutDefaults(SamplingParams(max_tokens=4), sandbox=options),
             weights=ServedWeights(0, ""),
-            nursery=keep,
+            fork_server=keep,
         )
         took_s = time.perf_counter() - began
         failed = [each.error for each in outcome.experiences if not each.status.trainable]
@@ -81,17 +81,17 @@ def main() -> None:
         )
         for i in range(arguments.tasks)
     ]
-    nurseries: dict[SandboxSpec, Nursery] = {}
+    fork_servers: dict[SandboxSpec, ForkServer] = {}
     for where, options in (
         ("in process", SandboxOptions()),
         ("sandboxes", SandboxOptions(mode="always", max_sandboxes=16)),
     ):
-        run(tasks[:1], options, nurseries)
-        many_s = min(run(tasks, options, nurseries) for _ in range(arguments.rounds))
-        one_s = min(run(tasks[:1], options, nurseries) for _ in range(4 * arguments.rounds))
+        run(tasks[:1], options, fork_servers)
+        many_s = min(run(tasks, options, fork_servers) for _ in range(arguments.rounds))
+        one_s = min(run(tasks[:1], options, fork_servers) for _ in range(4 * arguments.rounds))
         print(f"{where:12s} {len(tasks) / many_s:8.0f} no-op tasks/s {1000 * one_s:8.2f} ms for a one-task batch")
-    for nursery in nurseries.values():
-        nursery.close()
+    for fork_server in fork_servers.values():
+        fork_server.close()
 
 
 if __name__ == "__main__":

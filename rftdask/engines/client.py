@@ -25,7 +25,7 @@ from typing import Any
 
 from rftdask.engines import make_engine
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
-from rftdask.engines.verify import load_proven
+from rftdask.engines.verify import load_verified
 from rftdask.errors import DamagedError, NotFoundError, RftError, RoleError, StorageError, WaitTimeout
 from rftdask.processes.child import Channel, Child
 from rftdask.storage import Storage
@@ -111,7 +111,7 @@ def _answer(engine: Engine, message: Mapping[str, Any]) -> Any:
         pairs = [(tuple(prompt), tuple(response)) for prompt, response in message["pairs"]]
         return [list(logprobs) for logprobs in engine.logprobs(pairs)]
     fingerprint = message["fingerprint"] and Fingerprint.from_plain(message["fingerprint"])
-    load_proven(engine, message["version"], [Path(file) for file in message["files"]], fingerprint)
+    load_verified(engine, message["version"], [Path(file) for file in message["files"]], fingerprint)
     log.info("serves policy version %d", engine.policy_version)
     return engine.policy_version
 

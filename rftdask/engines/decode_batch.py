@@ -1,4 +1,4 @@
-"""Batch: the bookkeeping of generating for several requests at once. Knows no model.
+"""DecodeBatch: the bookkeeping of generating for several requests at once. Knows no model.
 
 Requests come at any time and wait; they enter as rows while others are under way, and leave when they have finished.
 What a row has come to is told at once, also when the row stays a while for nothing. Sequences are padded on the
@@ -110,11 +110,11 @@ class _Rows:
         return _Rows(**values)
 
 
-class Batch:
+class DecodeBatch:
     """The rows under way and the requests that wait.
 
     Example (of the calls; the model is between them):
-        batch = Batch(end_ids, vocab_size, device)
+        batch = DecodeBatch(end_ids, vocab_size, device)
         batch.add(17, request)
         prompts = batch.enter(batch.num_fitting(max_tokens))
         while batch.numbers:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rftdask.engines.base import Engine, GenerateRequest, Give, Take
 from rftdask.engines.cache import can_join, join, keep
-from rftdask.engines.decode_batch import Batch, Prompts
+from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.sampling import MIN_TEMPERATURE
 from rftdask.errors import DataError, RoleError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
@@ -83,7 +83,7 @@ class TransformersEngine(Engine):
     def serve(self, take: Take, give: Give) -> None:
         if self._model is None:
             raise RoleError(f"{self} was closed; make a new one")
-        batch = Batch(self._end_ids, self._vocab_size, self.device)
+        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device)
         try:
             with torch.inference_mode():
                 self._serve(batch, take, give)
@@ -118,7 +118,7 @@ class TransformersEngine(Engine):
             return
         raise RoleError(f"{self} cannot answer request {number}: {problem}")
 
-    def _take(self, batch: Batch, take: Take) -> bool:
+    def _take(self, batch: DecodeBatch, take: Take) -> bool:
         """Whether a request has come."""
         came = False
         for number, request in take():
@@ -130,7 +130,7 @@ class TransformersEngine(Engine):
                 came = True
         return came
 
-    def _serve(self, batch: Batch, take: Take, give: Give) -> None:
+    def _serve(self, batch: DecodeBatch, take: Take, give: Give) -> None:
         logits_BV: Any = None
         cache: Any = None
         compact = False

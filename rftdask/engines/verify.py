@@ -1,7 +1,7 @@
 """Proof: an engine loads a version and shows that it serves it, or leaves.
 
 Engines fail to load without saying so: vLLM 0.32 on a CPU, for one, kept the old output head of models whose embeddings
-are tied. Invariant: after `load_proven` the engine computes what the trainer computed with these weights.
+are tied. Invariant: after `load_verified` the engine computes what the trainer computed with these weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rftdask.weights.fingerprint import Fingerprint
 log = logging.getLogger(__name__)
 
 
-def load_proven(engine: Engine, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> None:
+def load_verified(engine: Engine, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> None:
     """Load the weights, compare with `fingerprint`, and if they differ load once more in the surest way the engine has.
 
     Args: fingerprint: None: nobody made one (a fake trainer), so nothing is compared.

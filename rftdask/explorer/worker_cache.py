@@ -22,10 +22,10 @@ from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteSpec
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import AuxiliaryEngine
-from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
 from rftdask.rollouts.timeouts import DynamicTimeout
 
-_MAX_NURSERIES = 4
+_MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
 _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
@@ -35,22 +35,22 @@ class Companions:
     """`close` is idempotent; so is asking for what is there already."""
 
     def __init__(self) -> None:
-        self._nurseries: dict[SandboxSpec, Nursery] = {}
+        self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
         self._engines: dict[EngineSpec, EngineClient] = {}
         self._tokenizers: dict[str, Any] = {}
         self._times_s: dict[int, list[float]] = {}
 
-    def nursery(self, spec: SandboxSpec) -> Nursery:
+    def fork_server(self, spec: SandboxSpec) -> ForkServer:
         """A living one of `spec`. Raises: UserError: a plug-in cannot be imported."""
-        nursery = self._nurseries.pop(spec, None)
-        if nursery is not None and not nursery.alive():
-            nursery.close()
-            nursery = None
-        while len(self._nurseries) >= _MAX_NURSERIES:
-            self._nurseries.pop(next(iter(self._nurseries))).close()
-        self._nurseries[spec] = nursery or Nursery(spec)
-        return self._nurseries[spec]
+        fork_server = self._fork_servers.pop(spec, None)
+        if fork_server is not None and not fork_server.alive():
+            fork_server.close()
+            fork_server = None
+        while len(self._fork_servers) >= _MAX_FORK_SERVERS:
+            self._fork_servers.pop(next(iter(self._fork_servers))).close()
+        self._fork_servers[spec] = fork_server or ForkServer(spec)
+        return self._fork_servers[spec]
 
     def auxiliary(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
         """The auxiliary models of this process by name, loaded. A teacher is the trainer's; those behind an API see
@@ -85,9 +85,9 @@ class Companions:
             del self._times_s[step]
 
     def close(self) -> None:
-        for nursery in self._nurseries.values():
-            nursery.close()
-        self._nurseries = {}
+        for fork_server in self._fork_servers.values():
+            fork_server.close()
+        self._fork_servers = {}
         for engine in self._engines.values():
             engine.close()
         self._engines = {}
@@ -145,7 +145,7 @@ def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> E
 
 def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
     """How rollouts ask the engine: as they come, but where runs are to be the same bit by bit in calls, of which the
-    batcher decides what shares one; see its text. No call would make vLLM repeat its bits. timeout_s: for a call, or
+    queue decides what shares one; see its text. No call would make vLLM repeat its bits. timeout_s: for a call, or
     without an answer.
     """
     if config.synchronizer.sync_style != "fixed" or client.spec.engine_type == "vllm":

@@ -44,7 +44,7 @@ from rftdask.processes.dask_task import make_called_off
 from rftdask.rollouts.attempt import RolloutDefaults, RolloutTimes, ServedWeights
 from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
-from rftdask.rollouts.runner import AuxiliaryEngine, BatchOutcome, Engines, run_rollout_batch
+from rftdask.rollouts.runner import AuxiliaryEngine, Engines, UnitOutcome, run_work_unit
 from rftdask.rollouts.timeouts import OverRollout, pass_rates
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -56,7 +56,7 @@ BEGAN_TOPIC = "rftdask-began"
 _EXTRA_TIME_S = 60.0
 _MAX_WAIT_FIXED_S = 5.0
 """Where which requests share a call of the engine must not depend on timing: for rollouts that are busy elsewhere,
-before a call goes out without them; longer than any step of a usual workflow. See Batcher."""
+before a call goes out without them; longer than any step of a usual workflow. See LockstepQueue."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def _run(
     engine: EngineClient | None,
     tokenizer: Any,
     on_group: Callable[[int, list[Experience]], None],
-) -> BatchOutcome:
+) -> UnitOutcome:
     """engine: None: the policy is a model behind an API."""
     tasksets = _names(spec, config)
     refs = [spec.tasks[slot] for slot in slots]
@@ -327,8 +327,8 @@ def _run(
         ServedWeights(0, "") if engine is None else ServedWeights(engine.weights.version, engine.weights.content_hash)
     )
 
-    async def run() -> BatchOutcome:
-        return await run_rollout_batch(
+    async def run() -> UnitOutcome:
+        return await run_work_unit(
             tasks,
             repeat_times=spec.repeat_times,
             greedy_baseline=spec.greedy_baseline,
@@ -339,7 +339,7 @@ def _run(
             max_wait_s=_MAX_WAIT_FIXED_S,
             over_rollout=over_rollout,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
-            nursery=companions.nursery,
+            fork_server=companions.fork_server,
         )
 
     with _ending_what_hangs():
@@ -467,7 +467,7 @@ def _defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
 def _result(
     spec: RolloutSpec,
     shards: tuple[str, ...],
-    outcome: BatchOutcome,
+    outcome: UnitOutcome,
     version: int,
     note: str,
     **times: float,

@@ -1,4 +1,4 @@
-"""Admission: which rollouts may run now, under limits on how many of a kind run at the same time. No clock, no tasks.
+"""ConcurrencyLimiter: which rollouts may run now, under limits on how many of a kind run at once. No clock, no tasks.
 
 Invariant: rollouts are admitted in the order of the batch, except that one that waits for a full kind does not hold up
 those behind it that need another. So who runs depends on who has ended, not on timing.
@@ -12,11 +12,11 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Admission(Generic[Key]):
+class ConcurrencyLimiter(Generic[Key]):
     """Example:
-    admission = Admission({"sandbox": 2})
-    [admission.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
-    admission.leave("b")  ->  ["c"]
+    limiter = ConcurrencyLimiter({"sandbox": 2})
+    [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
+    limiter.leave("b")  ->  ["c"]
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:

@@ -21,14 +21,14 @@ from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
-from rftdask.rollouts.concurrency import Admission
+from rftdask.rollouts.concurrency import ConcurrencyLimiter
 from rftdask.rollouts.loop_watchdog import Watchdog
-from rftdask.rollouts.policy.lockstep_queue import Batcher, Desk, GenerateBatch, RolloutKey
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
-from rftdask.rollouts.policy.streaming_queue import Stream, Streaming
+from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxPool, SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxPool, SandboxSpec
 from rftdask.rollouts.timeouts import OverRollout
 from rftdask.rollouts.workflows.base import Reward, WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
@@ -67,7 +67,7 @@ class AuxiliaryEngine:
 
 
 @dataclass(frozen=True)
-class BatchOutcome:
+class UnitOutcome:
     """What a batch gave."""
 
     experiences: list[Experience]
@@ -80,7 +80,7 @@ class BatchOutcome:
     """In which the policy's engine had something to do."""
 
 
-async def run_rollout_batch(
+async def run_work_unit(
     tasks: Sequence[Task],
     *,
     repeat_times: int,
@@ -92,22 +92,22 @@ async def run_rollout_batch(
     greedy_baseline: bool = False,
     over_rollout: OverRollout | None = None,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
-    nursery: Callable[[SandboxSpec], Nursery] | None = None,
-) -> BatchOutcome:
+    fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
+) -> UnitOutcome:
     """`repeat_times` rollouts of each task, side by side; with `greedy_baseline` one more, the last, at temperature 0.
 
     on_group: told the number of a task and its experiences as soon as all its rollouts have ended; must not block.
-    nursery: gives a living one of a spec, and keeps it; None: this batch has its own.
+    fork_server: gives a living one of a spec, and keeps it; None: this batch has its own.
 
     Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
     """
     plan = _Plan.of(tasks, defaults.sandbox)
-    desk = _desk(engines.generate or _no_engine, max_wait_s)
+    queue = _queue(engines.generate or _no_engine, max_wait_s)
     auxiliary = {name: _served(each) for name, each in engines.auxiliary.items()}
-    desks = [desk, *(each.desk for each in auxiliary.values() if isinstance(each, ServedModel))]
+    queues = [queue, *(each.queue for each in auxiliary.values() if isinstance(each, ServedModel))]
 
     def engine_failure() -> Exception | None:
-        return desk.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
+        return queue.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
         policy: ServedModel | ServedRemote
@@ -115,12 +115,12 @@ async def run_rollout_batch(
             policy = ServedRemote(engines.remote, rollout.sampling)
         else:
             assert engines.tokenizer is not None
-            policy = ServedModel(desk, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
+            policy = ServedModel(queue, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
         key, group_id = rollout.key, rollout.task.group_id
         return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
 
     try:
-        async with _sandboxes(plan, nursery) as pool, _watched(defaults):
+        async with _sandboxes(plan, fork_server) as pool, _watched(defaults):
             rollouts = [
                 Rollout(
                     task=task,
@@ -136,11 +136,11 @@ async def run_rollout_batch(
                 for number, task in enumerate(tasks)
                 for rollout in range(repeat_times + greedy_baseline)
             ]
-            return await _Batch(rollouts, plan, desk, over_rollout or OverRollout(), on_group).run()
+            return await _RunningUnit(rollouts, plan, queue, over_rollout or OverRollout(), on_group).run()
     except ExceptionGroup as group:
         failure = engine_failure() or group.exceptions[0]
     finally:
-        for each in desks:
+        for each in queues:
             await each.close()
         for remote in engines.remotes:
             await remote.close()
@@ -151,16 +151,16 @@ async def run_rollout_batch(
 def _served(engine: AuxiliaryEngine | ServedRemote) -> ServedModel | ServedRemote:
     if isinstance(engine, ServedRemote):
         return engine
-    desk = _desk(engine.generate, 0.0)
-    return ServedModel(desk, engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+    queue = _queue(engine.generate, 0.0)
+    return ServedModel(queue, engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
 
 
-def _desk(generate: GenerateBatch | Streaming, max_wait_s: float) -> Desk:
-    return Stream(generate) if isinstance(generate, Streaming) else Batcher(generate, max_wait_s)
+def _queue(generate: GenerateBatch | Streaming, max_wait_s: float) -> RequestQueue:
+    return StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, max_wait_s)
 
 
 async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
-    raise AssertionError("a remote policy is asked without a batcher")
+    raise AssertionError("a remote policy is asked without a queue")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Plan:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Places of each kind, for `Admission`."""
+        """Places of each kind, for `ConcurrencyLimiter`."""
         own = {name: found.max_concurrent for name, found in self.workflows.items()}
         return {_SANDBOX: self.options.max_sandboxes, **{name: most for name, most in own.items() if most is not None}}
 
@@ -234,20 +234,22 @@ class _Plan:
 
 
 @asynccontextmanager
-async def _sandboxes(plan: _Plan, keep: Callable[[SandboxSpec], Nursery] | None) -> AsyncIterator[SandboxPool | None]:
+async def _sandboxes(
+    plan: _Plan, keep: Callable[[SandboxSpec], ForkServer] | None
+) -> AsyncIterator[SandboxPool | None]:
     """A pool, if any task needs one."""
     if not plan.sandboxed:
         yield None
         return
     # In a thread: importing plug-ins takes as long as they like.
-    nursery = await asyncio.to_thread(keep or Nursery, plan.spec)
-    pool = SandboxPool(nursery)
+    fork_server = await asyncio.to_thread(keep or ForkServer, plan.spec)
+    pool = SandboxPool(fork_server)
     try:
         yield pool
     finally:
         await pool.close()
         if keep is None:
-            nursery.close()
+            fork_server.close()
 
 
 @asynccontextmanager
@@ -256,23 +258,23 @@ async def _watched(defaults: RolloutDefaults) -> AsyncIterator[None]:
         yield
 
 
-class _Batch:
+class _RunningUnit:
     """The rollouts under way."""
 
     def __init__(
         self,
         rollouts: Sequence[Rollout],
         plan: _Plan,
-        desk: Desk,
+        queue: RequestQueue,
         over_rollout: OverRollout,
         on_group: Callable[[int, list[Experience]], None],
     ) -> None:
         self._rollouts = rollouts
         self._plan = plan
-        self._desk = desk
+        self._queue = queue
         self._over_rollout = over_rollout
         self._on_group = on_group
-        self._admission: Admission[RolloutKey] = Admission(plan.limits)
+        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(plan.limits)
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._of_task: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
@@ -285,10 +287,10 @@ class _Batch:
         self._enough = asyncio.Event()
         self._began = time.perf_counter()
 
-    async def run(self) -> BatchOutcome:
+    async def run(self) -> UnitOutcome:
         # All of them first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
-            if self._admission.enter(rollout.key, self._plan.kinds_of(rollout.task)):
+            if self._limiter.enter(rollout.key, self._plan.kinds_of(rollout.task)):
                 self._admit(rollout.key)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
@@ -296,10 +298,10 @@ class _Batch:
                 group.create_task(self._call_off_the_rest(running))
         experiences = [each for number in sorted(self._gathered) for each in self._group(number)]
         times = [rollout.times for rollout in self._rollouts]
-        return BatchOutcome(experiences, times, self._task_times_s, self._desk.busy_s)
+        return UnitOutcome(experiences, times, self._task_times_s, self._queue.busy_s)
 
     def _admit(self, key: RolloutKey) -> None:
-        self._desk.enter(key)
+        self._queue.enter(key)
         self._admitted[key].set()
 
     async def _run(self, rollout: Rollout) -> None:
@@ -307,9 +309,9 @@ class _Batch:
             experiences = await rollout.run(self._admitted[rollout.key])
         finally:
             # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
-            for key in self._admission.leave(rollout.key):
+            for key in self._limiter.leave(rollout.key):
                 self._admit(key)
-            self._desk.leave(rollout.key)
+            self._queue.leave(rollout.key)
         number = rollout.key.task_number
         self._gathered[number][rollout.key] = experiences
         self._remaining[number] -= 1

@@ -12,7 +12,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
-from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.runner import Engines, run_work_unit
 from rftdask.rollouts.sandbox.pool import SandboxOptions
 
 _END = 0
@@ -35,7 +35,7 @@ async def try_workflow(
             answers.append(Generation(tokens, (0.0,) * len(tokens), "stop" if tokens[-1] == _END else "length", 0, 0))
         return answers
 
-    outcome = await run_rollout_batch(
+    outcome = await run_work_unit(
         [task],
         repeat_times=1,
         explore_step=1,

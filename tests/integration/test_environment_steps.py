@@ -23,7 +23,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.monitor.metrics import read_metrics
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.recording import rollout_seed
-from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.runner import Engines, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.rank import run_rank
@@ -73,7 +73,7 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
         return [Generation(words, (-5.0,) * len(words), "stop", 0, 0) for words in tokens]
 
     return asyncio.run(
-        run_rollout_batch(
+        run_work_unit(
             [task],
             repeat_times=len(walks),
             explore_step=1,

@@ -20,7 +20,7 @@ POLICY = ""
 """Name of the policy among the models that can be asked."""
 
 
-class ModelHandle(ABC):
+class PolicyHandle(ABC):
     """A `PolicyModel`; `times` are the seconds spent by what `timer` named, and in the models ("generate")."""
 
     def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
@@ -80,7 +80,7 @@ class ModelHandle(ABC):
 class _Auxiliary:
     """One auxiliary model of a handle."""
 
-    def __init__(self, handle: ModelHandle, name: str) -> None:
+    def __init__(self, handle: PolicyHandle, name: str) -> None:
         self._handle = handle
         self._name = name
 
@@ -101,7 +101,7 @@ class _Auxiliary:
 class BlockingModel:
     """A handle for code that blocks and runs in another thread than the event loop `loop`."""
 
-    def __init__(self, handle: ModelHandle | AuxiliaryModel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, handle: PolicyHandle | AuxiliaryModel, loop: asyncio.AbstractEventLoop) -> None:
         self._handle: Any = handle
         self._loop = loop
 

@@ -1,4 +1,4 @@
-"""Batcher: gathers what many rollouts ask of the engine into few calls. Knows requests, not text, tasks or rewards.
+"""LockstepQueue: gathers what many rollouts ask of the engine into few calls. Knows no text, tasks or rewards.
 
 For runs that are to be the same bit by bit; others pass requests on as they come (stream.py), which is quicker.
 A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
@@ -29,7 +29,7 @@ class RolloutKey(NamedTuple):
     rollout: int
 
 
-class Desk(Protocol):
+class RequestQueue(Protocol):
     """Where the rollouts of one batch ask one engine."""
 
     failure: Exception | None
@@ -57,15 +57,15 @@ class _Waiting(NamedTuple):
     answer: asyncio.Future[Generation]
 
 
-class Batcher:
-    """One batch of rollouts in front of one engine; a `Desk`.
+class LockstepQueue:
+    """One batch of rollouts in front of one engine; a `RequestQueue`.
 
     Example:
-        batcher = Batcher(generate_batch)
+        queue = LockstepQueue(generate_batch)
         for key in rollouts:
-            batcher.enter(key)  # all of them first, so that the first call holds all of them
-        ...  # each rollout: await batcher.generate(key, turn, request), and in the end batcher.leave(key)
-        await batcher.close()
+            queue.enter(key)  # all of them first, so that the first call holds all of them
+        ...  # each rollout: await queue.generate(key, turn, request), and in the end queue.leave(key)
+        await queue.close()
     """
 
     def __init__(self, generate_batch: GenerateBatch, max_wait_s: float = 0.02) -> None:

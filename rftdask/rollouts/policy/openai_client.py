@@ -167,7 +167,7 @@ class Completions:
         if self._wait is None:
             return answer
         completed = self._wait(answer)
-        return completed.blocking() if isinstance(completed, Stream) else completed
+        return completed.blocking() if isinstance(completed, CompletionStream) else completed
 
     async def _create(self, messages: list[Mapping[str, Any]], model: str, parameters: dict[str, Any]) -> Any:
         streams = bool(parameters.pop("stream", False))
@@ -176,10 +176,10 @@ class Completions:
         options = chat_options(parameters)
         response = await self._model.chat([_plain(message) for message in messages], **options)
         completion = as_completion(response, model, parses_tools="tools" in options, with_logprobs=with_logprobs)
-        return Stream(chunks_of(completion)) if streams else completion
+        return CompletionStream(chunks_of(completion)) if streams else completion
 
 
-class Stream:
+class CompletionStream:
     """The chunks of one answer, for `async for`."""
 
     def __init__(self, chunks: Sequence[ChatCompletionChunk]) -> None:
@@ -194,7 +194,7 @@ class Stream:
 
 
 def chat_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of `create` as options of `ModelHandle.chat`. Raises: ValueError: not supported, by name."""
+    """Parameters of `create` as options of `PolicyHandle.chat`. Raises: ValueError: not supported, by name."""
     options: dict[str, Any] = {}
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in {**given, **given.pop("extra_body", {})}.items():

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from rftdask.rollouts.policy.openai_client import Stream
+from rftdask.rollouts.policy.openai_client import CompletionStream
 from rftdask.rollouts.workflows.base import PolicyModel
 
 KEY_VARIABLE = "RFTDASK_POLICY_API_KEY"
@@ -50,11 +50,11 @@ class ChatEndpoint:
         except Exception as error:  # the engine's; the runner sees it by itself
             self.failure = self.failure or error
             return self._error(500, f"{type(error).__name__}: {error}")
-        if not isinstance(answer, Stream):
+        if not isinstance(answer, CompletionStream):
             return self._web.json_response(answer.model_dump(exclude_none=True))
         return await self._stream(request, answer)
 
-    async def _stream(self, request: Any, answer: Stream) -> Any:
+    async def _stream(self, request: Any, answer: CompletionStream) -> Any:
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for chunk in answer:

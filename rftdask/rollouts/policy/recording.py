@@ -15,8 +15,8 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.policy.base import POLICY, Method, ModelHandle
-from rftdask.rollouts.policy.lockstep_queue import Desk, RolloutKey
+from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
+from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.remote import ServedRemote
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
@@ -53,7 +53,7 @@ class PromptLimits:
 class ServedModel:
     """An engine and what it takes to speak text with it."""
 
-    desk: Desk
+    queue: RequestQueue
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: PromptLimits = field(default_factory=PromptLimits)
@@ -82,7 +82,7 @@ def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
-class RecordingModel(ModelHandle):
+class RecordingModel(PolicyHandle):
     """A `PolicyModel` for one attempt; `calls` are the calls answered so far, in the order they were made."""
 
     def __init__(
@@ -109,7 +109,7 @@ class RecordingModel(ModelHandle):
         return [self._calls[turn] for turn in sorted(self._calls)]
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """See ModelHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
+        """See PolicyHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
         ValueError, TypeError: arguments that do not fit.
         """
         if self._closed:
@@ -139,7 +139,7 @@ class RecordingModel(ModelHandle):
         if not tokens:
             raise ValueError("the prompt is empty")
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
-        generation = await model.desk.generate(self._key, turn, request)
+        generation = await model.queue.generate(self._key, turn, request)
         response = Response(
             text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
             prompt_tokens=request.prompt_tokens,

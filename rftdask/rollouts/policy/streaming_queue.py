@@ -1,6 +1,6 @@
-"""Stream: hands what rollouts ask on to the engine as it comes, and each answer back as soon as it is finished.
+"""StreamingQueue: hands requests of rollouts on to the engine as they come, and each answer back once it is finished.
 
-The other desk is `Batcher`, whose calls do not depend on timing. Here what is asked in one pass of the event loop
+The other one is `LockstepQueue`, whose calls do not depend on timing. Here what is asked in one pass of the event loop
 reaches the engine together, so that the siblings of a group share the work on their prompt; what comes later enters
 beside it. A request whose rollout is cancelled leaves the engine. One event loop.
 
@@ -36,11 +36,11 @@ class Streaming:
     name: str = "the engine"
 
 
-class Stream:
-    """One batch of rollouts in front of one engine; a `Desk`.
+class StreamingQueue:
+    """One batch of rollouts in front of one engine; a `RequestQueue`.
 
     Example:
-        stream = Stream(Streaming(client.submit, timeout_s=1800))
+        stream = StreamingQueue(Streaming(client.submit, timeout_s=1800))
         ...  # each rollout: await stream.generate(key, turn, request)
         await stream.close()
     """

@@ -1,12 +1,12 @@
 """Sandbox child: the far side of sandbox.py. A process that does nothing but fork, and what its forks do.
 
-The nursery imports the plug-ins once, has one thread, and forks a process for each attempt that finds none idle. So an
-attempt starts in milliseconds with everything imported, and what it does to its memory, its threads and its children
-is its own. A fork leads a process group of its own, which the nursery kills whole, also when its leader has ended; and
-all of them end with the nursery, which ends with its parent.
+The fork server imports the plug-ins once, has one thread, and forks a process for each attempt that finds none idle. So
+an attempt starts in milliseconds with everything imported, and what it does to its memory, its threads and its children
+is its own. A fork leads a process group of its own, which the fork server kills whole, also when its leader has ended;
+and all of them end with the fork server, which ends with its parent.
 
-Messages of nursery and parent are msgpack, one in each packet of a SEQPACKET socket; those of a fork are frames of 4
-bytes length and msgpack on a stream. Only the parent's word is trusted: it alone may send a pickle.
+Messages of fork server and parent are msgpack, one in each packet of a SEQPACKET socket; those of a fork are frames of
+4 bytes length and msgpack on a stream. Only the parent's word is trusted: it alone may send a pickle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders
-from rftdask.rollouts.policy.base import Method, ModelHandle
+from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, as_reward
 from rftdask.rollouts.workflows.registry import find_workflow
@@ -56,7 +56,7 @@ def main(control_fd: int) -> None:
         control.send(msgpack.packb({"failed": text[-_MAX_TRACEBACK:]}))
         return
     control.send(msgpack.packb({"ready": os.getpid()}))
-    _Nursery(control, setup["max_memory_bytes"]).run()
+    _ForkServer(control, setup["max_memory_bytes"]).run()
 
 
 def _preload(setup: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ def _preload(setup: Mapping[str, Any]) -> None:
         get_reward(name)
 
 
-class _Nursery:
+class _ForkServer:
     """Forks, kills and buries; see the module's text."""
 
     def __init__(self, control: socket.socket, max_memory_bytes: int | None) -> None:
@@ -118,7 +118,7 @@ class _Nursery:
             print(f"cannot start a process for a rollout: {error}", file=sys.stderr)
             pid = -1
         if pid == 0:
-            # Nothing of the nursery's loop may run in the fork, whatever happens.
+            # Nothing of the fork server's loop may run in the fork, whatever happens.
             try:
                 self._become_fork(output_fd)
                 asyncio.run(_Attempts(socket.socket(fileno=stream_fd)).run())
@@ -271,7 +271,7 @@ class _Attempts:
                 answer.set_result(Response(**value) if isinstance(value, dict) else value)
 
 
-class _RemoteModel(ModelHandle):
+class _RemoteModel(PolicyHandle):
     """The model handle of one attempt in a fork."""
 
     def __init__(self, attempts: _Attempts, auxiliary_names: tuple[str, ...]) -> None:

@@ -4,8 +4,8 @@ A workflow that hangs, blocks, dies, eats memory or prints without end is killed
 ends as an error of a type; the event loop never waits for it. A process takes one attempt at a time, and another only
 after one that ended well and left nothing behind. This module knows neither engines nor retries.
 
-    nursery = Nursery(SandboxSpec(...))         one for many batches; it forks (sandbox_child.py)
-    pool = SandboxPool(nursery)                 one for each event loop
+    fork_server = ForkServer(SandboxSpec(...))         one for many batches; it forks (sandbox_child.py)
+    pool = SandboxPool(fork_server)                 one for each event loop
     reward = await pool.attempt("my_module.my_workflow", task, model)    cancel it, and the process is killed
     await pool.close()
 """
@@ -31,7 +31,7 @@ import msgpack
 
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError
-from rftdask.rollouts.policy.base import ModelHandle
+from rftdask.rollouts.policy.base import PolicyHandle
 from rftdask.rollouts.sandbox.child import LENGTH, MAX_FRAME_BYTES
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward, Step
 
@@ -42,7 +42,7 @@ MAX_RECEIVED_BYTES = 256 << 20
 _EXIT_CODE_WAIT_S = 1.0
 _TAIL_BYTES = 2000
 _MAX_STARTING = 16
-"""Forks asked for at once: the nursery's socket holds some hundred requests."""
+"""Forks asked for at once: the fork server's socket holds some hundred requests."""
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SandboxOptions:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a nursery has to know; equal specs mean that a running one can be used."""
+    """What a fork server has to know; equal specs mean that a running one can be used."""
 
     workflows: tuple[str, ...]
     rewards: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class SandboxSpec:
     env: tuple[tuple[str, str], ...] = ()
 
 
-class Nursery:
+class ForkServer:
     """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
 
     def __init__(self, spec: SandboxSpec) -> None:
@@ -134,7 +134,7 @@ class Nursery:
     def take(self) -> tuple[socket.socket, int]:
         """A fork: its stream and what it prints. It has begun before it was asked for, and the next one begins now.
 
-        Raises: SandboxLostError: the nursery is dead.
+        Raises: SandboxLostError: the fork server is dead.
         """
         taken = self._spare or self._fork()
         self._spare = None
@@ -157,7 +157,7 @@ class Nursery:
         return near, output
 
     def kill(self, pid: int) -> None:
-        """Kill a fork with all it started. Through the nursery, which alone knows whose number it is now."""
+        """Kill a fork with all it started. Through the fork server, which alone knows whose number it is now."""
         try:
             self._control.send(msgpack.packb({"kill": pid}))
         except BlockingIOError:  # it has a great deal to do already
@@ -174,7 +174,7 @@ class Nursery:
                 self.exit_codes[event["ended"]] = event["code"]
 
     def close(self) -> None:
-        self._control.close()  # the nursery then kills its forks and ends
+        self._control.close()  # the fork server then kills its forks and ends
         if self._spare is not None:
             self._spare[0].close()
             os.close(self._spare[1])
@@ -199,14 +199,14 @@ class Nursery:
 class SandboxPool:
     """Processes for the attempts of one event loop; as many as attempts run at the same time."""
 
-    def __init__(self, nursery: Nursery) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Process] = []
         self._starting = asyncio.Semaphore(_MAX_STARTING)
-        self._loop.add_reader(nursery.fileno(), nursery.read_events)
+        self._loop.add_reader(fork_server.fileno(), fork_server.read_events)
 
-    async def attempt(self, workflow: str, task: Task, model: ModelHandle) -> Reward:
+    async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
         """One attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
         process = self._idle.pop() if self._idle else await self._start()
         keep = False
@@ -227,14 +227,14 @@ class SandboxPool:
 
     async def _start(self) -> _Process:
         async with self._starting:
-            return await _Process.start(self._nursery)
+            return await _Process.start(self._fork_server)
 
     async def close(self) -> None:
         """Idempotent."""
         for process in self._idle:
             process.kill()
         self._idle = []
-        self._loop.remove_reader(self._nursery.fileno())
+        self._loop.remove_reader(self._fork_server.fileno())
 
 
 def pickled(task: Task) -> bytes:
@@ -253,9 +253,9 @@ class _Process:
     """One fork as the parent sees it."""
 
     def __init__(
-        self, nursery: Nursery, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
+        self, fork_server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
     ) -> None:
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._reader = reader
         self._writer = writer
         self._output_fd = output_fd
@@ -269,24 +269,24 @@ class _Process:
         self._loop.add_reader(output_fd, self._read_output)
 
     @classmethod
-    async def start(cls, nursery: Nursery) -> _Process:
-        near, output = nursery.take()
+    async def start(cls, fork_server: ForkServer) -> _Process:
+        near, output = fork_server.take()
         try:
             streams = await asyncio.open_connection(sock=near)
         except BaseException:
             os.close(output)
             raise
-        process = cls(nursery, *streams, output)
+        process = cls(fork_server, *streams, output)
         try:
             pid = int((await process._receive())["hello"])
-            nursery.exit_codes.pop(pid, None)  # of another that had the number before
+            fork_server.exit_codes.pop(pid, None)  # of another that had the number before
             process._pid = pid
         except BaseException:
             process.kill()
             raise
         return process
 
-    async def attempt(self, run: Mapping[str, Any], model: ModelHandle) -> dict[str, Any]:
+    async def attempt(self, run: Mapping[str, Any], model: PolicyHandle) -> dict[str, Any]:
         """The outcome: {"reward", "times", "clean"} or {"error", "text", "traceback", "clean"}."""
         self._num_received = 0
         self._send({"run": run})
@@ -308,7 +308,7 @@ class _Process:
             for answer in answers:
                 answer.cancel()
 
-    async def _answer(self, message: Mapping[str, Any], model: ModelHandle) -> None:
+    async def _answer(self, message: Mapping[str, Any], model: PolicyHandle) -> None:
         reply: dict[str, Any] = {"answer": message["ask"]}
         try:
             value = await model.ask(message["model"], message["method"], message["arguments"])
@@ -337,13 +337,13 @@ class _Process:
     async def _death(self) -> SandboxError:
         """Why the process ended. Its exit code comes by another way, and a little later than the end of its stream."""
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
-        while self._pid and self._pid not in self._nursery.exit_codes and self._loop.time() < deadline:
+        while self._pid and self._pid not in self._fork_server.exit_codes and self._loop.time() < deadline:
             await asyncio.sleep(0.002)
         if self._reason:
             return SandboxError(self._reason)
         if not self._pid:
             return SandboxError("no process could be started for it; see the log")
-        code = self._nursery.exit_codes.get(self._pid)
+        code = self._fork_server.exit_codes.get(self._pid)
         how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
         printed = self._tail.decode(errors="replace").strip()
         return SandboxError(
@@ -360,7 +360,7 @@ class _Process:
             return
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         self._num_printed += len(data)
-        limit = self._nursery.spec.max_output_bytes
+        limit = self._fork_server.spec.max_output_bytes
         if self._num_printed <= limit:
             log.info("printed in a rollout: %s", data.decode(errors="replace").rstrip())
         else:
@@ -370,7 +370,7 @@ class _Process:
     def kill(self) -> None:
         """Idempotent."""
         if self._pid:
-            self._nursery.kill(self._pid)
+            self._fork_server.kill(self._pid)
         self._writer.close()
         if self._output_fd >= 0:
             self._loop.remove_reader(self._output_fd)

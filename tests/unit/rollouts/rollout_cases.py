@@ -12,8 +12,8 @@ from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.runner import BatchOutcome, Engines, run_rollout_batch
-from rftdask.rollouts.sandbox.pool import Nursery, SandboxSpec
+from rftdask.rollouts.runner import Engines, UnitOutcome, run_work_unit
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxSpec
 
 VERSION = 7
 
@@ -88,27 +88,27 @@ def run(
     return outcome(tasks, Engines(generate_batch, CharTokenizer()), batch, **changes).experiences
 
 
-_nurseries: dict[SandboxSpec, Nursery] = {}
+_fork_servers: dict[SandboxSpec, ForkServer] = {}
 
 
-def keep(spec: SandboxSpec) -> Nursery:
-    """A nursery that later tests use, too: starting one takes most of a second."""
-    if spec not in _nurseries or not _nurseries[spec].alive():
-        _nurseries[spec] = Nursery(spec)
-        atexit.register(_nurseries[spec].close)
-    return _nurseries[spec]
+def keep(spec: SandboxSpec) -> ForkServer:
+    """A fork server that later tests use, too: starting one takes most of a second."""
+    if spec not in _fork_servers or not _fork_servers[spec].alive():
+        _fork_servers[spec] = ForkServer(spec)
+        atexit.register(_fork_servers[spec].close)
+    return _fork_servers[spec]
 
 
-def outcome(tasks: Sequence[Task], engines: Engines, batch: dict[str, Any], **changes: Any) -> BatchOutcome:
-    """`batch` are arguments of run_rollout_batch, `changes` of RolloutDefaults."""
+def outcome(tasks: Sequence[Task], engines: Engines, batch: dict[str, Any], **changes: Any) -> UnitOutcome:
+    """`batch` are arguments of run_work_unit, `changes` of RolloutDefaults."""
     return asyncio.run(
-        run_rollout_batch(
+        run_work_unit(
             tasks,
             **{"repeat_times": 1, **batch},
             explore_step=3,
             engines=engines,
             defaults=defaults(**changes),
             weights=ServedWeights(VERSION, "hash7"),
-            nursery=keep,
+            fork_server=keep,
         )
     )

@@ -1,5 +1,5 @@
 """Promises of the rules of waiting: over-rollout counts tasks, the dynamic timeout never exceeds the configured one,
-pass@k is the estimator without bias, and admission keeps order and limits.
+pass@k is the estimator without bias, and limiter keeps order and limits.
 """
 
 import math
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.rollouts.concurrency import Admission
+from rftdask.rollouts.concurrency import ConcurrencyLimiter
 from rftdask.rollouts.timeouts import DynamicTimeout, OverRollout, pass_at_k, pass_rates
 
 
@@ -43,25 +43,25 @@ def test_pass_rates_are_means_over_the_tasks_with_enough_rollouts() -> None:
 
 
 def test_admission_is_in_order_and_a_full_kind_holds_up_no_other() -> None:
-    admission: Admission[str] = Admission({"sandbox": 1, "game": 1})
+    limiter: ConcurrencyLimiter[str] = ConcurrencyLimiter({"sandbox": 1, "game": 1})
     kinds = {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}
-    assert [key for key in kinds if admission.enter(key, kinds[key])] == ["a", "c"]
-    assert admission.leave("c") == []
-    assert admission.leave("a") == ["b", "d"]
-    assert admission.leave("a") == []
+    assert [key for key in kinds if limiter.enter(key, kinds[key])] == ["a", "c"]
+    assert limiter.leave("c") == []
+    assert limiter.leave("a") == ["b", "d"]
+    assert limiter.leave("a") == []
 
 
 @given(st.lists(st.sampled_from([("x",), ("y",), ("x", "y"), ("z",)]), max_size=20), st.randoms())
 def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: object) -> None:
     limits = {"x": 2, "y": 1}
-    admission: Admission[int] = Admission(limits)
-    running = {number for number, each in enumerate(kinds) if admission.enter(number, each)}
+    limiter: ConcurrencyLimiter[int] = ConcurrencyLimiter(limits)
+    running = {number for number, each in enumerate(kinds) if limiter.enter(number, each)}
     ended = 0
     while running:
         for kind, most in limits.items():
             assert sum(kind in kinds[number] for number in running) <= most
         key = random.choice(sorted(running))  # type: ignore[attr-defined]
         running.remove(key)
-        running.update(admission.leave(key))
+        running.update(limiter.leave(key))
         ended += 1
     assert ended == len(kinds) and math.isfinite(ended)

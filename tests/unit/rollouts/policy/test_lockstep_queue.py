@@ -1,4 +1,4 @@
-"""Promises of the batcher: one call when everybody waits, never two at a time, order by rollout, and no waiting for
+"""Promises of the queue: one call when everybody waits, never two at a time, order by rollout, and no waiting for
 those who are busy elsewhere.
 """
 
@@ -9,10 +9,10 @@ import pytest
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError
-from rftdask.rollouts.policy.lockstep_queue import Batcher, RolloutKey
+from rftdask.rollouts.policy.lockstep_queue import LockstepQueue, RolloutKey
 from tests.unit.rollouts.rollout_cases import generation
 
-Body = Callable[[Batcher, RolloutKey], Awaitable[object]]
+Body = Callable[[LockstepQueue, RolloutKey], Awaitable[object]]
 
 
 def request(name: str) -> GenerateRequest:
@@ -41,29 +41,29 @@ def run(engine: Engine, bodies: list[Body], max_wait_s: float = 3600.0) -> list[
     """Each body as one rollout, task number = position, started in reverse order."""
 
     async def main() -> list[object]:
-        batcher = Batcher(engine, max_wait_s)
+        queue = LockstepQueue(engine, max_wait_s)
         keys = [RolloutKey(number, 0) for number in range(len(bodies))]
         for key in keys:
-            batcher.enter(key)
+            queue.enter(key)
 
         async def rollout(key: RolloutKey, body: Body) -> object:
             try:
-                return await body(batcher, key)
+                return await body(queue, key)
             finally:
-                batcher.leave(key)
+                queue.leave(key)
 
         running = [asyncio.create_task(rollout(*each)) for each in reversed(list(zip(keys, bodies, strict=True)))]
         try:
             return await asyncio.wait_for(asyncio.gather(*reversed(running), return_exceptions=True), 10)
         finally:
-            await batcher.close()
+            await queue.close()
 
     return asyncio.run(main())
 
 
 def turns(*names: str) -> Body:
-    async def body(batcher: Batcher, key: RolloutKey) -> list[Generation]:
-        return [await batcher.generate(key, turn, request(name)) for turn, name in enumerate(names)]
+    async def body(queue: LockstepQueue, key: RolloutKey) -> list[Generation]:
+        return [await queue.generate(key, turn, request(name)) for turn, name in enumerate(names)]
 
     return body
 
@@ -80,8 +80,8 @@ def test_everybody_gets_the_answer_to_what_was_asked() -> None:
 
 
 def test_calls_that_one_rollout_makes_at_once_are_share_a_call_ordered_by_turn() -> None:
-    async def both(batcher: Batcher, key: RolloutKey) -> None:
-        await asyncio.gather(*(batcher.generate(key, turn, request(f"a{turn}")) for turn in (1, 0)))
+    async def both(queue: LockstepQueue, key: RolloutKey) -> None:
+        await asyncio.gather(*(queue.generate(key, turn, request(f"a{turn}")) for turn in (1, 0)))
 
     engine = Engine()
     run(engine, [both, turns("b0")])
@@ -91,12 +91,12 @@ def test_calls_that_one_rollout_makes_at_once_are_share_a_call_ordered_by_turn()
 def test_who_is_busy_elsewhere_is_waited_for_only_so_long() -> None:
     asked = asyncio.Event()
 
-    async def busy(batcher: Batcher, key: RolloutKey) -> None:
+    async def busy(queue: LockstepQueue, key: RolloutKey) -> None:
         await asked.wait()
-        await batcher.generate(key, 0, request("b0"))
+        await queue.generate(key, 0, request("b0"))
 
-    async def quick(batcher: Batcher, key: RolloutKey) -> None:
-        await batcher.generate(key, 0, request("a0"))
+    async def quick(queue: LockstepQueue, key: RolloutKey) -> None:
+        await queue.generate(key, 0, request("a0"))
         asked.set()
 
     engine = Engine()
@@ -105,9 +105,9 @@ def test_who_is_busy_elsewhere_is_waited_for_only_so_long() -> None:
 
 
 def test_what_is_asked_during_a_call_goes_out_after_it() -> None:
-    async def late(batcher: Batcher, key: RolloutKey) -> None:
+    async def late(queue: LockstepQueue, key: RolloutKey) -> None:
         await asyncio.sleep(0.01)
-        await batcher.generate(key, 0, request("b0"))
+        await queue.generate(key, 0, request("b0"))
 
     engine = Engine(seconds=0.02)
     run(engine, [turns("a0"), late], max_wait_s=0.001)
@@ -115,14 +115,14 @@ def test_what_is_asked_during_a_call_goes_out_after_it() -> None:
 
 
 def test_a_cancelled_request_is_not_sent_and_a_later_one_is() -> None:
-    async def impatient(batcher: Batcher, key: RolloutKey) -> None:
+    async def impatient(queue: LockstepQueue, key: RolloutKey) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(batcher.generate(key, 0, request("a0")), 0.001)
-        await batcher.generate(key, 0, request("a1"))
+            await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.001)
+        await queue.generate(key, 0, request("a1"))
 
-    async def slow(batcher: Batcher, key: RolloutKey) -> None:
+    async def slow(queue: LockstepQueue, key: RolloutKey) -> None:
         await asyncio.sleep(0.02)
-        await batcher.generate(key, 0, request("b0"))
+        await queue.generate(key, 0, request("b0"))
 
     engine = Engine()
     run(engine, [impatient, slow])
@@ -130,10 +130,10 @@ def test_a_cancelled_request_is_not_sent_and_a_later_one_is() -> None:
 
 
 def test_a_rollout_cancelled_during_a_call_may_ask_again() -> None:
-    async def impatient(batcher: Batcher, key: RolloutKey) -> Generation:
+    async def impatient(queue: LockstepQueue, key: RolloutKey) -> Generation:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(batcher.generate(key, 0, request("a0")), 0.005)
-        return await batcher.generate(key, 0, request("a1"))
+            await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.005)
+        return await queue.generate(key, 0, request("a1"))
 
     engine = Engine(seconds=0.02)
     first, second = run(engine, [impatient, turns("b0")])
@@ -142,10 +142,10 @@ def test_a_rollout_cancelled_during_a_call_may_ask_again() -> None:
 
 
 def test_a_rollout_that_still_waits_for_another_answer_is_not_busy() -> None:
-    async def asks_during_a_call(batcher: Batcher, key: RolloutKey) -> None:
-        first = asyncio.create_task(batcher.generate(key, 0, request("a0")))
+    async def asks_during_a_call(queue: LockstepQueue, key: RolloutKey) -> None:
+        first = asyncio.create_task(queue.generate(key, 0, request("a0")))
         await asyncio.sleep(0.005)
-        await asyncio.gather(first, batcher.generate(key, 1, request("a1")))
+        await asyncio.gather(first, queue.generate(key, 1, request("a1")))
 
     engine = Engine(seconds=0.02)
     run(engine, [asks_during_a_call])
@@ -155,8 +155,8 @@ def test_a_rollout_that_still_waits_for_another_answer_is_not_busy() -> None:
 def test_nobody_waits_for_a_rollout_that_has_left_a_request_behind() -> None:
     left_behind: list[asyncio.Task[Generation]] = []
 
-    async def leaves(batcher: Batcher, key: RolloutKey) -> None:
-        left_behind.append(asyncio.create_task(batcher.generate(key, 0, request("a0"))))
+    async def leaves(queue: LockstepQueue, key: RolloutKey) -> None:
+        left_behind.append(asyncio.create_task(queue.generate(key, 0, request("a0"))))
         await asyncio.sleep(0.005)
 
     engine = Engine(seconds=0.02)
@@ -170,10 +170,10 @@ def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
             self.calls.append("call")
             raise RoleError("gone")
 
-    async def persistent(batcher: Batcher, key: RolloutKey) -> None:
+    async def persistent(queue: LockstepQueue, key: RolloutKey) -> None:
         for turn in range(2):
             with pytest.raises(RoleError, match="gone"):
-                await batcher.generate(key, turn, request("a"))
+                await queue.generate(key, turn, request("a"))
 
     engine = Broken()
     first, second = run(engine, [persistent, turns("b")])

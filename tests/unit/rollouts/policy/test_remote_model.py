@@ -14,7 +14,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.remote import RemoteModel, RemoteSpec, ServedRemote
-from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.runner import Engines, run_work_unit
 from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, replies, task
 
 pytest.importorskip("openai")
@@ -37,14 +37,14 @@ def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **
     engines = (
         Engines(replies("4"), CharTokenizer(), auxiliary=judge) if auxiliary else Engines(None, None, remote=remote)
     )
-    batch = run_rollout_batch(
+    batch = run_work_unit(
         tasks,
         repeat_times=2,
         explore_step=0,
         engines=engines,
         defaults=defaults(**{"max_retry_times": 0, **changes}),
         weights=ServedWeights(0, ""),
-        nursery=keep,
+        fork_server=keep,
     )
     return asyncio.run(batch).experiences
 

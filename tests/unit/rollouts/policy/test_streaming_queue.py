@@ -19,7 +19,7 @@ from rftdask.errors import RoleError, WaitTimeout
 from rftdask.explorer import worker_task
 from rftdask.explorer.worker_cache import generates_as
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.streaming_queue import Stream, Streaming
+from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import Engines
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
@@ -70,10 +70,10 @@ def leap(seconds: float) -> None:
     loop.leapt_s += seconds
 
 
-def run(body: Callable[[Engine, Stream], Awaitable[None]]) -> None:
+def run(body: Callable[[Engine, StreamingQueue], Awaitable[None]]) -> None:
     async def main() -> None:
         engine = Engine()
-        stream = Stream(Streaming(engine.submit, timeout_s=1000.0))
+        stream = StreamingQueue(Streaming(engine.submit, timeout_s=1000.0))
         try:
             await body(engine, stream)
         finally:
@@ -85,7 +85,7 @@ def run(body: Callable[[Engine, Stream], Awaitable[None]]) -> None:
         runner.run(main())
 
 
-def ask(stream: Stream, name: str) -> asyncio.Task[Generation]:
+def ask(stream: StreamingQueue, name: str) -> asyncio.Task[Generation]:
     return asyncio.create_task(stream.generate(KEY, 0, request(name)))
 
 
@@ -97,7 +97,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_what_is_asked_in_one_pass_of_the_event_loop_reaches_the_engine_together() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         _tasks = [ask(stream, name) for name in "abc"]
         await until(lambda: engine.calls)
         assert engine.calls == ["a b c"]
@@ -106,7 +106,7 @@ def test_what_is_asked_in_one_pass_of_the_event_loop_reaches_the_engine_together
 
 
 def test_a_request_is_sent_while_another_is_under_way_and_answered_before_it() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         long = ask(stream, "long")
         await until(lambda: "long" in engine.futures)
         short = ask(stream, "short")
@@ -121,7 +121,7 @@ def test_a_request_is_sent_while_another_is_under_way_and_answered_before_it() -
 
 
 def test_who_gives_up_leaves_the_engine_and_may_ask_again() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         first, neighbor = ask(stream, "a"), ask(stream, "b")
         await until(lambda: engine.calls)
         first.cancel()
@@ -136,7 +136,7 @@ def test_who_gives_up_leaves_the_engine_and_may_ask_again() -> None:
 
 
 def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         first = ask(stream, "a")
         await asyncio.sleep(0)  # it has asked, and nothing is sent yet
         first.cancel()
@@ -149,7 +149,7 @@ def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent() -> None:
 
 
 def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         first, second = ask(stream, "a"), ask(stream, "b")
         await until(lambda: engine.calls)
         for future in engine.futures.values():
@@ -166,7 +166,7 @@ def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
 
 
 def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         for name in "ab":
             trying = ask(stream, name)
             await until(lambda name=name: name in engine.futures)  # type: ignore[misc]
@@ -189,7 +189,7 @@ def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again(
 
 
 def test_an_answer_ends_the_silence_and_time_in_which_nothing_is_under_way_is_none() -> None:
-    async def body(engine: Engine, stream: Stream) -> None:
+    async def body(engine: Engine, stream: StreamingQueue) -> None:
         slow = ask(stream, "slow")
         for name in "abc":
             quick = ask(stream, name)

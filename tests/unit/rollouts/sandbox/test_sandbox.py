@@ -18,7 +18,7 @@ from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import RolloutDefaults
 from rftdask.rollouts.runner import Engines
-from rftdask.rollouts.sandbox.pool import Nursery, SandboxOptions, SandboxSpec, pickled
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec, pickled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, run, task
 
 MEMORY_BYTES = 256 << 20
@@ -85,16 +85,16 @@ def test_what_will_not_stop_is_killed_and_retried(what: str) -> None:
 
 def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a machine that stands still for a moment, the watchdog of workflows in process took it for one of them.
-    kill, ended = Nursery.kill, []
+    kill, ended = ForkServer.kill, []
 
-    def slow_kill(self: Nursery, pid: int) -> None:
+    def slow_kill(self: ForkServer, pid: int) -> None:
         until = time.monotonic() + 0.8
         while time.monotonic() < until:
             time.sleep(0.01)
         kill(self, pid)
         ended.append(pid)
 
-    monkeypatch.setattr(Nursery, "kill", slow_kill)
+    monkeypatch.setattr(ForkServer, "kill", slow_kill)
     experience = one("sleeps_without_yielding", max_timeout_s=0.4)
     assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.4 s")
     assert len(ended) == 1
@@ -219,19 +219,19 @@ def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> 
 
 
 def test_forks_end_with_their_nursery_and_the_nursery_with_its_parent() -> None:
-    async def hang(nursery: Nursery) -> int:
+    async def hang(fork_server: ForkServer) -> int:
         from rftdask.rollouts.sandbox.pool import _Process
 
-        process = await _Process.start(nursery)
+        process = await _Process.start(fork_server)
         pid = process._pid
-        nursery._process.kill()
+        fork_server._process.kill()
         while is_running(pid):
             await asyncio.sleep(0.01)
         process.kill()
         return pid
 
-    nursery = Nursery(SandboxSpec(("simple_workflow",)))
-    assert asyncio.run(asyncio.wait_for(hang(nursery), 20)) != os.getpid()
-    assert not nursery.alive()
-    nursery.close()
-    nursery.close()
+    fork_server = ForkServer(SandboxSpec(("simple_workflow",)))
+    assert asyncio.run(asyncio.wait_for(hang(fork_server), 20)) != os.getpid()
+    assert not fork_server.alive()
+    fork_server.close()
+    fork_server.close()

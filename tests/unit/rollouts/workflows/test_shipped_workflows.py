@@ -12,7 +12,7 @@ import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.base import POLICY, Method, ModelHandle
+from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.openai_client import parse_tool_calls
 from rftdask.rollouts.rewards import compute_reward, get_reward
 from rftdask.rollouts.rewards.dapo import overlong_penalty
@@ -24,7 +24,7 @@ from rftdask.rollouts.workflows.tools import call_tool
 from rftdask.rollouts.workflows.turns import StepWiseWorkflow, propagate_rewards
 
 
-class Script(ModelHandle):
+class Script(PolicyHandle):
     """Models that say what the test wrote, in order; "judge" is the auxiliary one."""
 
     def __init__(self, answers: Sequence[str], judged: Sequence[Any] = ()) -> None:

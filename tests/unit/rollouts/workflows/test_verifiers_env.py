@@ -12,7 +12,7 @@ from rftdask.data.tasksets import Taskset, TasksetSpec
 from rftdask.errors import DataError
 from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.runner import Engines, run_rollout_batch
+from rftdask.rollouts.runner import Engines, run_work_unit
 from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
 
 pytest.importorskip("verifiers")
@@ -32,14 +32,14 @@ def taskset(**settings: Any) -> Taskset:
 
 
 def rollouts(tasks: Taskset, engine: GenerateBatch, num_tasks: int = 1) -> list[Experience]:
-    batch = run_rollout_batch(
+    batch = run_work_unit(
         [tasks.task(0, index) for index in range(num_tasks)],
         repeat_times=1,
         explore_step=1,
         engines=Engines(engine, ToolTokenizer()),
         defaults=defaults(max_retry_times=0),
         weights=ServedWeights(7, ""),
-        nursery=keep,
+        fork_server=keep,
     )
     return asyncio.run(batch).experiences
 

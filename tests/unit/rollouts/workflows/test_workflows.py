@@ -10,13 +10,13 @@ import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.base import Method, ModelHandle
+from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
 from rftdask.rollouts.workflows.registry import find_workflow, get_workflow, workflow
 from rftdask.rollouts.workflows.single_turn import BOXED_SYSTEM_PROMPT, MATH_SYSTEM_PROMPT, THINKING_SYSTEM_PROMPT
 
 
-class ScriptedModel(ModelHandle):
+class ScriptedModel(PolicyHandle):
     """A PolicyModel that gives one answer and remembers what it was asked."""
 
     def __init__(self, answer: str) -> None:
