@@ -1,56 +1,69 @@
-"""Plug-ins by name: tables of named functions, dotted paths, and folders of modules. Nothing is copied anywhere.
+"""The one rule by which a configuration names its parts, for every kind of part: losses, workflows, engines, clusters.
 
-A plug-in that is this package's own is trusted to be quick and to stop when it is cancelled, so it runs on the event
-loop; any other runs in a process of its own (sandbox.py) unless it says `in_process = True`.
+A name is a registered one (`grpo`), a dotted path (`package.module.Name`), or a name that a file of a plug-in folder
+defines or registers (`MyLoss`). `find_part` applies the rule and `bind_arguments` holds the arguments beside a name
+against the part's signature, so that a wrong one is told with "did you mean" before anything starts.
+
+Registered parts are read from the source (`read_parts`): their names and arguments are known without importing their
+modules, which may need torch. Plug-ins are imported. Nothing is copied anywhere.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rftdask.errors import UserError
 
+# ---- finding a part by its name
 
-def find_plugin(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """`known[name]`, or the object at the dotted path `name` ("package.module.function").
 
-    Raises: UserError: no such name, module or attribute, with what comes nearest; or the module raises when it is
-    imported, with its traceback.
+def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: Sequence[str] = ()) -> Any:
+    """The part called `name`, imported if it was not: a registered one, one of a plug-in folder, or a dotted path.
+
+    Args:
+        kind: what the part is, as it appears in messages: "policy loss".
+        registered: name -> the part, or its `RegisteredPart`. A plug-in may add to it when it is imported.
+        plugin_dirs: folders to import before the name is said to be unknown; those that this process has loaded
+            already count, too. See `load_plugin_folders`.
+    Raises: UserError: no such name, module or attribute, with what comes nearest; what the part needs is not installed;
+        or its module raises when it is imported, with the traceback.
     """
-    if name in known:
-        return _installed(kind, name, known[name])
+    if name not in registered:
+        load_plugin_folders(plugin_dirs)
+    if name in registered:
+        part = registered[name]
+        return _installed(kind, name, part.load() if isinstance(part, RegisteredPart) else part)
+    owners = [module for module in _plugin_modules if _defines(module, name)]
+    if len(owners) > 1:
+        files = " and ".join(str(module.__file__) for module in owners)
+        raise UserError(f"{kind} {name!r} is defined by {files}; name one of them as {owners[0].__name__}.{name}")
+    if owners:
+        return getattr(owners[0], name)
     if "." not in name:
-        near = ", ".join(_nearest(name, known)) or ", ".join(sorted(known))
-        raise UserError(f"unknown {kind} {name!r}; nearest: {near}; or give a dotted path such as my_module.{name}")
+        raise UserError(f"unknown {kind} {name!r}; {_instead(kind, name, registered)}")
     module_name, _, attribute = name.rpartition(".")
     module = _import(module_name, f"{kind} {name!r}")
     if not hasattr(module, attribute):
-        near = ", ".join(_nearest(attribute, dir(module))) or "nothing similar"
-        raise UserError(f"{kind} {name!r}: module {module_name!r} has no {attribute!r}; it has {near}")
+        near = did_you_mean(attribute, dir(module)) or "; is it the right module?"
+        raise UserError(f"{kind} {name!r}: module {module_name!r} has no {attribute!r}{near}")
     return getattr(module, attribute)
 
 
-def _installed(kind: str, name: str, plugin: Any) -> Any:
-    """The plug-in, if what it needs is there: `requires`, module -> extra of this package."""
-    for module, extra in requires(plugin).items():
-        package = module.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
-            )
-    return plugin
-
-
 def load_plugin_folders(folders: Sequence[str]) -> None:
-    """Import every module (*.py but for those that begin with _) of `folders`, so that what they register is known by
-    its name; from then on the folders are on sys.path, where processes started later find them, too.
+    """Import every module (*.py but for those that begin with _) of `folders`, so that what they define or register is
+    known by its name; from then on the folders are on sys.path, where processes started later find them, too.
 
     Raises: UserError: a folder is not there, or a module raises, with its traceback.
     """
@@ -58,7 +71,7 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
     for folder in folders:
         path = Path(folder).expanduser().resolve()
         if not path.is_dir():
-            raise UserError(f"plugin folder {folder!r} does not exist or is no folder (explorer.plugin_dirs)")
+            raise UserError(f"plugin folder {folder!r} does not exist or is no folder (plugin_dirs)")
         if str(path) not in sys.path:
             sys.path.append(str(path))
         for file in sorted(path.glob("[!_]*.py")):
@@ -67,10 +80,288 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
                 raise UserError(
                     f"plugin {file}: another module is called {file.stem!r}: {module.__file__}; rename yours"
                 )
+            if module not in _plugin_modules:
+                _plugin_modules.append(module)
+
+
+_plugin_modules: list[ModuleType] = []
+"""Modules of the folders that this process has loaded."""
+
+
+def _defines(module: ModuleType, name: str) -> bool:
+    """Whether the module itself defines a class or function of this name, rather than importing it."""
+    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
+
+
+def _instead(kind: str, name: str, registered: Iterable[str]) -> str:
+    near = nearest(name, registered)
+    names = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registered))}"
+    return f"{names}; a {kind} of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
+
+
+def _installed(kind: str, name: str, part: Any) -> Any:
+    """The part, if what it needs is there: `requires`, module -> extra of this package."""
+    for module, extra in requires(part).items():
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
+            )
+    return part
+
+
+def _import(module_name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part, as in "a..b"
+        missing = getattr(error, "name", None) or module_name
+        if module_name == missing or module_name.startswith(f"{missing}.") or isinstance(error, ValueError):
+            raise UserError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
+        raise UserError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
+    except (Exception, SystemExit) as error:
+        lines = "".join(traceback.format_exception(error)).rstrip()
+        raise UserError(f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}\n{lines}") from error
+
+
+def nearest(word: str, words: Iterable[str], count: int = 3) -> list[str]:
+    """The words most like `word`, best first."""
+    return difflib.get_close_matches(word, list(words), n=count, cutoff=0.5)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The end of a message, "; did you mean clip_range?", or "" where nothing is like `word`."""
+    near = nearest(word, words)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+# ---- arguments
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument that a part takes.
+
+    Example: Parameter("clip_range", "float", required=False)
+    """
+
+    name: str
+    annotation: str = ""
+    """Its type as written in the source; "" where none is."""
+    required: bool = True
+
+
+def parameters_of(part: Any, supplied: int = 0) -> dict[str, Parameter] | None:
+    """The arguments that a configuration may give a part, by name; None: any, it takes **kwargs or tells nothing.
+
+    Args:
+        part: a class, a function or a `RegisteredPart`.
+        supplied: leading arguments that the caller gives itself, such as the response, truth and task of a reward.
+    """
+    if isinstance(part, RegisteredPart):
+        return None if part.parameters is None else dict(list(part.parameters.items())[supplied:])
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())[supplied:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {
+        parameter.name: Parameter(
+            parameter.name,
+            "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation),
+            required=parameter.default is parameter.empty,
+        )
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def argument_problems(
+    part: Any, arguments: Mapping[str, Any], supplied: int = 0, given: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """(argument, what is wrong) for every argument that the part does not take, misses or takes as another type.
+
+    Args: as for `parameters_of`; given: arguments by name that the caller gives itself.
+    """
+    takes = parameters_of(part, supplied)
+    if takes is None:
+        return
+    takes = {name: parameter for name, parameter in takes.items() if name not in given}
+    for name, value in arguments.items():
+        if name not in takes:
+            known = ", ".join(takes) or "no arguments"
+            yield name, f"unknown argument{did_you_mean(name, takes)}; {_name_of(part)} takes {known}"
+        elif not accepts(takes[name].annotation, value):
+            yield name, f"{value!r} is not {takes[name].annotation}"
+    for name, parameter in takes.items():
+        if parameter.required and name not in arguments:
+            yield name, f"required by {_name_of(part)}, and not given"
+
+
+def bind_arguments(
+    what: str, part: Any, arguments: Mapping[str, Any], supplied: int = 0, given: Collection[str] = ()
+) -> None:
+    """Raises: UserError: the part does not take `arguments`; every mistake, each as `what.argument: message`.
+
+    Args: what: the key of the configuration they stand in, "algorithm.policy_loss_fn_args"; others as above.
+    """
+    problems = [f"{what}.{name}: {message}" for name, message in argument_problems(part, arguments, supplied, given)]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "None": lambda value: value is None,
+    **dict.fromkeys(("list", "tuple", "Sequence", "Iterable"), lambda value: isinstance(value, list | tuple)),
+    **dict.fromkeys(("dict", "Mapping"), lambda value: isinstance(value, Mapping)),
+}
+
+
+def accepts(annotation: str, value: Any) -> bool:
+    """Whether a value of a configuration fits a type as it is written in Python; a type that is not known fits.
+
+    >>> accepts("float | None", 1), accepts("float | None", "1"), accepts("Literal['a', 'b']", "c")
+    (True, False, False)
+    """
+    try:
+        return _fits(ast.parse(annotation, mode="eval").body, value)
+    except SyntaxError:
+        return True
+
+
+def _fits(node: ast.expr, value: Any) -> bool:
+    if isinstance(node, ast.BinOp):  # a union
+        return _fits(node.left, value) or _fits(node.right, value)
+    if isinstance(node, ast.Subscript):
+        outer = ast.unparse(node.value).rpartition(".")[2]
+        if outer == "Literal":
+            return value in ast.literal_eval(
+                node.slice if isinstance(node.slice, ast.Tuple) else ast.List([node.slice])
+            )
+        if outer == "Optional":
+            return value is None or _fits(node.slice, value)
+        return _TYPES[outer](value) if outer in _TYPES else True
+    name = ast.unparse(node).rpartition(".")[2]
+    return _TYPES[name](value) if name in _TYPES else True
+
+
+def _name_of(part: Any) -> str:
+    return part.name if isinstance(part, RegisteredPart) else str(getattr(part, "__name__", type(part).__name__))
+
+
+# ---- registered parts, read from their source
+
+
+@dataclass(frozen=True)
+class RegisteredPart:
+    """A class of this package that a configuration can name, as its source shows it; `load` imports it.
+
+    Example: RegisteredPart("slurm", "rftdask.cluster.slurm", "SlurmCluster", None, {"is_batch": True})
+    """
+
+    name: str
+    module: str
+    attribute: str
+    parameters: Mapping[str, Parameter] | None
+    """What it takes by name: the fields of a dataclass, else the arguments of __init__. None: any."""
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    """Its class attributes that are constants, those of its bases in the same files included."""
+
+    def load(self) -> Any:
+        """The class. Imports its module."""
+        return getattr(importlib.import_module(self.module), self.attribute)
+
+
+@cache
+def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
+    """name -> part for every class in the modules below `package` (dotted) with a class attribute `label` = "name".
+
+    Reads files and imports nothing, not even the package. A tuple of names registers the class under each.
+    """
+    root = Path(__file__).parents[2].joinpath(*package.split("."))
+    files = sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
+    classes: dict[str, tuple[str, ast.ClassDef]] = {}
+    for file in files:
+        module = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts).removesuffix(".__init__")
+        body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+        classes.update({node.name: (module, node) for node in body if isinstance(node, ast.ClassDef)})
+    found: dict[str, RegisteredPart] = {}
+    for attribute, (module, node) in classes.items():
+        own = _constants(node).get(label)  # its own: a subclass has another name or none
+        for name in (own,) if isinstance(own, str) else own or ():
+            line = [known for _, known in _line_of(node, classes)]
+            traits = {key: value for known in reversed(line) for key, value in _constants(known).items()}
+            found[name] = RegisteredPart(name, module, attribute, _read_parameters(line), traits)
+    return found
+
+
+def _line_of(node: ast.ClassDef, classes: Mapping[str, tuple[str, ast.ClassDef]]) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The class and its bases among `classes`, nearest first."""
+    yield node.name, node
+    for base in node.bases:
+        name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+        if name in classes and name != node.name:
+            yield from _line_of(classes[name][1], classes)
+
+
+def _constants(node: ast.ClassDef) -> dict[str, Any]:
+    """Class attributes with literal values; not the fields of a dataclass, which have defaults of instances."""
+    found = {}
+    for item in node.body:
+        target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+        value = getattr(item, "value", None)
+        if isinstance(target, ast.Name) and value is not None and isinstance(item, ast.Assign | ast.AnnAssign):
+            try:
+                found[target.id] = ast.literal_eval(value)
+            except ValueError:
+                continue
+    return found
+
+
+def _read_parameters(line: Sequence[ast.ClassDef]) -> dict[str, Parameter] | None:
+    """The fields of a dataclass, those of its bases first; else the arguments of the nearest __init__ but self."""
+    if any("dataclass" in ast.unparse(decorator) for decorator in line[0].decorator_list):
+        fields: dict[str, Parameter] = {}
+        for node in reversed(line):
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    annotation = ast.unparse(item.annotation)
+                    if not annotation.startswith(("ClassVar", "typing.ClassVar")):
+                        required = item.value is None
+                        fields[item.target.id] = Parameter(item.target.id, annotation, required)
+        return fields
+    for node in line:
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                return None if item.args.kwarg else _read_arguments(item.args, skip=1)
+    return {}
+
+
+def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parameter]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = [*zip(positional, defaults, strict=True)][skip:]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {
+        argument.arg: Parameter(
+            argument.arg, ast.unparse(argument.annotation) if argument.annotation else "", required=default is None
+        )
+        for argument, default in pairs
+    }
+
+
+# ---- what a part says about itself
 
 
 def runs_in_process(plugin: Any) -> bool:
-    """Whether it runs on the event loop: what it says itself, else whether it is this package's own."""
+    """Whether a workflow or reward runs on the event loop: what it says itself, else whether it is this package's own,
+    which is trusted to be quick and to stop when it is cancelled. Any other runs in a sandbox.
+    """
     declared = getattr(plugin, "in_process", None)
     return module_of(plugin).startswith("rftdask.") if declared is None else bool(declared)
 
@@ -84,20 +375,3 @@ def requires(plugin: Any) -> Mapping[str, str]:
 def module_of(plugin: Any) -> str:
     """The module that has to be imported for the plug-in to be there."""
     return str(getattr(plugin, "__module__", None) or type(plugin).__module__)
-
-
-def _import(module_name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part, as in "a..b"
-        missing = getattr(error, "name", None) or module_name
-        if module_name == missing or module_name.startswith(f"{missing}.") or isinstance(error, ValueError):
-            raise UserError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
-        raise UserError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
-    except (Exception, SystemExit) as error:
-        lines = "".join(traceback.format_exception(error)).rstrip()
-        raise UserError(f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}\n{lines}") from error
-
-
-def _nearest(name: str, known: Any) -> list[str]:
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -29,6 +29,7 @@ PROJECT = PYPROJECT["project"]
 
 LAYERS = (
     {"errors"},
+    {"config.plugins"},  # the one rule of plug-ins, below all that has parts
     {"config", "storage", "algorithm", "processes", "models"},
     {"data", "weights", "monitor"},
     {"buffer", "synchronizer"},

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rftdask.config.plugins import find_plugin
+from rftdask.config.plugins import find_part
 from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.rewards.countdown import countdown_reward
@@ -59,7 +59,7 @@ def reward(name: str, *, in_process: bool | None = None) -> Callable[[RewardFn],
 
 def get_reward(name: str) -> RewardFn:
     """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none."""
-    function: RewardFn = find_plugin("reward function", name, _REWARDS)
+    function: RewardFn = find_part("reward function", name, _REWARDS)
     if not callable(function):
         raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
     return function

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_plugin, module_of, requires, runs_in_process
+from rftdask.config.plugins import find_part, module_of, requires, runs_in_process
 from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
@@ -96,7 +96,7 @@ def find_workflow(name: str) -> FoundWorkflow:
 
     Raises: UserError: there is none, it has no `run`, or it blocks and is declared in_process.
     """
-    plugin = find_plugin("workflow", name, _WORKFLOWS)
+    plugin = find_part("workflow", name, _WORKFLOWS)
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")

@@ -343,7 +343,7 @@ def test_an_engine_that_loses_a_request_is_an_engine_error() -> None:
 
 def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
     log: list[list[GenerateRequest]] = []
-    with pytest.raises(UserError, match="unknown workflow 'math_workflows'; nearest: math_workflow"):
+    with pytest.raises(UserError, match="unknown workflow 'math_workflows'; did you mean math_workflow"):
         run([task(0), task(1, "math_workflows")], replies("4", log))
     with pytest.raises(UserError, match="unknown reward function"):
         run([task(0, reward_fn="mathreward")], replies("4", log))

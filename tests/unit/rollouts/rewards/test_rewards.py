@@ -228,11 +228,11 @@ def test_a_reward_function_is_found_by_name_and_by_dotted_path() -> None:
 
 
 def test_an_unknown_reward_function_is_a_user_error_with_the_nearest_names() -> None:
-    with pytest.raises(UserError, match="unknown reward function 'math_rewards'; nearest: math_reward"):
+    with pytest.raises(UserError, match="unknown reward function 'math_rewards'; did you mean math_reward"):
         get_reward("math_rewards")
     with pytest.raises(UserError, match=r"cannot import 'no_such_package\.rewards'"):
         get_reward("no_such_package.rewards.f")
-    with pytest.raises(UserError, match="has no 'formatreward'; it has format_reward"):
+    with pytest.raises(UserError, match="has no 'formatreward'; did you mean format_reward"):
         get_reward("rftdask.rollouts.rewards.text.formatreward")
     with pytest.raises(UserError, match="is a float, not a function"):
         get_reward("rftdask.rollouts.rewards.text.FORMAT_REWARD")

@@ -121,9 +121,9 @@ def test_a_dotted_path_names_a_workflow_without_registration() -> None:
 
 
 def test_a_wrong_name_is_a_user_error_with_the_nearest_ones() -> None:
-    with pytest.raises(UserError, match="unknown workflow 'math_worklow'; nearest: math_workflow"):
+    with pytest.raises(UserError, match="unknown workflow 'math_worklow'; did you mean math_workflow"):
         get_workflow("math_worklow")
-    with pytest.raises(UserError, match=r"unknown workflow 'zzz'; nearest: .*simple_workflow"):
+    with pytest.raises(UserError, match=r"unknown workflow 'zzz'; there are .*simple_workflow"):
         get_workflow("zzz")
 
 

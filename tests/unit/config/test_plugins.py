@@ -1,0 +1,187 @@
+"""Promises of the one rule by which a configuration names its parts:
+
+- a part is found by its registered name, by its dotted path, or by its name in a file of a plug-in folder;
+- an unknown name, argument or type is told with what comes nearest; what a plug-in raises is shown with its traceback;
+- a registered part's name, arguments and traits are read from its source, and equal those of the class itself.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rftdask.config import plugins
+from rftdask.config.plugins import Parameter, accepts, argument_problems, bind_arguments, find_part, parameters_of
+from rftdask.errors import UserError
+
+
+@dataclass(frozen=True)
+class ClipLoss:
+    clip_range: float = 0.2
+    level: str = "token"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_plugin_modules", [])
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_registered_name_is_found_before_any_plugin_is_imported() -> None:
+    assert find_part("loss", "clip", {"clip": ClipLoss}, ["/nowhere"]) is ClipLoss
+
+
+def test_a_dotted_path_is_imported() -> None:
+    assert find_part("loss", "collections.OrderedDict", {}).__name__ == "OrderedDict"
+
+
+def test_a_name_that_a_file_of_a_plugin_folder_defines_is_found(folder: Path) -> None:
+    (folder / "own_losses.py").write_text("from collections import Counter\nclass OwnLoss:\n    pass\n")
+    assert find_part("loss", "OwnLoss", {}, [str(folder)]).__module__ == "own_losses"
+    assert find_part("loss", "own_losses.OwnLoss", {}).__name__ == "OwnLoss"
+    with pytest.raises(UserError, match="unknown loss 'Counter'"):  # the file only imports it
+        find_part("loss", "Counter", {})
+
+
+def test_a_name_that_a_plugin_registers_is_found(folder: Path) -> None:
+    table: dict[str, object] = {}
+    (folder / "registers.py").write_text("import sys\nsys.table['own'] = int\n")
+    sys.table = table  # type: ignore[attr-defined]
+    try:
+        assert find_part("loss", "own", table, [str(folder)]) is int
+    finally:
+        del sys.table  # type: ignore[attr-defined]
+
+
+def test_a_name_that_two_files_define_is_refused(folder: Path) -> None:
+    for name in ("first_twin", "second_twin"):
+        (folder / f"{name}.py").write_text("class Twin:\n    pass\n")
+    with pytest.raises(UserError, match=r"'Twin' is defined by .*name one of them as first_twin\.Twin"):
+        find_part("loss", "Twin", {}, [str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clpi", "unknown loss 'clpi'; did you mean clip?"),
+        ("zzz", "unknown loss 'zzz'; there are clip, sft; a loss of your own is given as package.module.Name"),
+        ("no_such_module.Loss", "cannot import 'no_such_module'"),
+        ("collections.OrderdDict", "module 'collections' has no 'OrderdDict'; did you mean OrderedDict"),
+        ("a..b", "cannot import"),
+    ],
+)
+def test_a_name_that_is_not_there_is_told_with_what_comes_nearest(name: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_part("loss", name, {"clip": ClipLoss, "sft": ClipLoss})
+    assert message in str(caught.value)
+
+
+def test_a_plugin_that_raises_is_shown_with_its_traceback(folder: Path) -> None:
+    (folder / "broken_plugin.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match=r"(?s)raised ZeroDivisionError.*Traceback.*broken_plugin\.py"):
+        find_part("loss", "Any", {}, [str(folder)])
+
+
+def test_wrong_arguments_are_told_together() -> None:
+    with pytest.raises(UserError) as caught:
+        bind_arguments("algorithm.policy_loss_fn_args", ClipLoss, {"clip_rnage": 1, "level": 2})
+    assert str(caught.value).splitlines() == [
+        "algorithm.policy_loss_fn_args.clip_rnage: unknown argument; did you mean clip_range?; ClipLoss takes "
+        "clip_range, level",
+        "algorithm.policy_loss_fn_args.level: 2 is not str",
+    ]
+
+
+def test_arguments_that_fit_bind() -> None:
+    bind_arguments("x", ClipLoss, {"clip_range": 1})
+
+
+def test_what_the_caller_gives_itself_is_not_asked_for() -> None:
+    def reward(response: str, truth: str, task: object, target: int, scale: float = 1.0) -> float:
+        return scale * target
+
+    assert list(argument_problems(reward, {"target": 3}, supplied=3)) == []
+    assert list(argument_problems(reward, {}, supplied=3)) == [("target", "required by reward, and not given")]
+    assert list(argument_problems(reward, {}, supplied=3, given=("target",))) == []
+
+
+def test_a_part_that_takes_any_argument_is_not_checked() -> None:
+    assert list(argument_problems(lambda **anything: None, {"x": 1})) == []
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fits", "does_not"),
+    [
+        ("float", 1, True),
+        ("int", 3, 3.0),
+        ("bool", True, 1),
+        ("str", "a", 1),
+        ("float | None", None, "1"),
+        ("Optional[int]", None, "x"),
+        ("Literal['a', 'b']", "b", "c"),
+        ("typing.Literal[2]", 2, 3),
+        ("tuple[float, ...]", (1.0, 2), 1.0),
+        ("Mapping[str, Any]", {}, []),
+    ],
+)
+def test_a_type_is_read_as_it_is_written(annotation: str, fits: object, does_not: object) -> None:
+    assert accepts(annotation, fits)
+    assert not accepts(annotation, does_not)
+
+
+def test_a_type_that_is_not_known_takes_anything() -> None:
+    assert accepts("Tensor", 3) and accepts("", 3)
+
+
+SOURCE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+class Base:
+    needs_gpu = False
+    label = None
+
+@dataclass(frozen=True)
+class Common(Base):
+    scale: float = 1.0
+
+@dataclass(frozen=True)
+class Fast(Common):
+    label: ClassVar[str] = "fast"
+    needs_gpu: ClassVar[bool] = True
+    limit: int | None = None
+
+class Slow(Base):
+    label = ("slow", "slower")
+
+    def __init__(self, path: str, *, retries: int = 3) -> None: ...
+"""
+
+
+def test_registered_parts_are_read_from_their_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "parts_package").mkdir()
+    (folder / "parts_package/all.py").write_text(SOURCE)
+    monkeypatch.setattr(plugins, "__file__", str(folder / "rftdask/config/plugins.py"))
+    parts = plugins.read_parts("parts_package", "label")
+    assert sorted(parts) == ["fast", "slow", "slower"]
+    assert parts["fast"].parameters == {
+        "scale": Parameter("scale", "float", required=False),
+        "limit": Parameter("limit", "int | None", required=False),
+    }
+    assert parts["slow"].parameters == {
+        "path": Parameter("path", "str"),
+        "retries": Parameter("retries", "int", required=False),
+    }
+    assert parts["fast"].traits["needs_gpu"] is True and parts["slow"].traits["needs_gpu"] is False
+    assert "parts_package" not in sys.modules
+    monkeypatch.syspath_prepend(folder)
+    fast = find_part("engine", "fast", parts)
+    assert fast(limit=3).scale == 1.0
+    assert list(parts["fast"].parameters) == list(parameters_of(fast) or ())
