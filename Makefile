@@ -2,7 +2,8 @@
 #
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
-#   make lint types   ruff; mypy                               make clean    remove .venv and caches
+#   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
+#   make clean        remove .venv and caches
 #
 # PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package.
 
@@ -18,17 +19,22 @@ BIN := $(VENV)/bin
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: quickstart test slow lint types check install clean
+.PHONY: quickstart test slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --durations=10
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow --durations=10
+	$(BIN)/python -m pytest $(PARALLEL) -m slow --durations=25
+
+extras:
+	@$(MAKE) --no-print-directory install EXTRAS=dev,reasoning-gym,verifiers
+	tests/conformance/install_peers.sh $(VENV)
+	$(BIN)/python -m pytest -m extras --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

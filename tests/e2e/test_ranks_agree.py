@@ -36,6 +36,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
+from tests.numerics import shifted_seed
 
 ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
@@ -74,7 +75,7 @@ def model_of_four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 def model_of_normed_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model-of-normed-heads")
     build_toy_model(folder)
-    torch.manual_seed(1)
+    torch.manual_seed(shifted_seed(1))
     sizes = {"vocab_size": 201, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}
     config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -110,7 +111,7 @@ def engine(
 
 def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
     """Rows of very different lengths, 12 of them, and of mix two more."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(shifted_seed(seed))
     size = 2 if algorithm == "dpo" else 4
     count = num_groups * size
     rows = [(random.integers(2, 200, 2 + random.integers(1, 10)).tolist(), 2, None) for _ in range(count)]

@@ -1,7 +1,6 @@
 """Runs on real data with a tiny model: GSM8K by the shipped config, supervised pairs, a generated dataset."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -86,9 +85,8 @@ def test_supervised_training_reads_jsonl_and_parquet(tmp_path: Path, model: Path
     assert losses.iloc[-1] < losses.iloc[0]
 
 
+@pytest.mark.extras
 def test_a_reasoning_gym_dataset_is_a_taskset_by_name(tmp_path: Path) -> None:
-    if find_spec("reasoning_gym") is None:
-        pytest.fail("install the extra with: pip install -c constraints.txt -e '.[reasoning-gym]'")
     config = write_grpo_config(tmp_path)
     source = "buffer.explorer_input"
     finish(

@@ -11,6 +11,7 @@ from torch import Tensor
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
+from tests.numerics import shifted_seed
 
 Numbers = Sequence[float]
 
@@ -53,7 +54,7 @@ def from_ratios(ratios: Numbers, advantages: Numbers, **more: Any) -> LossInputs
 def random_batch(seed: int, num_rows: int = 6, width: int = 7, dtype: torch.dtype = torch.float64) -> LossInputs:
     """A batch with every field: masks with holes, a single-token row (1) and an empty row (2), some far ratios;
     weights token-mean."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
 
     def draw(scale: float = 1.0) -> Tensor:
         return scale * torch.randn(num_rows, width, generator=generator, dtype=dtype)

@@ -140,12 +140,9 @@ def test_arguments_for_a_generator_are_refused_for_a_file(tmp_path: Path) -> Non
         open_dataset(str(write(tmp_path / "a.jsonl", ROWS)), dataset_args={"size": 3})
 
 
+@pytest.mark.extras
 class TestReasoningGym:
-    """Generated tasks. Skipped without the package, which is an extra."""
-
-    @pytest.fixture(autouse=True)
-    def _package(self) -> None:
-        pytest.importorskip("reasoning_gym")
+    """Generated tasks."""
 
     def test_the_same_arguments_give_the_same_rows(self) -> None:
         first, second, other = (

@@ -17,6 +17,7 @@ from rftdask.engines.sampling import (
     sample_inverse_cdf,
     sample_tokens,
 )
+from tests.numerics import shifted_seed
 
 NEVER = -torch.inf
 
@@ -69,7 +70,7 @@ def test_inverse_cdf_never_draws_an_excluded_token() -> None:
 
 
 def test_inverse_cdf_draws_the_distribution() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     wanted = torch.log_softmax(torch.randn(20), dim=0)
     num_draws = 200_000
     uniforms = torch.from_numpy(draw_uniforms(1, num_draws))
@@ -109,7 +110,7 @@ MIXED = [
 
 
 def test_a_row_gets_the_same_token_and_logprob_alone_as_among_rows_with_other_parameters() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     logits_BV, seen_BV = torch.randn(6, 50) * 2, torch.rand(6, 50) < 0.3
     uniforms_B, end_ids = torch.rand(6, dtype=torch.float64), torch.tensor([3, 4])
 
@@ -126,7 +127,7 @@ def test_a_row_gets_the_same_token_and_logprob_alone_as_among_rows_with_other_pa
 
 
 def test_logprobs_are_of_the_tempered_softmax_before_any_restriction() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     logits_BV = torch.randn(6, 50)
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
@@ -141,7 +142,7 @@ def test_logprobs_are_of_the_tempered_softmax_before_any_restriction() -> None:
 
 
 def test_top_k_of_one_is_greedy() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     logits_BV = torch.randn(32, 50)
     rows = SamplingRows.stack([SamplingParams(max_tokens=1, top_k=1)] * 32)
     tokens_B, _ = sample_tokens(logits_BV, torch.rand(32, dtype=torch.float64), rows)
@@ -162,7 +163,7 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
 
 
 def test_half_precision_logits_are_computed_with_in_float32() -> None:
-    logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(shifted_seed(0))).bfloat16()
     uniform_B = torch.tensor([0.5], dtype=torch.float64)
     rows = SamplingRows.stack([SamplingParams(max_tokens=1)])
     tokens_B, logprobs_B = sample_tokens(logits_BV, uniform_B, rows)

@@ -16,6 +16,7 @@ from rftdask.engines import make_engine
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
+from tests.numerics import shifted_seed
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, Look, make_requests, serve
 from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 
@@ -107,7 +108,7 @@ class TestBatching:
         self, model_folder: Path, seed: int, max_batch_tokens: int
     ) -> None:
         engine = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
-        drawn = random.Random(seed)
+        drawn = random.Random(shifted_seed(seed))
         looks: list[Look] = [[] for _ in range(30)]
         unwanted = set()
         for number, request in enumerate(MIXED_REQUESTS * 2):

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.numerics import shifted_seed
+
 VOCAB_SIZE = 64
 END_IDS = (1, 2)
 
 
 def save_tiny_qwen2(folder: Path, seed: int, tied: bool, **more: Any) -> Path:
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted_seed(seed))
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,

@@ -16,6 +16,7 @@ from rftdask.buffer.batches.ledger import LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import ReplayRule, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups, staleness
 from rftdask.synchronizer.styles import SyncRules, SyncStyle
+from tests.numerics import shifted_seed
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Simulation:
         partial_share: of moves before which the trainer's deadline passes; unread_limit: back-pressure, in groups.
         """
         self.rules = rules
-        self.random = random.Random(seed)
+        self.random = random.Random(shifted_seed(seed))
         self.explore_steps = explore_steps
         self.window = window
         self.empty_share = empty_share

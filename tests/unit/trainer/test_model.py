@@ -31,6 +31,7 @@ from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.errors import DataError
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
+from tests.numerics import assert_close, shifted_seed
 
 VOCAB_SIZE = 50
 PROMPT_LENGTHS = [3, 1, 5, 4]
@@ -52,7 +53,7 @@ def save_tokenizer(folder: Path) -> None:
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -77,7 +78,7 @@ def policy(folder: Path) -> Any:
 
 
 def row_tokens() -> list[np.ndarray]:
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(shifted_seed(1))
     return [random.integers(2, VOCAB_SIZE, length) for length in LENGTHS]
 
 
@@ -168,9 +169,9 @@ class TestTokenLogprobs:
         whole_BT, _ = token_logprobs(policy, make_rows())
         with torch.no_grad():
             chunked_BT, _ = token_logprobs(policy, make_rows(), **chunked)
-        torch.testing.assert_close(chunked_BT, whole_BT, atol=1e-6, rtol=0)
+        assert_close(chunked_BT, whole_BT)
         for grad, expected in zip(self.gradients(policy, **chunked), self.gradients(policy), strict=True):
-            torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+            assert_close(grad, expected)
 
     @pytest.mark.parametrize("with_entropy", [False, True])
     def test_no_tensor_of_all_tokens_by_the_vocabulary_is_kept(self, policy: Any, with_entropy: bool) -> None:
@@ -275,7 +276,9 @@ class TestLoadPolicy:
 def train_a_little(policy: Any) -> None:
     with torch.no_grad():
         for number, parameter in enumerate(policy.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(shifted_seed(number))) * 0.1
+            )
 
 
 class TestWeightsOut:

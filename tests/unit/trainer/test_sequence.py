@@ -23,6 +23,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.sequence import SequenceSplit
+from tests.numerics import shifted_seed
 
 VOCAB_SIZE = 30
 SIZES: dict[str, Any] = {
@@ -51,7 +52,7 @@ FAMILIES = {
 
 def make_model(family: str) -> Any:
     config_class, more = FAMILIES[family]
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     model: Any = transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | more))
     assert pack_if_equal(model)
     return model.eval()
@@ -66,7 +67,7 @@ def scores_and_gradients(
     """[B, T] logprobs and entropies, and what this rank adds to the gradients of a loss that takes both of whole rows,
     and not as a sum over tokens.
     """
-    random = np.random.default_rng(len(shapes))
+    random = np.random.default_rng(shifted_seed(len(shapes)))
     rows = [random.integers(2, VOCAB_SIZE, prompt + response) for prompt, response in shapes]
     weights = torch.from_numpy(random.normal(size=len(rows))).float()
     prompts = np.array([prompt for prompt, _ in shapes])

@@ -25,6 +25,7 @@ from torch import Tensor
 from rftdask.errors import DamagedError, RoleError
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 from rftdask.trainer.ranks import Ranks
+from tests.numerics import shifted_seed
 
 NAME = "actor/optim.safetensors"
 ALONE = Ranks()
@@ -46,7 +47,7 @@ class Shelf(dict[str, bytes]):
 
 
 def some_tensors() -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(shifted_seed(1))
     return {
         "layer.weight/exp_avg": torch.randn(5, 3, generator=random),
         "layer.weight/step": torch.tensor(7.0),

@@ -23,6 +23,7 @@ from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.lr_schedule import LearningRate
+from tests.numerics import shifted_seed
 from tests.unit.trainer.trainer_cases import new_storage
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
@@ -62,7 +63,7 @@ def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **optio
 
 def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
     """Random rollouts of three to six tokens, two prompt tokens each."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(shifted_seed(seed))
     rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
     batch = supervised_batch(rows, [f"row {i}" for i in range(len(rows))], size)
     return replace(

@@ -205,8 +205,8 @@ def test_countdown_without_a_puzzle_is_an_error() -> None:
         value_of("countdown_reward", "<answer>1</answer>", "1")
 
 
+@pytest.mark.extras
 def test_a_generated_task_is_scored_by_its_generator() -> None:
-    pytest.importorskip("reasoning_gym")
     row = open_dataset("reasoning-gym:chain_sum", dataset_args={"size": 1})[0]
     task = Task(taskset="t", epoch=0, index=0, row=row)
     score = get_reward("reasoning_gym_reward")

@@ -15,8 +15,7 @@ from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import Engines, run_work_unit
 from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
 
-pytest.importorskip("verifiers")
-pytestmark = pytest.mark.slow  # importing verifiers takes seconds
+pytestmark = pytest.mark.extras
 
 
 class ToolTokenizer(CharTokenizer):

@@ -3,7 +3,6 @@ the blocks with file=NAME are modules; the text after a block is what it prints;
 """
 
 import contextlib
-import importlib.util
 import io
 import re
 from pathlib import Path
@@ -47,10 +46,22 @@ def test_the_configuration_on_the_page_is_valid() -> None:
     assert taskset.default_workflow_type == "my_workflows.short_answer"
 
 
+NAMED = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE))
+WITH_EXTRAS = {"reasoning_gym_reward", "verifiers_workflow"}
+"""Of packages that the default extras leave out."""
+
+
+def find(name: str) -> object:
+    return (get_workflow if name.endswith("_workflow") else get_reward)(name)
+
+
 def test_every_name_in_the_tables_is_there() -> None:
-    named = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE))
-    assert len(named) > 15
-    for name in sorted(named):
-        if name == "verifiers_workflow" and importlib.util.find_spec("verifiers") is None:
-            continue  # its extra is no part of dev
-        (get_workflow if name.endswith("_workflow") else get_reward)(name)
+    assert len(NAMED) > 15
+    for name in sorted(NAMED - WITH_EXTRAS):
+        assert find(name) is not None
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", sorted(WITH_EXTRAS))
+def test_names_of_other_extras_are_there(name: str) -> None:
+    assert name in NAMED and find(name) is not None
