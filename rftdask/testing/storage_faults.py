@@ -6,12 +6,15 @@ Invariant: with a hook that returns, they behave exactly as what is inside.
 
 from __future__ import annotations
 
+import re
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rftdask.storage.base import Storage
+from rftdask.storage.base import TMP_PREFIX, Storage
 from rftdask.storage.posix import Posix
 
 Stage = Literal["before", "after"]
@@ -19,6 +22,51 @@ Hook = Callable[[str, str, Stage], None]
 """Called with the verb, the path and the stage. Raising at "after" is the reply lost after the work was done."""
 Step = Callable[[str, str], None]
 """Called with the name of a system call and its path, before the call."""
+
+_TMP_NAME = re.compile(re.escape(TMP_PREFIX) + r"[^/]*")
+
+
+class PlaceCounter:
+    """Names the places that a run passes, and calls `act` at one of them.
+
+    A place is an operation, its path and its count, such as "before get ledger/main/00000001.json (2)". It is not a
+    number: threads that read ahead pass their places in any order, and a number would mean another place in each run.
+    Names leave out `root` and the random part of temporary names. Safe to use from threads.
+
+    Example:
+        counted = PlaceCounter(folder)
+        run(FaultyStorage(LocalStorage(folder), counted.at_verb))
+        dying = PlaceCounter(other, counted.places[17], kill_myself)
+    """
+
+    def __init__(self, root: str | Path = "", place: str = "", act: Callable[[], None] = lambda: None) -> None:
+        """root: folder that paths of system calls are given below; place: where `act` is called, once ("": nowhere)."""
+        self.places: list[str] = []
+        self.has_acted = False
+        self._root = str(root)
+        self._place = place
+        self._act = act
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def at_verb(self, verb: str, path: str, stage: Stage) -> None:
+        """A hook of FaultyStorage."""
+        self._pass(f"{stage} {verb} {path}")
+
+    def at_call(self, call: str, path: str) -> None:
+        """A step of SteppedPosix."""
+        inside = path.removeprefix(self._root).strip("/") if self._root else path
+        self._pass(f"before {call} {_TMP_NAME.sub(TMP_PREFIX + '*', inside)}")
+
+    def _pass(self, operation: str) -> None:
+        with self._lock:
+            self._counts[operation] += 1
+            place = f"{operation} ({self._counts[operation]})"
+            self.places.append(place)
+            acts_here = place == self._place
+            self.has_acted |= acts_here
+        if acts_here:
+            self._act()  # without the lock: it may pass places of its own
 
 
 class FaultyStorage(Storage):

@@ -18,6 +18,7 @@ from rftdask.testing.crashtest.ending import check_ending, new_memory, run_undis
 from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
 from rftdask.testing.crashtest.power import lose_power
 from rftdask.testing.crashtest.rivals import meet_rivals
+from rftdask.testing.crashtest.stops import list_places
 from rftdask.testing.crashtest.suite import CrashTestOptions
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 
@@ -29,6 +30,21 @@ def test_a_process_killed_at_a_storage_operation_loses_nothing(tmp_path: Path) -
     assert figures["num_kills"] == figures["num_tried"] >= 4
     assert (figures["num_lost"], figures["num_twice"]) == (0, 0)
     assert figures["num_trained_again"] > 0
+
+
+def test_the_last_place_of_a_run_is_there_when_a_process_is_to_be_killed_at_it(tmp_path: Path) -> None:
+    code, report = run_crash_test(tmp_path, "--only", "stops", "--seed", "11", "--every", "188")
+    assert (code, report["failures"]) == (0, [])
+    assert part(report, "stops")["num_tried"] == 4
+
+
+def test_every_run_of_a_seed_passes_the_same_places_wherever_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    folders = (tmp_path / "there", tmp_path / "not" / "yet", tmp_path / "another")
+    first, *others = (sorted(list_places(folder, Plan(), seed=11)) for folder in folders)
+    assert others == [first, first]
+    assert len(set(first)) == len(first) > 500
+    assert any(place.startswith("after put global_step_4/MANIFEST.json") for place in first)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -17,29 +17,15 @@ from rftdask.storage import Storage
 from rftdask.testing.crashtest.ending import Ending, Undisturbed, check_ending, new_memory, run_undisturbed, try_to_end
 from rftdask.testing.crashtest.figures import Figures
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, Writer, run_all
-from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter
 
 Wrap = Callable[[Storage], Storage]
-
-
-class _Pause:
-    """Runs `meanwhile` once, at the n-th operation it sees; 0: only counts."""
-
-    def __init__(self, at: int, meanwhile: Callable[[], None]) -> None:
-        self.places: list[str] = []
-        self._at = at
-        self._meanwhile = meanwhile
-
-    def hook(self, verb: str, path: str, stage: str) -> None:
-        self.places.append(f"{stage} {verb} {path}")
-        if len(self.places) == self._at:
-            self._meanwhile()
 
 
 def meet_rivals(
     plan: Plan, seeds: range, *, every: int = 1, where: str = ".*", wrap: Wrap = lambda storage: storage
 ) -> Figures:
-    """At every `every`-th operation among those like `where`, a pattern for "before put weights/1/MANIFEST.json".
+    """At every `every`-th operation among those like `where`, a pattern for "before put weights/1/MANIFEST.json (1)".
     `wrap`: what stands between the first trainer and its storage; a protection can be taken away there.
     """
     began = time.monotonic()
@@ -47,32 +33,32 @@ def meet_rivals(
     undisturbed = run_undisturbed(plan)
     num_fenced = 0
     for seed in seeds:
-        places = _places(plan, seed, wrap)
+        places = _list_places(plan, seed, wrap)
         figures.num_operations += len(places) // 2
-        chosen = [number for number, place in enumerate(places, 1) if re.fullmatch(where, place)]
-        for number in chosen[::every]:
+        chosen = [place for place in places if re.fullmatch(where, place)]
+        for place in chosen[::every]:
             witness = Witness()
-            was_fenced, ending = _meet(plan, number, seed, wrap, witness, undisturbed)
+            was_fenced, ending = _meet(plan, place, seed, wrap, witness, undisturbed)
             num_fenced += was_fenced
             figures.num_tried += 1
             figures.num_trained_again += witness.num_trained_again()
-            figures.add(f"held {places[number - 1]}, seed {seed}", ending)
+            figures.add(f"held {place}, seed {seed}", ending)
     figures.notes.append(f"{num_fenced} of {figures.num_tried} stopped because they were fenced, the others agreed")
     figures.duration_s = time.monotonic() - began
     return figures
 
 
-def _places(plan: Plan, seed: int, wrap: Wrap) -> list[str]:
-    pause = _Pause(0, lambda: None)
-    storage = wrap(FaultyStorage(new_memory(), pause.hook))
+def _list_places(plan: Plan, seed: int, wrap: Wrap) -> list[str]:
+    counter = PlaceCounter()
+    storage = wrap(FaultyStorage(new_memory(), counter.at_verb))
     run_all(lambda: storage, plan, Parts(), Witness(), seed)
-    return pause.places
+    return counter.places
 
 
 def _meet(
-    plan: Plan, number: int, seed: int, wrap: Wrap, witness: Witness, undisturbed: Undisturbed
+    plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness, undisturbed: Undisturbed
 ) -> tuple[bool, Ending]:
-    """(whether the first was fenced, what came of the run)."""
+    """Hold the first trainer at `place`: (whether it was fenced, what came of the run)."""
     memory, parts = new_memory(), Parts()
 
     def rival() -> None:
@@ -81,7 +67,8 @@ def _meet(
             writer.work()  # so that the rival finds more than the first did
         run_all(lambda: memory, plan, parts, witness, seed + 1)
 
-    storage = wrap(FaultyStorage(memory, _Pause(number, rival).hook))
+    counter = PlaceCounter("", place, rival)
+    storage = wrap(FaultyStorage(memory, counter.at_verb))
     was_fenced = False
     try:
         run_all(lambda: storage, plan, parts, witness, seed)
@@ -89,5 +76,7 @@ def _meet(
         was_fenced = True
     except NotFoundError:
         pass  # what it was about to read is gone: the other one has tidied up
+    if not counter.has_acted:
+        return was_fenced, Ending(["the first trainer never came to this place"])
     failed = try_to_end(lambda: run_all(lambda: memory, plan, parts, witness, seed + 2))
     return was_fenced, failed or check_ending(memory, plan, witness, undisturbed)

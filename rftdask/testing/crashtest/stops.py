@@ -1,8 +1,8 @@
 """Stops: a process is killed before and after every storage operation of a short run, and between the system calls that
 each is made of; every time a new process goes on.
 
-A first run without a crash numbers the places. Invariant: the n-th place is the same in every run until a crash, since
-all roles take turns in one process, with names drawn from the seed.
+A first run without a crash names the places. Invariant: every run of one seed passes the same places until a crash,
+since all roles take turns in one process, with names drawn from the seed.
 """
 
 from __future__ import annotations
@@ -21,72 +21,66 @@ from rftdask.testing.crashtest.ending import Ending, Undisturbed, check_ending, 
 from rftdask.testing.crashtest.figures import Figures
 from rftdask.testing.crashtest.lives import kill_myself, start_life
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
-from rftdask.testing.storage_faults import FaultyStorage, SteppedPosix
+from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, SteppedPosix
 
 _DEADLINE_S = 120.0
 
 
-class _Counter:
-    """Counts places and dies at one of them; 0: at none."""
-
-    def __init__(self, die_at: int = 0) -> None:
-        self.places: list[str] = []
-        self.num_operations = 0
-        self._die_at = die_at
-
-    def at_verb(self, verb: str, path: str, stage: str) -> None:
-        self.num_operations += stage == "before"
-        self._pass(f"{stage} {verb} {path}")
-
-    def at_call(self, call: str, path: str) -> None:
-        self._pass(f"before {call} {path}")
-
-    def storage(self, folder: Path) -> Storage:
-        return FaultyStorage(LocalStorage(folder, SteppedPosix(self.at_call)), self.at_verb)
-
-    def _pass(self, place: str) -> None:
-        self.places.append(place)
-        if len(self.places) == self._die_at:
-            kill_myself()
-
-
 def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> Figures:
-    """Kill a process at every `every`-th place, finish the run in another, and check it. Works below `folder`."""
+    """Kill a process at every `every`-th place and at the last, finish the run in another, and check it.
+
+    folder: where it works; made by it.
+    """
     began = time.monotonic()
     figures = Figures("stops", "places before, in and after each storage operation; SIGKILL at each")
     undisturbed = run_undisturbed(plan)
-    counter = _Counter()
     counted = folder / "counted"
-    run_all(lambda: counter.storage(counted / "run"), plan, Parts(), Witness(), seed)
+    places = list_places(counted, plan, seed)
     shutil.rmtree(counted)
-    figures.num_operations = counter.num_operations
-    for number in range(1, len(counter.places) + 1, every):
-        place = folder / f"place-{number}"
-        place.mkdir(parents=True)
-        where = f"killed at place {number} ({counter.places[number - 1]})"
-        witness = Witness(place / "witness.txt")
+    figures.num_operations = sum(place.startswith("after ") for place in places)  # only verbs have an "after"
+    for number in sorted({*range(0, len(places), every), len(places) - 1}):
+        life_folder = folder / f"place-{number + 1}"
+        life_folder.mkdir(parents=True)
+        witness = Witness(life_folder / "witness.txt")
         figures.num_tried += 1
         try:
-            figures.num_kills += _kill_at(number, place, plan, witness, seed)
-            ending = finish(place, plan, witness, undisturbed, seed + 1)
+            _kill_at(places[number], life_folder, plan, witness, seed)
+            figures.num_kills += 1
+            ending = finish(life_folder, plan, witness, undisturbed, seed + 1)
         except RoleError as error:
             ending = Ending([str(error)])
         figures.num_trained_again += witness.num_trained_again()
-        figures.add(where, ending)
-        shutil.rmtree(place)
+        figures.add(f"killed {places[number]}, {number + 1} of {len(places)}", ending)
+        shutil.rmtree(life_folder)
     figures.duration_s = time.monotonic() - began
     return figures
 
 
-def _kill_at(number: int, place: Path, plan: Plan, witness: Witness, seed: int) -> bool:
-    def live() -> None:
-        counter = _Counter(die_at=number)
-        run_all(lambda: counter.storage(place / "run"), plan, Parts(), witness, seed)
+def list_places(folder: Path, plan: Plan, seed: int) -> list[str]:
+    """Run undisturbed in `folder`; the names of the places that were passed, which are the same in every folder.
 
-    life = start_life(live, place)
+    Their order is that of the run, but for reads that threads make at once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # else the run makes it, which is a place that no killed run passes
+    counter = PlaceCounter(folder)
+    run_all(lambda: _storage(folder, counter), plan, Parts(), Witness(), seed)
+    return counter.places
+
+
+def _storage(folder: Path, counter: PlaceCounter) -> Storage:
+    return FaultyStorage(LocalStorage(folder / "run", SteppedPosix(counter.at_call)), counter.at_verb)
+
+
+def _kill_at(place: str, folder: Path, plan: Plan, witness: Witness, seed: int) -> None:
+    """Raises: RoleError: the process ended without passing `place`."""
+
+    def live() -> None:
+        counter = PlaceCounter(folder, place, kill_myself)
+        run_all(lambda: _storage(folder, counter), plan, Parts(), witness, seed)
+
+    life = start_life(live, folder)
     if life.wait(_DEADLINE_S) != -signal.SIGKILL:
         raise RoleError(f"was to be killed, and ended with status {life.status}: {life.error()}")
-    return True
 
 
 def finish(place: Path, plan: Plan, witness: Witness, undisturbed: Undisturbed, seed: int) -> Ending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rftdask.errors import StorageError
 from rftdask.storage import open_storage
 from rftdask.storage.local import LocalStorage
-from rftdask.testing.storage_faults import FaultyStorage, SteppedPosix
+from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, SteppedPosix
 
 
 def test_the_hook_sees_each_verb_before_and_after() -> None:
@@ -53,3 +54,21 @@ def test_the_steps_of_a_local_write_are_its_system_calls(tmp_path: Path) -> None
     store.remove("a")
     assert calls == ["rename", "sync folder", "remove tree"]
     assert (store.list(), store.get("b")) == (["b"], b"xy")
+
+
+def test_a_place_is_named_by_operation_path_and_count_not_by_its_turn() -> None:
+    acted: list[str] = []
+    counter = PlaceCounter("/run", "before get b (2)", lambda: acted.append("here"))
+    for verb, path in (("get", "a"), ("get", "b"), ("list", ""), ("get", "b"), ("get", "b")):
+        counter.at_verb(verb, path, "before")
+    counter.at_call("create", "/run/ledger/.tmp-17-0123456789abcdef")
+    assert counter.places[3:] == ["before get b (2)", "before get b (3)", "before create ledger/.tmp-* (1)"]
+    assert (acted, counter.has_acted) == (["here"], True)
+
+
+def test_a_place_that_threads_pass_at_once_is_not_missed() -> None:
+    acted: list[str] = []
+    counter = PlaceCounter("", "before get a (500)", lambda: acted.append("here"))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: counter.at_verb("get", "a", "before"), range(1000)))
+    assert acted == ["here"] and len(set(counter.places)) == 1000
