@@ -37,8 +37,8 @@ from rftdask.buffer.batches.entry_reader import EntryReader
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.selection import Cursor, SampleRule
 from rftdask.buffer.batches.source import LogOptions, LogSource
-from rftdask.buffer.log.completeness import first_open_step, note_complete
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.schema import Experience, experiences_to_table
 from rftdask.buffer.log.writer import BatchWriter
 from rftdask.errors import NotFoundError

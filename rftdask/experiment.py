@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log import open_log
 from rftdask.cluster.base import Layout
 from rftdask.cluster.factory import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import read_parent
 from rftdask.buffer.batches.selection import Cursor
+from rftdask.buffer.lineage import read_parent
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.compaction import Compaction
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.open import open_log
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, UserError
 from rftdask.rules import max_uses, tasks_per_batch

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from rftdask.buffer.batches.lineage import lineage_of
+from rftdask.buffer.lineage import lineage_of
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of

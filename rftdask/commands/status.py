@@ -8,8 +8,8 @@ from typing import Any
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import lineage_of
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.lineage import lineage_of
+from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError
 from rftdask.monitor.metrics import read_metrics

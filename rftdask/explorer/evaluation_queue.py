@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log import open_log
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.explorer.evaluation import EvalTaskset, evaluation_metrics

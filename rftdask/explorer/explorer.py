@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from distributed import Client, Future, KilledWorker
 
 from rftdask.buffer.batches.backpressure import SettledGroups
-from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
-from rftdask.buffer.log.completeness import NOTE_EVERY, first_open_step, note_complete
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.lineage import MAIN_LINEAGE
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_batches
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef, explore_tasks

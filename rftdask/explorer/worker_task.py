@@ -17,8 +17,8 @@ from typing import Any
 
 from distributed import get_client, get_worker
 
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.open import open_log
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part, done_batches
 from rftdask.buffer.log.writer import BatchWriter

@@ -8,7 +8,6 @@ Invariant: a row says where it is from: `stage`, and for experiences and ledger 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,8 +19,8 @@ import pyarrow as pa
 from rftdask.buffer.batches.audit import DAMAGED, REPEAT
 from rftdask.buffer.batches.groups import group_slots
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
-from rftdask.buffer.log.open import open_log
 from rftdask.buffer.log.schema import SCHEMA
 from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.config import Config, load_config
@@ -31,6 +30,7 @@ from rftdask.provenance.states import LostShard, row_states
 from rftdask.rules import tasks_per_batch
 from rftdask.run.run_folder import RUN_FILE, read_run
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 from rftdask.weights.manifest import Manifest, read_manifest
 from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE, published_versions, weights_folder
@@ -92,7 +92,6 @@ WEIGHTS_SCHEMA = pa.schema(
     ]
 )
 
-_Item = TypeVar("_Item")
 _Read = TypeVar("_Read")
 
 
@@ -224,7 +223,7 @@ class RunTables:
         def read(step: int) -> LedgerEntry | None:
             return self._try(partial(ledger.read, step))
 
-        return [entry for entry in _in_parallel(read, steps) if entry is not None]
+        return [entry for entry in in_order(read, steps, _NUM_READERS) if entry is not None]
 
     def _checkpoints(self) -> pa.Table:
         rows = []
@@ -299,11 +298,6 @@ def as_published(checkpoint: Manifest) -> Manifest:
 
 def _last_name(config: Config) -> str:
     return config.name.rpartition("/")[2]
-
-
-def _in_parallel(read: Callable[[_Item], _Read], items: list[_Item]) -> list[_Read]:
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        return list(pool.map(read, items))
 
 
 def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:

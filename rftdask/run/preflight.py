@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log import open_log
 from rftdask.config import Config
 from rftdask.config.engine_keys import engine_sections
 from rftdask.config.plugins import load_plugin_folders

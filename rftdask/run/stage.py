@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import RetentionRule, apply_retention
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config

@@ -11,9 +11,9 @@ import pandas as pd
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import lineage_of
+from rftdask.buffer.lineage import lineage_of
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.open import open_log
 from rftdask.config import Config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary

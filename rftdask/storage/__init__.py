@@ -1,8 +1,41 @@
-"""Storage by URL: `open_storage(url)` and the interface it returns."""
+"""Storage: a folder tree named by a URL, reached by a few atomic verbs through which everything durable goes.
+
+Holds the interface (base.py) and its backends: local disks, NFS and Lustre (local.py), the memory of one process
+(memory.py), anything fsspec can reach (fsspec_store.py); JSON that carries its checksum; and a doctor that tries what a
+user's own storage keeps. It does not know what is stored: no runs, no experiences, no checkpoints.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+from rftdask.errors import UserError
 from rftdask.storage.base import Storage
-from rftdask.storage.open import open_storage
+from rftdask.storage.local import LocalStorage
+from rftdask.storage.memory import MemoryStorage
 
 __all__ = ["Storage", "open_storage"]
+
+_COLLAPSED = re.compile(r"[a-z][a-z0-9]+:/")
+
+
+def open_storage(url: str | Path) -> Storage:
+    """Open the storage at `url`: a path or file:// (local, NFS, Lustre), memory:// (this process), else any fsspec URL.
+
+    Nothing is created or contacted before the first call. Credentials come from the environment, never the URL.
+    Raises: UserError: an unknown protocol, its package is not installed, or the URL names no bucket.
+    """
+    text = str(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        if _COLLAPSED.match(text):
+            raise UserError(f"{text}: a URL needs two slashes after its colon (a Path drops one: pass a string)")
+        return LocalStorage(text)
+    if protocol in ("file", "local"):
+        return LocalStorage(rest)
+    if protocol == "memory":
+        return MemoryStorage(text)
+    from rftdask.storage.fsspec_store import FsspecStorage  # late: fsspec is slow to import, local runs need none
+
+    return FsspecStorage(text)

@@ -7,14 +7,29 @@ A storage is a folder tree named by a URL; paths are relative to it, with forwar
 - `put_new` has exactly one winner, whatever the number of processes and machines that race.
 - `list` never trusts a cache: what was put before the call, by anyone, is in the answer.
 
-It knows nothing of runs, experiences or checkpoints.
+What all backends share is here too: the check of paths, the bounded retries of a verb (`Patience`), and calls that are
+under way at once (`in_order`). It knows nothing of runs, experiences or checkpoints.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import tenacity
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+log = logging.getLogger(__name__)
 
 TMP_PREFIX = ".tmp-"
 """First characters of the name of a write still under way: hidden by `list`, refused in paths."""
@@ -108,3 +123,83 @@ class Storage(ABC):
         Only for what no longer changes: a folder is copied file by file.
         Raises: NotFoundError.
         """
+
+
+# ---- how a verb is tried again
+
+MAX_TRIES = 17
+"""With the pauses between them, 57 s."""
+PATIENCE_S = 60.0
+"""After which nothing is tried again, however few the tries were that took so long."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _JITTER_S = 0.1, 5.0, 0.1
+_TOLD_AFTER_TRIES = 6
+"""Some 3 s: what takes no longer is not worth a word."""
+
+
+class Patience:
+    """For one call of a verb.
+
+    Example: Patience("get s3://bucket/a", is_transient).call(read)
+    """
+
+    def __init__(
+        self, what: str, is_transient: Callable[[BaseException], bool], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._what = what
+        self._is_transient = is_transient
+        self._sleep = sleep
+        self.tries = 0
+
+    def call(self, operation: Callable[[], _Result]) -> _Result:
+        """What the operation, which may be repeated, returns in the end. Raises: its last error."""
+        self.tries = 1
+        try:
+            return operation()
+        except Exception as error:  # every client has its own tree; what cannot pass rises again
+            if not self._is_transient(error):
+                raise
+            failed = [error]
+        import tenacity  # late: most calls succeed, and what only reads a config does without
+
+        def attempt() -> _Result:
+            if failed:
+                raise failed.pop()  # the first, which has been made
+            self.tries += 1
+            return operation()
+
+        return tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(PATIENCE_S),
+            wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_MAX_PAUSE_S)
+            + tenacity.wait_random(0, _JITTER_S),
+            retry=tenacity.retry_if_exception(self._is_transient),
+            before_sleep=self._tell,
+            sleep=self._sleep,
+            reraise=True,
+        )(attempt)
+
+    def _tell(self, state: tenacity.RetryCallState) -> None:
+        if self.tries == _TOLD_AFTER_TRIES and state.outcome is not None:
+            log.warning("%s fails (%s), and is tried again for a minute", self._what, state.outcome.exception())
+
+
+# ---- several calls at once
+
+
+def in_order(call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:
+    """`call` of each item, in their order. At most `num_threads` results are under way or wait to be taken."""
+    num_threads = min(num_threads, len(items))
+    if num_threads <= 1:
+        yield from map(call, items)
+        return
+    ahead: deque[Future[_Result]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for item in items:
+                ahead.append(pool.submit(call, item))
+                if len(ahead) == num_threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()

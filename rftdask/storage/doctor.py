@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from rftdask.errors import NotFoundError, StorageError
+from rftdask.storage import open_storage
 from rftdask.storage.base import Storage
 from rftdask.storage.local import LocalStorage
 from rftdask.storage.memory import MemoryStorage
-from rftdask.storage.open import open_storage
 
 _SPAWN = multiprocessing.get_context("spawn")  # in a fork fsspec's event loop is dead
 _DEADLINE_S = 60.0  # a process that has not answered by then has failed its check

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from rftdask.errors import NotFoundError, StorageError, UserError
-from rftdask.storage.base import Storage, check_path
-from rftdask.storage.patience import Patience
+from rftdask.storage.base import Patience, Storage, check_path
 
 T = TypeVar("T")
 

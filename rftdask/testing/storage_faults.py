@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rftdask.storage.base import TMP_PREFIX, Storage
-from rftdask.storage.posix import Posix
+from rftdask.storage.local import Posix
 
 Stage = Literal["before", "after"]
 Hook = Callable[[str, str, Stage], None]

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.replayed_source import ReplayedSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import BatchSource, DatasetSource, LogOptions, LogSource
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
+from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.models.lora import Lora

@@ -17,7 +17,7 @@ import pytest
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.log.open import open_log
+from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
 from rftdask.rules import tasks_per_batch

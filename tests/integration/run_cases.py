@@ -25,7 +25,8 @@ import pytest
 import yaml
 
 from rftdask import cli
-from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.shard import ShardName
 from rftdask.storage import open_storage
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.errors import DamagedError, FencedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
-
-MAIN_LINEAGE = "main"
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import TIME_NOTE, ReplayRule, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.prefetch import in_order
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, WaitTimeout
+from rftdask.storage.base import in_order
 
 _MIN_POLL_S = 0.002
 _POLL_COST = 20.0

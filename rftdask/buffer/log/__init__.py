@@ -1,0 +1,41 @@
+"""The experience log: what was sampled, in shards that are committed once and never change.
+
+Holds the schema of a row (schema.py), the shard and its name (shard.py), the interface of a log (log.py) and its
+backends (file_log.py, jsonl_log.py, sql_log.py), the writer of a work unit (writer.py), and what becomes of old shards
+(compaction.py, retention.py). It does not know what was trained: the ledger does (rftdask/buffer/batches).
+"""
+
+from __future__ import annotations
+
+from rftdask.buffer.lineage import parent_storage, read_parent
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.jsonl_log import JsonlLog
+from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
+from rftdask.config import Config
+from rftdask.errors import UserError
+from rftdask.storage import Storage
+
+__all__ = ["EXPERIENCES", "ExperienceLog", "open_log"]
+
+
+def open_log(storage: Storage, config: Config, folder: str = EXPERIENCES) -> ExperienceLog:
+    """Open the log below `folder` of the run (or stage) with this config, whose run folder is `storage`.
+
+    The backend follows from the config alone, so whoever reads the run later opens the same.
+    Raises: UserError: a package for the database is missing, or the environment lacks a variable that its URL names.
+    """
+    if folder == EXPERIENCES and read_parent(storage) is not None:
+        return open_log(parent_storage(storage), config)  # a lineage trains the experiences of its run again
+    buffer = config.buffer.trainer_input.experience_buffer
+    # What learns from a dataset names the dataset there; its evaluations are a log like any other.
+    kind = buffer.storage_type if config.algorithm.schema_type == "experience" else "queue"
+    if kind == "sql":
+        try:
+            from rftdask.buffer.log.sql_log import SqlLog  # late: SQLAlchemy is an extra
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"buffer.trainer_input.experience_buffer.storage_type sql needs SQLAlchemy ({error}); "
+                "run `pip install 'rftdask[sql]'`"
+            ) from error
+        return SqlLog(storage, buffer.path, folder, config.name)
+    return (JsonlLog if kind == "file" else ParquetLog)(storage, folder, config.name)

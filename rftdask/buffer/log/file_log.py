@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from rftdask.buffer.log.compaction import NUM_THREADS, CompactedShards, Compaction
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.log.prefetch import in_order
 from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.base import in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
 
 STEPS_PER_BUCKET = 64

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rftdask.storage.posix import Posix
+from rftdask.storage.local import Posix
 
 
 @dataclass(eq=False)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rftdask.buffer.batches.batch import TrainingBatch
-from rftdask.buffer.batches.ledger import MAIN_LINEAGE, Ledger
+from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import LogOptions, LogSource
+from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.file_log import FileLog, ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.storage import Storage

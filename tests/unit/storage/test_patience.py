@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.errors import StorageError
-from rftdask.storage.local import LocalStorage
-from rftdask.storage.posix import Posix
+from rftdask.storage.local import LocalStorage, Posix
 
 VERBS: dict[str, Callable[[LocalStorage], object]] = {
     "put": lambda store: store.put("a", b"new"),

@@ -16,18 +16,18 @@ import pytest
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.log import merged_file
-from rftdask.buffer.log.completeness import first_open_step, note_complete
+from rftdask.buffer.log import compaction
+from rftdask.buffer.log.compaction import MergedFile, merge_shards, read_merged, rows_of
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.jsonl_log import JsonlLog
-from rftdask.buffer.log.merged_file import MergedFile, merge_shards, read_merged, rows_of
-from rftdask.buffer.log.prefetch import in_order
+from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention
 from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import ShardName
 from rftdask.commands.compact import settled_before
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.base import in_order
 from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
 
@@ -301,7 +301,7 @@ def test_row_groups_hold_whole_shards_and_files_end_where_they_are_large(
     assert [group.shards for group in whole[0].groups] == [tuple(names[:3]), (names[3],), tuple(names[4:])]
     parquet = pq.ParquetFile(pa.BufferReader(whole[1]))
     assert [parquet.metadata.row_group(n).num_rows for n in range(3)] == [1100, 1500, 12]
-    monkeypatch.setattr(merged_file, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(compaction, "MAX_FILE_BYTES", 1)
     files = list(merge_shards(shards))
     assert len(files) == 3
     for found in (read_all(tmp_path, [whole]), read_all(tmp_path, files)):

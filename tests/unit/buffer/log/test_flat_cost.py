@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
-from rftdask.buffer.log.completeness import COMPLETE, first_open_step, note_complete, noted_complete
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.log import COMPLETE, first_open_step, note_complete, noted_complete
 from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention, removable
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from rftdask.buffer.batches.ledger import MAIN_LINEAGE
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage, open_storage
 
+MAIN_LINEAGE = "main"
+"""Name of the lineage of a run that is no other's."""
 LINEAGES = "lineages"
 """Folder of a run that holds its other lineages."""
 _FILE = "parent.json"
