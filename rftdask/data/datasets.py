@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rftdask.errors import DataError
+from rftdask.models.hub import require_hub, without_hub
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
@@ -273,7 +274,16 @@ def _is_hub_name(path: str) -> bool:
 def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
     datasets = _import_datasets()
     try:
-        rows = datasets.load_dataset(path, subset_name, split=split)
+        try:
+            with without_hub():
+                rows = datasets.load_dataset(path, subset_name, split=split)
+        except (OSError, ValueError):  # not in the cache of this machine, or not whole
+            require_hub(
+                f"dataset {path} (split {split!r}, subset {subset_name!r})",
+                f"give a file or folder of it (hf download {path} --repo-type dataset --local-dir DIR, where there is "
+                "a network)",
+            )
+            rows = datasets.load_dataset(path, subset_name, split=split)
     except (OSError, ValueError) as error:  # not found, not reachable, no such split or configuration
         raise DataError(
             f"dataset {path}: no such file, and it could not be loaded as a Hub dataset "

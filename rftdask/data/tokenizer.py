@@ -7,6 +7,7 @@ from typing import Any
 
 from rftdask.config import Config
 from rftdask.errors import DataError
+from rftdask.models.hub import local_model
 
 
 class _NoTokenizer:
@@ -33,7 +34,7 @@ def load_tokenizer(config: Config) -> Any:
 
     path = config.model.model_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(local_model(path), trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise DataError(f"model.model_path {path!r} gives no tokenizer: {error}".splitlines()[0]) from error
     if config.model.custom_chat_template is not None:

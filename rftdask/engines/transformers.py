@@ -25,6 +25,7 @@ from rftdask.engines.cache import can_join, join, keep
 from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.sampling import MIN_TEMPERATURE
 from rftdask.errors import DataError, RoleError
+from rftdask.models.hub import local_model
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 
 COMPACT_SHARE = 4
@@ -57,20 +58,21 @@ class TransformersEngine(Engine):
         self.dtype = dtype
         self.device = torch.device(device)
         self.max_batch_tokens = max_batch_tokens
+        source = local_model(model_path)
         options: dict[str, Any] = {
             "trust_remote_code": trust_remote_code,
-            "local_files_only": Path(model_path).is_dir(),
+            "local_files_only": Path(source).is_dir(),
         }
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                model_path,
+                source,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attn_implementation,
                 output_loading_info=True,
                 **options,
             )
             model, report = loaded
-            end_ids = _end_ids(model, model_path, options)
+            end_ids = _end_ids(model, source, options)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         if report["missing_keys"]:  # transformers fills them at random, with no more than a warning

@@ -17,6 +17,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.options import engine_options
 from rftdask.errors import DataError
+from rftdask.models.hub import local_model
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteSpec
@@ -175,7 +176,9 @@ def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.model_path, trust_remote_code=config.model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            local_model(model.model_path), trust_remote_code=config.model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error

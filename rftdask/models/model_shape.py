@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.errors import DataError
+from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,12 +74,22 @@ def _means(names: str | tuple[str, ...], layer: str) -> bool:
 def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShape:
     """The shape of a model's folder, or of a name on the Hub. Raises: DataError: there is none, or of another kind."""
     folder = Path(model_path)
+    is_whole = True
+    if not folder.exists() and is_model_name(model_path):
+        folder = cached_folder(model_path) or folder
+        is_whole = has_weights(folder)  # the cache may hold some of the files
+        if not folder.exists():
+            require_hub(
+                f"model.model_path: {model_path!r}",
+                f"give a folder with its config.json (hf download {model_path} config.json --local-dir DIR, where "
+                "there is a network)",
+            )
     files = sorted(folder.glob("*.safetensors"))
-    if files and (folder / "config.json").is_file():
+    if is_whole and files and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text())
         weights = {name: shape for file in files for name, shape in _head(file).items()}
     else:
-        config, weights = _build(model_path, trust_remote_code)
+        config, weights = _build(str(folder), trust_remote_code)
     try:
         return _shape(config.get("text_config") or config, weights)
     except KeyError as error:

@@ -22,6 +22,7 @@ from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
 from rftdask.explorer.task_order import taskset_spec
 from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
+from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.registry import get_workflow
 from rftdask.rules import demonstrations, make_sync_rules, num_experts
@@ -221,15 +222,12 @@ def _check_engines(stages: list[Config]) -> None:
 def _check_model_folder(path: str, key: str) -> None:
     folder = Path(path).expanduser()
     if not folder.exists():
-        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-            return  # a name on the hub; transformers finds or fetches it
+        if is_model_name(path):
+            return require_model(path, key)
         raise DataError(f"{key}: {path!r} does not exist; give a model folder or a name on the Hugging Face hub")
     if not (folder / "config.json").is_file():
         raise DataError(f"{key}: {path!r} has no config.json, so it is no model folder")
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    ):
+    if not has_tokenizer(folder):
         raise DataError(f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")

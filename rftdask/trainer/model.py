@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rftdask.errors import DataError
+from rftdask.models.hub import local_model
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.packing import PackedRows
 
@@ -49,14 +50,15 @@ def load_policy(
     Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
     its sequences cannot be split so.
     """
-    folder = Path(model_path)
+    source = local_model(model_path)
+    folder = Path(source)
     if folder.is_dir():
         _check_folder(folder)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_path, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            source, dtype=getattr(torch, dtype), output_loading_info=True, **options
         )
     except (OSError, ValueError, SafetensorError) as error:
         where = "" if folder.is_dir() else "; it is no folder on this machine"
@@ -64,6 +66,7 @@ def load_policy(
     model, report = loaded
     if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
         raise DataError(f"model.model_path {model_path} lacks the weights {sorted(report['missing_keys'])}")
+    model.config.name_or_path = model_path  # adapters name their base by it, not by a copy in this machine's cache
     model.to(device).eval()
     _check_head(model, model_path)
     pack_if_equal(model)
@@ -258,8 +261,9 @@ def state_bytes(tensors: dict[str, Tensor]) -> bytes:
 
 def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: bool = False) -> torch.dtype | None:
     """Data type of a model's files by its configuration; None if that does not say."""
+    source = local_model(model_path)
     config = AutoConfig.from_pretrained(
-        model_path, trust_remote_code=trust_remote_code, local_files_only=offline or Path(model_path).is_dir()
+        source, trust_remote_code=trust_remote_code, local_files_only=offline or Path(source).is_dir()
     )
     dtype: torch.dtype | None = config.dtype
     return dtype

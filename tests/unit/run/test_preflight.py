@@ -13,6 +13,7 @@ import pytest
 
 from rftdask.config import Config, load_config
 from rftdask.errors import ConfigError, UserError
+from rftdask.models import hub
 from rftdask.run.preflight import check_inputs, check_owners
 from rftdask.storage import open_storage
 from rftdask.storage.fsspec_store import FsspecStorage
@@ -125,11 +126,17 @@ def test_a_model_folder_that_lacks_a_part_is_told(world: World, missing: str, te
     assert text in told
 
 
-def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(world: World) -> None:
+def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "does not exist; give a model folder or a name" in problems(
         world.config(f"model.model_path={world.folder}/none")
     )
-    check_inputs([world.config("model.model_path=Qwen/Qwen2.5-0.5B")])
+    on_the_hub = world.config("model.model_path=Qwen/Qwen2.5-0.5B")
+    assert "model.model_path: 'Qwen/Qwen2.5-0.5B' is not on this machine" in problems(on_the_hub)  # which is offline
+    monkeypatch.setattr(hub, "_ask", lambda server: "")  # as where it answers
+    monkeypatch.setattr(hub, "_silence", ("", 0.0, ""))
+    check_inputs([on_the_hub])
 
 
 def test_a_batch_larger_than_all_tasks_is_told_with_both_numbers(world: World) -> None:
