@@ -17,7 +17,6 @@ from distributed import Client
 from rftdask.config import Config
 from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
-from rftdask.rules import explorer_workers
 
 CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"
@@ -234,9 +233,8 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
 def _demand(stages: Sequence[Config], num_gpus: int) -> tuple[int, int, int, int]:
     """(trainer ranks, explorers at first, explorers at most, GPUs of each explorer) that all stages can do with."""
     exploring = [stage for stage in stages if stage.mode != "train"]
-    limits = [explorer_workers(stage) for stage in exploring]
-    first = max((fewest for fewest, _ in limits), default=0)
-    most = max((most for _, most in limits), default=0)
+    first = max((stage.explorer.fewest_workers for stage in exploring), default=0)
+    most = max((stage.explorer.most_workers for stage in exploring), default=0)
     each = max((gpus_of(stage.explorer.rollout_model) for stage in exploring), default=1)
     left = max(1, num_gpus - most * each)
     return max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0), first, most, each

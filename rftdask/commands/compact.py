@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.batches.selection import Cursor
 from rftdask.buffer.lineage import read_parent
 from rftdask.buffer.log import open_log
@@ -19,7 +20,6 @@ from rftdask.buffer.log.compaction import Compaction
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, UserError
-from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run.run_folder import Lease, read_run
 from rftdask.storage import Storage, open_storage
 
@@ -106,4 +106,4 @@ def _compact_stage(storage: Storage, config: Config) -> CompactedStage:
 
 
 def _audit(log: ExperienceLog, ledger: Ledger, config: Config) -> Audit:
-    return audit_log(log, ledger, tasks_per_batch(config), max_uses(config))
+    return audit_log(log, ledger, config.tasks_per_unit, max_uses(config))

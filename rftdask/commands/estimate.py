@@ -15,7 +15,6 @@ from rftdask.config import Config
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.errors import UserError
 from rftdask.models.model_shape import ModelShape, read_shape
-from rftdask.rules import tasks_per_batch
 
 GPUS_GB = {
     "A100 40GB": 40,
@@ -42,8 +41,6 @@ USABLE = 0.9
 GB = 1e9
 MAX_LOGITS = 2**27
 """As in trainer/model.py, which loads torch."""
-TOKENS_PER_PASS = 16_384
-"""Where trainer.max_token_len_per_gpu is not set; as in trainer/rank.py."""
 ENGINE_TOKENS = 65_536
 """Of the key-value cache that a transformers engine fills at once."""
 _MASTER = 4
@@ -169,10 +166,9 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
     longest = longest_part(config)
-    tokens = max(trainer.max_token_len_per_gpu or TOKENS_PER_PASS, longest)
+    tokens = max(trainer.max_tokens_per_micro_batch, longest)
     if trainer.micro_batch_size is not None:
-        rows = trainer.micro_batch_size * longest
-        tokens = min(tokens, rows) if trainer.use_dynamic_bsz else rows
+        tokens = min(tokens, trainer.micro_batch_size * longest)
     trained = None
     if config.model.lora_configs:
         lora = config.model.lora_configs[0]
@@ -181,7 +177,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         )
     reference = info.reference and config.algorithm.kl_loss_fn != "none" and trained is None
     return TrainSizes(
-        tokens=min(tokens, config.buffer.train_batch_size * longest),
+        tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
         num_ranks=num_ranks,
         sharded=trainer.trainer_strategy == "fsdp2" and num_ranks > 1,
         offloaded=trainer.trainer_strategy == "fsdp2" and trainer.offload_policy,
@@ -202,7 +198,7 @@ def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
     if config.mode != "train":
         engine = config.explorer.rollout_model
         num_bytes = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
-        rows = tasks_per_batch(config) * config.algorithm.repeat_times
+        rows = config.tasks_per_unit * config.algorithm.repeat_times
         tokens = min(ENGINE_TOKENS, rows * config.model.max_model_len)
         parts = engine_parts(shape, tokens, min(rows, tokens), num_bytes)
         found.append(Estimate(config.explorer.name, engine.engine_num, parts))

@@ -24,7 +24,6 @@ from rftdask.config import Config, load_config
 from rftdask.errors import DataError, FencedError, RoleError, UserError
 from rftdask.experiment import Experiment
 from rftdask.monitor.progress import ViewKind
-from rftdask.rules import train_step_limit
 from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import read_run
 from rftdask.run.stage import plan_work
@@ -177,7 +176,7 @@ def _schedule_steps(parent: Config) -> int | None:
     ):
         return None
     planned = plan_work(parent, check_inputs([parent])[0]).train_steps
-    return train_step_limit(parent, planned) or planned
+    return parent.train_step_limit(planned) or planned
 
 
 def _begin(storage: Storage, target: Storage, parent: Parent) -> None:

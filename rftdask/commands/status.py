@@ -8,12 +8,12 @@ from typing import Any
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.lineage import lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError
 from rftdask.monitor.metrics import read_metrics
-from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run.run_folder import lease_holder, read_run
 from rftdask.storage import open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
@@ -79,7 +79,7 @@ def _stage_status(config: Config) -> StageStatus:
     audit, damage = None, ""
     if config.algorithm.schema_type == "experience":
         try:
-            audit = audit_log(experiences, ledger, tasks_per_batch(config), max_uses(config))
+            audit = audit_log(experiences, ledger, config.tasks_per_unit, max_uses(config))
         except DamagedError as error:  # of the books: the rest can be told all the same
             damage = f"the experiences cannot be counted: {error}"
     metrics = read_metrics(storage)

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.base import default_of
-from rftdask.config.cross_checks.rules import eval_interval
 from rftdask.config.engine_keys import engine_warnings
-from rftdask.config.mixture import demonstrations, num_own_rollouts
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
@@ -33,10 +31,10 @@ def warn(config: Config) -> Iterator[Problem]:
     source = buffer.trainer_input
     if info.schema == "experience" and source.experience_buffer.path and source.experience_buffer.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
-    read = demonstrations(config) if config.algorithm.sample_strategy == "mix" else None
+    read = config.demonstrations if config.algorithm.sample_strategy == "mix" else None
     for name in sorted(set(source.auxiliary_buffers) - {read}):
         yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {_mixes_none(config, read)}"
-    interval, wanted = eval_interval(config), config.explorer.eval_interval
+    interval, wanted = config.eval_interval, config.explorer.eval_interval
     if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
         yield (
             "explorer.eval_interval",
@@ -74,13 +72,13 @@ def _idle_boundaries(config: Config) -> Iterator[Problem]:
         return
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times
     made = sync.explorer_sync_interval * rollouts
-    needed = sync.trainer_sync_interval * num_own_rollouts(config)
+    needed = sync.trainer_sync_interval * config.num_own_rollouts
     if made < needed:
         yield (
             "synchronizer.explorer_sync_interval",
             "not every synchronization brings new weights: between two of them the explorer makes "
             f"explorer_sync_interval {sync.explorer_sync_interval} x batch_size {config.buffer.batch_size} x "
             f"repeat_times {config.algorithm.repeat_times} = {made} experiences, and new weights need "
-            f"trainer_sync_interval {sync.trainer_sync_interval} x train_batch_size {num_own_rollouts(config)} = "
+            f"trainer_sync_interval {sync.trainer_sync_interval} x train_batch_size {config.num_own_rollouts} = "
             f"{needed}; with {-(-needed // rollouts)} each would",
         )

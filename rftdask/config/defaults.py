@@ -3,13 +3,13 @@
 Pure: a Config in, values out.
 """
 
+import math
 from typing import Any
 
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.cross_checks.rule import is_natural
-from rftdask.config.mixture import expert_ratio, with_experts
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.config.schema.run import Config
+from rftdask.config.schema.run import Config, count_demonstrations
 
 BOUNDED_STRATEGIES = ("staleness_control", "mix")
 """Sample strategies that take a max_staleness."""
@@ -62,8 +62,8 @@ def _fill_batches(config: Config, fills: Fills) -> None:
         strategy = fills["algorithm", "sample_strategy"] = info.sample_strategy
     if config.buffer.train_batch_size is None:
         rollouts = config.buffer.batch_size * (repeat_times if info.schema == "experience" else 1)
-        ratio = expert_ratio(config) if strategy == "mix" else 0.0
-        fills["buffer", "train_batch_size"] = with_experts(rollouts, ratio)
+        ratio = config.algorithm.expert_ratio if strategy == "mix" else 0.0
+        fills["buffer", "train_batch_size"] = _with_demonstrations(rollouts, ratio)
     source = config.buffer.trainer_input
     if source.experience_buffer.storage_type is None:
         storage_type = "queue" if info.schema == "experience" else "file"
@@ -71,6 +71,14 @@ def _fill_batches(config: Config, fills: Fills) -> None:
     for name, buffer in source.auxiliary_buffers.items():
         if buffer.storage_type is None:
             fills["buffer", "trainer_input", "auxiliary_buffers", name, "storage_type"] = "file"
+
+
+def _with_demonstrations(rollouts: int, ratio: float) -> int:
+    """The smallest batch that holds so many rollouts beside its share of demonstrations."""
+    size = math.floor(rollouts / (1.0 - ratio))
+    while size - count_demonstrations(size, ratio) < rollouts:
+        size += 1
+    return size
 
 
 def _fill_synchronizer(config: Config, fills: Fills) -> None:

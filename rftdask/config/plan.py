@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.count_rows import count_rows
-from rftdask.config.cross_checks.rules import eval_interval
-from rftdask.config.mixture import num_own_rollouts
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.run import Config
 
@@ -100,9 +98,9 @@ def _stage_plan(config: Config) -> StagePlan:
         max_train_steps=config.trainer.total_steps,
         experiences=experiences,
         train_batch_size=config.buffer.train_batch_size,
-        groups_per_batch=num_own_rollouts(config) // config.algorithm.repeat_times if on_rollouts else None,
+        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
         evals=tuple(EvalPlan(t.name, _rows_of(t), t.repeat_times) for t in source.eval_tasksets),
-        eval_every=eval_interval(config) if source.eval_tasksets and explores else None,
+        eval_every=config.eval_interval if source.eval_tasksets and explores else None,
     )
 
 
@@ -175,7 +173,7 @@ def _train_steps(config: Config, experiences: int | None) -> int | None:
     if experiences is None:
         return None
     on_rollouts = config.algorithm.schema_type == "experience"
-    steps = experiences // (num_own_rollouts(config) if on_rollouts else config.buffer.train_batch_size)
+    steps = experiences // (config.num_own_rollouts if on_rollouts else config.buffer.train_batch_size)
     return steps if config.trainer.total_steps is None else min(steps, config.trainer.total_steps)
 
 

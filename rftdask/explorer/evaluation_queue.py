@@ -15,9 +15,8 @@ from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.explorer.evaluation import EvalTaskset, evaluation_metrics
 from rftdask.explorer.worker_task import RolloutSpec
-from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch
 from rftdask.storage import Storage
-from rftdask.synchronizer.styles import Admission
+from rftdask.synchronizer.styles import Admission, make_sync_rules
 from rftdask.weights.published import published_versions
 
 MakeSpec = Callable[[str, int, int, list[TaskRef], int, Admission], RolloutSpec]
@@ -47,7 +46,7 @@ class EvalAgenda:
         self._record = record
         self._step = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
         # As many rollouts as a training batch has, so that evaluating needs no more memory.
-        self._num_rollouts = tasks_per_batch(config) * config.algorithm.repeat_times
+        self._num_rollouts = config.tasks_per_unit * config.algorithm.repeat_times
         self._done: set[tuple[int, int]] = set()
         self._to_go: dict[tuple[int, int], int] = {}
         """Batches under way or waiting, by version and number of the taskset."""
@@ -62,7 +61,7 @@ class EvalAgenda:
         """Find what was evaluated before; older versions whose weights are gone stay as they are."""
         self._oldest = min(published_versions(self._storage), default=0)
         for taskset in self._tasksets:
-            batches = num_batches(taskset.size, self._per_batch(taskset))
+            batches = -(-taskset.size // self._per_batch(taskset))
             found: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 found.setdefault(name.explore_step, set()).add(name.batch)
@@ -80,7 +79,7 @@ class EvalAgenda:
         for version, taskset in list(self._due(newest, ended_at)):
             refs = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
             size = self._per_batch(taskset)
-            batches = num_batches(taskset.size, size)
+            batches = -(-taskset.size // size)
             self._to_go[version, taskset.number] = batches
             for batch in range(batches):
                 part = refs[batch * size : (batch + 1) * size]

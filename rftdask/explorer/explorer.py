@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from distributed import Client, Future, KilledWorker
 
-from rftdask.buffer.batches.backpressure import SettledGroups
+from rftdask.buffer.batches.backpressure import SettledGroups, unread_limit
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log import open_log
@@ -47,9 +47,8 @@ from rftdask.explorer.worker_task import (
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.dask_task import LEAVING_TOPIC
-from rftdask.rules import make_sync_rules, num_batches, tasks_per_batch, unread_limit
 from rftdask.storage import Storage
-from rftdask.synchronizer.styles import Admission, SyncStyle
+from rftdask.synchronizer.styles import Admission, SyncStyle, make_sync_rules
 from rftdask.weights.published import latest_published, remove_weights_below, request_version
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ class Explorer:
         self._task = task
         self._rules = make_sync_rules(config)
         self._follows_trainer = config.mode == "both"
-        self._per_batch = tasks_per_batch(config)
-        self._batches_per_step = num_batches(config.buffer.batch_size, self._per_batch)
+        self._per_batch = config.tasks_per_unit
+        self._batches_per_step = config.units_per_step
         self._log = open_log(storage, config)
         self._suspects = Suspects(self._log.takes_parts)
         self._unread_limit = unread_limit(config)

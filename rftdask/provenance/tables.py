@@ -27,7 +27,6 @@ from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.monitor.metrics import read_metrics
 from rftdask.provenance.states import LostShard, row_states
-from rftdask.rules import tasks_per_batch
 from rftdask.run.run_folder import RUN_FILE, read_run
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import in_order
@@ -150,7 +149,7 @@ class RunTables:
     def read_shards(self, stage: Stage, folder: str = EXPERIENCES) -> Iterable[tuple[ShardName, pa.Table]]:
         """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`."""
         log = open_log(stage.storage, stage.config, folder)
-        in_batch = tasks_per_batch(stage.config) if folder == EXPERIENCES else None
+        in_batch = stage.config.tasks_per_unit if folder == EXPERIENCES else None
         for name in log.shards(0):
             table = self._try(partial(log.read, name))
             if table is not None:

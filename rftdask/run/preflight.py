@@ -25,8 +25,8 @@ from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.registry import get_workflow
-from rftdask.rules import demonstrations, make_sync_rules, num_experts
 from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.styles import make_sync_rules
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def _check_algorithm(stage: Config) -> None:
         _check_model_folder(path, "explorer.auxiliary_models[0].model_path")
     if algorithm.use_critic and stage.model.critic_model_path:
         _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
-    if num_experts(stage):
-        section = stage.buffer.trainer_input.auxiliary_buffers[demonstrations(stage)]
+    if stage.num_demonstrations:
+        section = stage.buffer.trainer_input.auxiliary_buffers[stage.demonstrations]
         _check_columns(_open_rows(section), section, "sft")
 
 

@@ -21,7 +21,6 @@ import psutil
 
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
-from rftdask.rules import tasks_per_batch
 from rftdask.storage import Storage
 
 RUN_FILE = "run.json"
@@ -174,7 +173,7 @@ def _with_batches(config: Config, first: Config) -> Config:
     if config.explorer.tasks_per_batch is not None:
         return config
     tree = config.to_dict()
-    tree["explorer"]["tasks_per_batch"] = tasks_per_batch(first)
+    tree["explorer"]["tasks_per_batch"] = first.tasks_per_unit
     return load_config(tree)
 
 

@@ -28,10 +28,10 @@ from rftdask.explorer.explorer import ExplorePlan, Explorer
 from rftdask.explorer.task_order import TaskOrder, task_order
 from rftdask.monitor.events import Ended, Event, Note, Published, decode
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.rules import explorer_workers, make_sync_rules, num_batches, tasks_per_batch
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
+from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
 
@@ -272,8 +272,10 @@ class StageRun:
             self._note(f"explorer workers are not asked for: {error}")
 
     def _scale_rule(self) -> ScaleRule:
-        fewest, most = explorer_workers(self._config)
-        return ScaleRule(fewest, most, asked=self._cluster.num_asked(EXPLORER_RESOURCE))
+        explorer = self._config.explorer
+        return ScaleRule(
+            explorer.fewest_workers, explorer.most_workers, asked=self._cluster.num_asked(EXPLORER_RESOURCE)
+        )
 
     def _remove_old_shards(self) -> int:
         kept = self._config.buffer.trainer_input.experience_buffer.retention
@@ -313,7 +315,7 @@ class StageRun:
             open_log(self._storage, config),
             config.buffer.explorer_input.train_tasksets[0],
             batch_size=config.buffer.batch_size,
-            batches_per_step=num_batches(config.buffer.batch_size, tasks_per_batch(config)),
+            batches_per_step=config.units_per_step,
             repeat_times=config.algorithm.repeat_times,
         )
 

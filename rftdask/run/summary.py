@@ -11,13 +11,13 @@ import pandas as pd
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.lineage import lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary
-from rftdask.rules import max_uses, tasks_per_batch
 from rftdask.run.run_folder import package_versions
 from rftdask.storage import Storage
 
@@ -109,7 +109,7 @@ def _counts(stages: Sequence[StageFolder]) -> ExperienceCounts | None:
         audit_log(
             open_log(s.storage, s.config),
             Ledger(s.storage, lineage_of(s.storage)),
-            tasks_per_batch(s.config),
+            s.config.tasks_per_unit,
             max_uses(s.config),
         )
         for s in stages

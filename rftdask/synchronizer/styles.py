@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rftdask.config import Config
+
 DEFAULT_MAX_STALENESS = 4
 """For the styles that imply no bound: up to 4 costs no quality in the field's ablations (arXiv:2505.24298, table 3)."""
 
@@ -133,3 +135,17 @@ class SyncRules:
             return min(needed, self.num_steps_from(explore_step - 1))
         rounded_up = -(-needed // self.trainer_sync_interval) * self.trainer_sync_interval
         return min(rounded_up, self._trainable(explore_step - 1))
+
+
+def make_sync_rules(config: Config) -> SyncRules:
+    """The sync rules of a stage."""
+    section = config.synchronizer
+    return SyncRules(
+        style=SyncStyle(section.sync_style),
+        explorer_sync_interval=section.explorer_sync_interval,
+        trainer_sync_interval=section.trainer_sync_interval,
+        sync_offset=section.sync_offset,
+        experiences_per_step=config.buffer.batch_size * config.algorithm.repeat_times,
+        train_batch_size=config.num_own_rollouts,
+        max_staleness=section.max_staleness,
+    )

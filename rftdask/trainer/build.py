@@ -15,7 +15,6 @@ from rftdask.data.preference_rows import PairRows
 from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows, Tokenizer
 from rftdask.data.text_rows import TextRows
 from rftdask.errors import UserError
-from rftdask.rules import demonstrations, num_experts
 from rftdask.trainer.batch_filters import AlgorithmCuration
 
 _PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
@@ -74,10 +73,10 @@ def reader_of(
 
 def demonstrations_of(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:
     """The demonstrations in every batch of sample strategy mix. Raises: DataError."""
-    count = num_experts(config)
+    count = config.num_demonstrations
     if not count:
         return None
-    section = config.buffer.trainer_input.auxiliary_buffers[demonstrations(config)]
+    section = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
     dataset, read = reader_of(section, "sft", config, tokenizer)
     return Demonstrations(read, dataset.fingerprint, RowOrder(len(dataset), order_seed(section)), count)
 

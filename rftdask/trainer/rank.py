@@ -7,7 +7,6 @@ error whose text its supervisor passes on.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
+from rftdask.buffer.batches.backpressure import unread_limit
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.replay_priority import replay_rule
 from rftdask.buffer.batches.replayed_source import ReplayedSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import BatchSource, DatasetSource, LogOptions, LogSource
@@ -30,18 +31,9 @@ from rftdask.models.lora import Lora
 from rftdask.monitor.events import Alive, Ended, Event, encode
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
-from rftdask.rules import (
-    make_sync_rules,
-    num_experts,
-    num_own_rollouts,
-    replay_rule,
-    tasks_per_batch,
-    train_step_limit,
-    unread_limit,
-)
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.styles import SyncStyle
+from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.background_checkpoints import Saver
 from rftdask.trainer.build import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
 from rftdask.trainer.engines.base import TrainEngine
@@ -56,7 +48,6 @@ if TYPE_CHECKING:
     from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
     from rftdask.trainer.engines.strategies.base import Strategy
 
-DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
 _WEIGHTS_TO_KEEP = 8
 """By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
 _RENDEZVOUS_S = 120
@@ -104,7 +95,7 @@ def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Ca
     ranks = Ranks()
     watch = _Watch(storage, emit)
     algorithm = algorithm_of(config)
-    limit = train_step_limit(config, total_steps)
+    limit = config.train_step_limit(total_steps)
     parent = read_parent(storage)
     planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
     engine = _engine(config, algorithm, planned or limit or total_steps, ranks)
@@ -206,7 +197,7 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
         dtype="float32",
         device=device,
         adam=_adam(config, _learning_rate(config, total_steps)),
-        max_tokens_per_micro_batch=_max_tokens(config),
+        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         max_response_tokens=config.model.max_response_tokens,
         micro_batch_size=config.trainer.micro_batch_size,
         seed=config.seed,
@@ -240,12 +231,6 @@ def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
             ranks, device, ShardOptions(trainer.offload_policy, trainer.prefetch_layers, trainer.reshard_after_forward)
         )
     return Single(ranks) if ranks.size == 1 else DDP(ranks)
-
-
-def _max_tokens(config: Config) -> float:
-    if not config.trainer.use_dynamic_bsz:
-        return math.inf
-    return config.trainer.max_token_len_per_gpu or DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 def lora_of(config: Config) -> Lora | None:
@@ -308,7 +293,7 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
     rules = make_sync_rules(config)
     finished = open_log(storage, config).sealed_at() is not None
     rule = SampleRule(
-        groups_per_batch=num_own_rollouts(config) // config.algorithm.repeat_times,
+        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
         tasks_per_step=config.buffer.batch_size,
         # A finished log is read in order, whatever style made it: the same files, the same batches.
         ordered=rules.style is SyncStyle.FIXED or (config.mode == "train" and finished),
@@ -316,7 +301,7 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
     )
     options = LogOptions(
         rule=rule,
-        tasks_per_batch=tasks_per_batch(config),
+        tasks_per_batch=config.tasks_per_unit,
         max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
         poll_interval_s=config.synchronizer.poll_interval_s,
         replay=replay_rule(config),
@@ -328,7 +313,7 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
         options,
         watch.should_stop,
         curation=curation_of(config, algorithm),
-        demonstrations=demonstrations_of(config, load_tokenizer(config)) if num_experts(config) else None,
+        demonstrations=demonstrations_of(config, load_tokenizer(config)) if config.num_demonstrations else None,
     )
 
 

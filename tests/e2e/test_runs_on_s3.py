@@ -20,7 +20,6 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
-from rftdask.rules import tasks_per_batch
 from rftdask.run.run_folder import read_run
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
@@ -54,7 +53,7 @@ def on_s3(name: str) -> tuple[str, str]:
 def assert_all_is_accounted_for(storage: Storage) -> int:
     """The audit finds nothing wrong; how many experiences are waiting."""
     config = load_config(read_run(storage)["config"])
-    audit = audit_log(open_log(storage, config), Ledger(storage), tasks_per_batch(config))
+    audit = audit_log(open_log(storage, config), Ledger(storage), config.tasks_per_unit)
     assert audit.problems == () and audit.committed == audit.trained + audit.waiting + sum(audit.dropped.values())
     return audit.waiting
 

@@ -30,8 +30,8 @@ from run_cases import (
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import done_batches
 from rftdask.config import load_config
-from rftdask.rules import make_sync_rules
 from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import make_sync_rules
 
 pytestmark = pytest.mark.slow
 

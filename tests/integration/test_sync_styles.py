@@ -16,11 +16,11 @@ from rftdask.cluster.local import LocalCluster
 from rftdask.config import Config, load_config
 from rftdask.monitor.events import Event
 from rftdask.monitor.metrics import read_metrics
-from rftdask.rules import make_sync_rules
 from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import open_run
 from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import make_sync_rules
 
 STEPS = 10
 

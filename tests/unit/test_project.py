@@ -33,7 +33,6 @@ LAYERS = (
     {"config", "storage", "algorithm", "processes", "models"},
     {"data", "weights", "monitor"},
     {"buffer", "synchronizer"},
-    {"rules"},
     {"run.run_folder", "engines"},
     {"rollouts"},
     {"explorer", "trainer"},

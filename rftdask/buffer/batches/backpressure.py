@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.config import Config
 
 SETTLED_NOTE = "settled_groups"
 """Note of a ledger entry: groups that it and all entries before it settle."""
@@ -34,6 +35,14 @@ class UnreadLimit:
         if self.max_experiences is not None and unread >= self.max_experiences:
             return False
         return self.max_bytes is None or unread * mean_bytes < self.max_bytes
+
+
+def unread_limit(config: Config) -> UnreadLimit | None:
+    """How much may lie unread before explorers are held back; None: nothing holds them but the sync style."""
+    section = config.buffer.trainer_input.experience_buffer
+    if config.mode != "both" or (section.capacity is None and section.max_unread_bytes is None):
+        return None
+    return UnreadLimit(section.capacity, section.max_unread_bytes, always=config.num_own_rollouts)
 
 
 class SettledGroups:

@@ -24,7 +24,10 @@ from rftdask.buffer.batches.selection import (
     next_positions,
     staleness,
 )
+from rftdask.config import Config
 
+_DEFAULT_USES = 3
+"""Of decay_limit_randomization, as in the reference."""
 TIME_NOTE = "time_s"
 """Note of a ledger entry: when it was formed, in Unix seconds. Cooldowns are measured between such stamps."""
 
@@ -59,6 +62,29 @@ class ReplayRule:
             key = np.array([self.seed % 2**64, step], dtype=np.uint64)
             values += self.sigma * np.random.Generator(np.random.Philox(key=key)).standard_normal(len(values))
         return values
+
+
+def replay_rule(config: Config) -> ReplayRule | None:
+    """How groups are used more than once; None without a replay buffer."""
+    section = config.buffer.trainer_input.experience_buffer.replay_buffer
+    if not section.enable:
+        return None
+    args = section.priority_fn_args
+    limited = section.priority_fn == "decay_limit_randomization"
+    return ReplayRule(
+        decay=float(args.get("decay", 2.0)),
+        use_count_limit=int(args.get("use_count_limit", _DEFAULT_USES)) if limited else None,
+        sigma=float(args.get("sigma", 0.0)) if limited else 0.0,
+        reuse_cooldown_s=section.reuse_cooldown_time,
+        seed=config.seed,
+        after_the_end=config.trainer.total_steps is not None,
+    )
+
+
+def max_uses(config: Config) -> int | None:
+    """Most ledger entries that may train one experience; None: any number."""
+    rule = replay_rule(config)
+    return 1 if rule is None else rule.max_uses
 
 
 class UseCounts:

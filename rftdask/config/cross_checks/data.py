@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.algorithms import ALGORITHMS
 from rftdask.config.cross_checks.rule import Rules, is_natural, is_number
 from rftdask.config.error_text import show
-from rftdask.config.mixture import EXPERT_RATIO, demonstrations, is_share
+from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, has_password, names_environment
 
@@ -122,8 +122,8 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
     if not is_share(ratio):
         yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number from 0 to below 1"
-    buffer = config.buffer.trainer_input.auxiliary_buffers.get(demonstrations(config))
-    at = f"buffer.trainer_input.auxiliary_buffers.{demonstrations(config)}"
+    buffer = config.buffer.trainer_input.auxiliary_buffers.get(config.demonstrations)
+    at = f"buffer.trainer_input.auxiliary_buffers.{config.demonstrations}"
     if config.mode in ("both", "train") and (buffer is None or not buffer.path):
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
 

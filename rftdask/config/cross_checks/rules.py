@@ -18,9 +18,3 @@ def stages_differ(config: Config) -> Iterator[Problem]:
     names = [stage.stage_name for stage in config.stages]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "stages", f"{names.count(name)} stages are named {name!r}; each needs a name of its own"
-
-
-def eval_interval(config: Config) -> int:
-    """Explore steps between evaluations: a multiple of the explorer's synchronization interval, at least one."""
-    every = config.synchronizer.explorer_sync_interval
-    return max(config.explorer.eval_interval // every, 1) * every

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
 from rftdask.config.defaults import BOUNDED_STRATEGIES
-from rftdask.config.mixture import expert_ratio, num_experts, num_own_rollouts
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -56,12 +55,12 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type != "experience":
         return
     size, group = config.buffer.train_batch_size, config.algorithm.repeat_times
-    own, experts = num_own_rollouts(config), num_experts(config)
+    own, experts = config.num_own_rollouts, config.num_demonstrations
     if experts and (own < group or own % group):
         yield (
             "buffer.train_batch_size",
-            f"{size} - {experts} demonstrations (expert_data_ratio {expert_ratio(config)}) = {own} rollouts, which is "
-            f"no multiple of algorithm.repeat_times {group}, and groups are never split; leave it out for "
+            f"{size} - {experts} demonstrations (expert_data_ratio {config.algorithm.expert_ratio}) = {own} rollouts, "
+            f"which is no multiple of algorithm.repeat_times {group}, and groups are never split; leave it out for "
             "the size that fits batch_size",
         )
     elif not experts and size % group:

@@ -7,6 +7,15 @@ from pydantic import Field
 from rftdask.config.algorithms import ALGORITHMS, ALIASES, BASELINE_ADVANTAGES, TEACHER_ADVANTAGES
 from rftdask.config.base import Aliases, Count, Filled, Free, Later, Renamed, Section, absent
 
+EXPERT_RATIO = 0.5
+"""Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
+
+
+def is_share(value: object) -> bool:
+    """Whether it is a number of [0, 1)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
 _TWINS = Aliases(ALIASES, "the *_verl twins are deprecated")
 
 
@@ -92,6 +101,12 @@ class AlgorithmConfig(Section):
     def schema_type(self) -> str:
         """What the algorithm trains on: experience, sft, dpo or cpt."""
         return ALGORITHMS[self.algorithm_type].schema
+
+    @property
+    def expert_ratio(self) -> float:
+        """Share of demonstrations in a batch of strategy mix; the default where it is no number of [0, 1)."""
+        ratio = (self.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
+        return float(ratio) if is_share(ratio) else EXPERT_RATIO
 
     @property
     def needs_teacher(self) -> bool:

@@ -242,3 +242,14 @@ class ExplorerConfig(Section):
     """Engines that keep serving while others load weights."""
     db_url: Annotated[str | None, _SERVE] = None
     """Database of recorded requests."""
+
+    @property
+    def fewest_workers(self) -> int:
+        """Explorer workers that a run starts with, and never asks for fewer."""
+        usual = self.rollout_model.engine_num
+        return self.min_workers or min(usual, self.max_workers or usual)
+
+    @property
+    def most_workers(self) -> int:
+        """Explorer workers that a run asks for at most."""
+        return self.max_workers or max(self.rollout_model.engine_num, self.fewest_workers)

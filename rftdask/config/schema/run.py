@@ -4,6 +4,7 @@ Made by rftdask.config.load; a Config made any other way has not been checked. I
 `load_config(config.to_dict())` equals it.
 """
 
+import math
 import os.path
 import re
 from typing import Annotated, Any, Literal
@@ -18,6 +19,10 @@ from rftdask.config.schema.model import ClusterConfig, ModelConfig
 from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
 from rftdask.config.yaml_source import escape, to_yaml
 
+MAX_TASKS_PER_UNIT = 64
+"""Largest work unit by default: some seconds of work, and what a lost worker costs at most."""
+EXPERT_BUFFER = "sft_dataset"
+"""Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
 _JUICER = Later("Data-Juicer")
 
 Mode = Annotated[Literal["both", "explore", "train", "bench"], Later("this mode", ("serve", "colocate"))]
@@ -31,6 +36,11 @@ def _relative(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_relative)]
 """A folder name or several joined by /, without . and .. in it."""
+
+
+def count_demonstrations(batch_size: int, ratio: float) -> int:
+    """Demonstrations in a batch of `batch_size` of which they are at least the share `ratio`."""
+    return math.ceil(ratio * batch_size - 1e-9)  # less the rounding of 0.1 * 30
 
 
 class MonitorConfig(Section):
@@ -218,6 +228,58 @@ class Config(Section):
         if url:
             return url[1] + "/".join([url[2].rstrip("/"), *parts] if url[2].rstrip("/") else parts)
         return os.path.join(os.path.abspath(os.path.expanduser(self.checkpoint_root_dir)), *parts)
+
+    @property
+    def tasks_per_unit(self) -> int:
+        """Tasks of a work unit: as configured, else an even share of an explore step for every engine that there may
+        be, at most MAX_TASKS_PER_UNIT.
+        """
+        if self.explorer.tasks_per_batch is not None:
+            return min(self.explorer.tasks_per_batch, self.buffer.batch_size)
+        return min(-(-self.buffer.batch_size // self.explorer.most_workers), MAX_TASKS_PER_UNIT)
+
+    @property
+    def units_per_step(self) -> int:
+        """Work units of an explore step."""
+        return -(-self.buffer.batch_size // self.tasks_per_unit)
+
+    @property
+    def eval_interval(self) -> int:
+        """Explore steps between evaluations: a multiple of the explorer's synchronization interval, at least one."""
+        every = self.synchronizer.explorer_sync_interval
+        return max(self.explorer.eval_interval // every, 1) * every
+
+    @property
+    def num_demonstrations(self) -> int:
+        """Demonstrations in one train batch; 0 unless the sample strategy is mix."""
+        if self.algorithm.sample_strategy != "mix":
+            return 0
+        return count_demonstrations(self.buffer.train_batch_size, self.algorithm.expert_ratio)
+
+    @property
+    def num_own_rollouts(self) -> int:
+        """Rollouts in one train batch; the rest of it are demonstrations."""
+        return self.buffer.train_batch_size - self.num_demonstrations
+
+    @property
+    def demonstrations(self) -> str:
+        """Name of the auxiliary buffer that strategy mix takes its demonstrations from: as given, else `EXPERT_BUFFER`
+        if there is one, else the first there is.
+        """
+        buffers = self.buffer.trainer_input.auxiliary_buffers
+        default = EXPERT_BUFFER if EXPERT_BUFFER in buffers else next(iter(buffers), EXPERT_BUFFER)
+        return str((self.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default))
+
+    def train_step_limit(self, planned: int | None) -> int | None:
+        """The last train step; None: the trainer ends when the experiences do.
+
+        planned: steps of whole batches that the experiences fill. Partial batches need more of them, and so may replay.
+        """
+        if self.algorithm.schema_type != "experience":
+            return planned
+        if self.buffer.trainer_input.experience_buffer.replay_buffer.enable or self.synchronizer.sync_style != "fixed":
+            return self.trainer.total_steps
+        return planned
 
     def stage_configs(self) -> list["Config"]:
         """The stages in order, each a whole Config without stages; [self] when there are none."""

@@ -1,5 +1,6 @@
 """Sections `trainer` and `synchronizer`: how weights are made, kept and handed over."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,6 +20,7 @@ from rftdask.config.base import (
     no_items,
 )
 
+DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
 _PACKING = Ignored("rows are always packed and dealt evenly, and no loss depends on it")
 _OFFLOAD = Ignored("use trainer.offload_policy, which offloads all three")
 
@@ -85,8 +87,8 @@ class TrainerConfig(Section):
     micro_batch_size: Count | None = None
     """Experiences in one forward and backward pass. None: as `max_token_len_per_gpu` allows."""
     max_token_len_per_gpu: Count | None = None
-    """Tokens in one such pass; nothing is padded. None: 16,384. An experience that is longer goes alone. The gradient
-    does not depend on it. Ranks that split sequences take so many each."""
+    """Tokens in one such pass; nothing is padded. None: `DEFAULT_TOKENS_PER_MICRO_BATCH`. An experience that is longer
+    goes alone. The gradient does not depend on it. Ranks that split sequences take so many each."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
     total_steps: Count | None = None
@@ -137,6 +139,13 @@ class TrainerConfig(Section):
     """Raw veRL settings."""
     trainer_config_path: Annotated[str | None, Later("veRL configuration files", allowed=("",))] = None
     """File of raw veRL settings."""
+
+    @property
+    def max_tokens_per_micro_batch(self) -> float:
+        """Tokens in one forward and backward pass at most, whatever the number of experiences; inf: no limit."""
+        if not self.use_dynamic_bsz:
+            return math.inf
+        return self.max_token_len_per_gpu or DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 class SynchronizerConfig(Section):

@@ -9,7 +9,6 @@ import pytest
 from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_jobs, plan_layout, scaled, visible_gpus
 from rftdask.config import Config, load_config
 from rftdask.errors import UserError
-from rftdask.rules import explorer_workers
 
 
 def stage(engines: int, *overrides: str) -> Config:
@@ -143,7 +142,8 @@ def test_a_layout_has_the_explorers_to_begin_with_and_leaves_cores_for_those_tha
     ],
 )
 def test_workers_that_are_not_told_are_the_engines(overrides: tuple[str, ...], limits: tuple[int, int]) -> None:
-    assert explorer_workers(stage(2, *overrides)) == limits
+    explorer = stage(2, *overrides).explorer
+    assert (explorer.fewest_workers, explorer.most_workers) == limits
 
 
 def test_engines_of_several_gpus_are_scaled_to_gpus_that_lie_together() -> None:

@@ -32,7 +32,6 @@ from rftdask.errors import DataError, UserError
 from rftdask.models.lora import Lora, adapter_names, begin
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.trainer import model as trainer_model
-from rftdask.trainer import rank
 from rftdask.trainer.attention import pack_if_equal
 from rftdask.trainer.packing import pack_rows
 
@@ -158,7 +157,6 @@ def test_its_constants_are_those_of_the_trainer() -> None:
     from rftdask.commands import estimate as module
 
     assert module.MAX_LOGITS == trainer_model.MAX_LOGITS
-    assert module.TOKENS_PER_PASS == rank.DEFAULT_TOKENS_PER_MICRO_BATCH
 
 
 class TestStrategies:

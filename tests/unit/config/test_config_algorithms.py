@@ -9,7 +9,6 @@ from config_cases import config, grpo, problems, sft
 
 from rftdask.config import fill_from_environment, load_config, make_plan, replace
 from rftdask.config.algorithms import ALGORITHMS
-from rftdask.config.mixture import demonstrations, num_experts, num_own_rollouts
 from rftdask.errors import ConfigError
 
 SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
@@ -26,8 +25,8 @@ def mix(args: dict[str, Any] | None = None, **buffer: Any) -> dict[str, Any]:
 def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch_size: int) -> None:
     loaded = config(mix({"expert_data_ratio": ratio}, batch_size=batch_size))
     assert loaded.algorithm.sample_strategy == "mix"
-    assert num_own_rollouts(loaded) == 8 * batch_size
-    assert num_experts(loaded) == pytest.approx(ratio * loaded.buffer.train_batch_size, abs=1.0)
+    assert loaded.num_own_rollouts == 8 * batch_size
+    assert loaded.num_demonstrations == pytest.approx(ratio * loaded.buffer.train_batch_size, abs=1.0)
     assert make_plan(loaded).stages[0].groups_per_batch == batch_size
 
 
@@ -55,8 +54,8 @@ def test_a_mixture_needs_its_demonstrations() -> None:
 )
 def test_demonstrations_are_found_without_being_named(buffers: list[str], found: str) -> None:
     shown = {"auxiliary_buffers": {name: {"path": f"{name}.jsonl"} for name in buffers}}
-    assert demonstrations(config(mix(trainer_input=shown))) == found
-    assert demonstrations(config(mix({"sft_dataset_name": buffers[-1]}, trainer_input=shown))) == buffers[-1]
+    assert config(mix(trainer_input=shown)).demonstrations == found
+    assert config(mix({"sft_dataset_name": buffers[-1]}, trainer_input=shown)).demonstrations == buffers[-1]
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from config_cases import config, grpo, problems, sft
 
-from rftdask.buffer.batches.backpressure import UnreadLimit
-from rftdask.buffer.batches.replay_priority import ReplayRule
-from rftdask.rules import max_uses, replay_rule, train_step_limit, unread_limit
+from rftdask.buffer.batches.backpressure import UnreadLimit, unread_limit
+from rftdask.buffer.batches.replay_priority import ReplayRule, max_uses, replay_rule
 
 AT = "buffer.trainer_input.experience_buffer"
 ON = (f"{AT}.replay_buffer.enable=true", "synchronizer.sync_style=fully_async")
@@ -91,7 +90,7 @@ def test_style_fixed_may_replay_without_a_clock() -> None:
     ],
 )
 def test_a_trainer_ends_with_its_steps_or_with_the_data(overrides: tuple[str, ...], limit: int | None) -> None:
-    assert train_step_limit(config(grpo(), *overrides), planned=20) == limit
+    assert config(grpo(), *overrides).train_step_limit(planned=20) == limit
 
 
 @pytest.mark.parametrize(
