@@ -15,7 +15,6 @@ from typing import Any
 from distributed import Client
 
 from rftdask.config import Config
-from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
 
 CONTROL_RESOURCE = "control"
@@ -235,7 +234,7 @@ def _demand(stages: Sequence[Config], num_gpus: int) -> tuple[int, int, int, int
     exploring = [stage for stage in stages if stage.mode != "train"]
     first = max((stage.explorer.fewest_workers for stage in exploring), default=0)
     most = max((stage.explorer.most_workers for stage in exploring), default=0)
-    each = max((gpus_of(stage.explorer.rollout_model) for stage in exploring), default=1)
+    each = max((stage.explorer.rollout_model.num_gpus for stage in exploring), default=1)
     left = max(1, num_gpus - most * each)
     return max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0), first, most, each
 

@@ -15,7 +15,6 @@ from rftdask.cluster.base import (
     plan_layout,
 )
 from rftdask.config import Config
-from rftdask.config.engine_keys import gpus_of
 from rftdask.errors import UserError
 from rftdask.storage import Storage
 
@@ -76,7 +75,7 @@ def check_chain(config: Config) -> None:
 
 def _check_engines(config: Config, stages: list[Config]) -> None:
     gres = config.cluster.slurm.explorer.gres
-    each = max((gpus_of(stage.explorer.rollout_model) for stage in stages if stage.mode != "train"), default=1)
+    each = max((stage.explorer.rollout_model.num_gpus for stage in stages if stage.mode != "train"), default=1)
     if each > max(1, slurm.count_gres(gres)):
         raise UserError(
             f"cluster.slurm.explorer.gres is {gres}, and an engine works on {each} GPUs "

@@ -1,20 +1,20 @@
-"""Which keys of an engine's section mean something for which engine. Pure; it knows neither engines nor what they need
-beside the configuration.
-"""
+"""Which keys of an engine's section mean something for which engine. It knows the traits of engines and no name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rftdask.config.base import default_of
+from rftdask.config.engine_traits import registered_engines
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
 _SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 _REFUSED = (*_SPLITS, "extra_engine_args")
-"""What the engine would have to do otherwise: refused where it cannot."""
+"""Keys that change what an engine computes on: an error where it does not follow them."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
-"""How fast it does the same: a warning where it has no effect."""
+"""Keys that change how fast it computes the same: a warning where it does not follow them."""
 
 
 def engine_sections(config: Config) -> list[tuple[str, InferenceModelConfig]]:
@@ -27,26 +27,27 @@ def engine_sections(config: Config) -> list[tuple[str, InferenceModelConfig]]:
 def engine_problems(config: Config) -> Iterator[Problem]:
     """(path, message) of keys that the engine cannot follow."""
     for path, section in engine_sections(config):
-        for key in _REFUSED if section.engine_type != "vllm" else ():
-            if getattr(section, key) != _default(key):
-                yield f"{path}.{key}", f"engine_type {section.engine_type} cannot do it; leave it out or use vllm"
-    loras = config.model.lora_configs or ()
-    if config.explorer.rollout_model.engine_type == "vllm" and any(lora.use_dora for lora in loras):
-        yield "model.lora_configs[0].use_dora", "vLLM has no DoRA; use engine_type transformers"
+        for key in _set_without_effect(section, _REFUSED):
+            remedy = f"leave it out or use {' or '.join(_engines_that_follow(key))}"
+            yield f"{path}.{key}", f"engine_type {section.engine_type} cannot do it; {remedy}"
+    engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
+    if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
+        yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
 
 
 def engine_warnings(config: Config) -> Iterator[Problem]:
     """(path, message) of keys without effect."""
     for path, section in engine_sections(config):
-        for key in _IGNORED if section.engine_type != "vllm" else ():
-            if getattr(section, key) != _default(key):
-                yield f"{path}.{key}", f"ignored: it tunes vLLM, and engine_type is {section.engine_type}"
+        for key in _set_without_effect(section, _IGNORED):
+            tuned = " and ".join(_engines_that_follow(key))
+            yield f"{path}.{key}", f"ignored: it tunes {tuned}, and engine_type is {section.engine_type}"
 
 
-def gpus_of(section: InferenceModelConfig) -> int:
-    """GPUs that one engine needs, where there are any."""
-    return section.tensor_parallel_size * section.pipeline_parallel_size * section.data_parallel_size
+def _set_without_effect(section: InferenceModelConfig, keys: tuple[str, ...]) -> list[str]:
+    """Those of `keys` that differ from their defaults and that the section's engine does not follow."""
+    defaults = {key: default_of(InferenceModelConfig.model_fields[key]) for key in keys}
+    return [key for key in keys if key not in section.traits.config_keys and getattr(section, key) != defaults[key]]
 
 
-def _default(key: str) -> object:
-    return InferenceModelConfig.model_fields[key].get_default(call_default_factory=True)
+def _engines_that_follow(key: str) -> list[str]:
+    return [name for name, part in registered_engines().items() if key in part.traits.get("config_keys", ())]

@@ -11,7 +11,7 @@ from rftdask.models.hub import local_model
 
 
 class _NoTokenizer:
-    """For the fake engine, which has no model: one token per byte."""
+    """The tokenizer of an engine without a model: one token per byte."""
 
     eos_token_id = None
 
@@ -27,7 +27,7 @@ class _NoTokenizer:
 
 def load_tokenizer(config: Config) -> Any:
     """Raises: DataError: the model folder has no tokenizer, or the template file is not there."""
-    if config.explorer.rollout_model.engine_type == "fake":
+    if not config.explorer.rollout_model.traits.has_model:
         return _NoTokenizer()
     # Late: importing transformers takes most of a second.
     from transformers import AutoTokenizer

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rftdask.config.engine_traits import EngineTraits
 from rftdask.errors import RoleError
 
 
@@ -59,7 +60,7 @@ Give = Callable[[int, Generation], None]
 """Takes the answer to the request of that number."""
 
 
-class Engine(ABC):
+class Engine(EngineTraits, ABC):
     """Holds a model and generates with it. Used from one thread.
 
     Example:
@@ -72,8 +73,6 @@ class Engine(ABC):
     """Version of the weights it serves; 0 = as in the model folder."""
     dtype: str = "float32"
     """In which it computes."""
-    has_weights: bool = True
-    """Whether there is a model behind it, so that what it loads can be proven; see proof.py."""
 
     @abstractmethod
     def serve(self, take: Take, give: Give) -> None:
@@ -109,5 +108,5 @@ class Engine(ABC):
         """
         raise RoleError(f"engine {type(self).__name__} gives no logprobs of given tokens")
 
-    def close(self) -> None:  # noqa: B027 -- an engine may have nothing to free
+    def close(self) -> None:
         """Free the model. Idempotent."""

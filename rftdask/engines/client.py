@@ -23,7 +23,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rftdask.engines import make_engine
+from rftdask.config.engine_traits import engine_traits, registered_engines
+from rftdask.config.plugins import find_part
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.verify import load_verified
 from rftdask.errors import DamagedError, NotFoundError, RftError, RoleError, StorageError, WaitTimeout
@@ -63,15 +64,15 @@ class EngineSpec:
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process: answers whatever has a number with one message of that number."""
     options = dict(spec["options"])
-    if spec["engine_type"] != "fake":
-        # Late: the fake needs no torch.
+    if engine_traits(spec["engine_type"]).has_model:
+        # Late: an engine without a model needs no torch.
         import torch
 
         torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
         options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if options["dtype"] == "auto":
             options["dtype"] = "bfloat16" if options["device"] == "cuda" else "float32"
-    engine = make_engine(spec["engine_type"], spec["model_path"], **options)
+    engine = find_part("engine", spec["engine_type"], registered_engines())(spec["model_path"], **options)
     log.info("engine %s is ready: %s, %s", spec["engine_type"], spec["model_path"], options)
     channel.send({"ready": os.getpid()})
     for message in channel:

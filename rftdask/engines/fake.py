@@ -27,7 +27,9 @@ class FakeEngine(Engine):
         seconds_per_step: what one token of all that is under way takes, to stand for a slow model.
     """
 
-    has_weights = False
+    engine_type = "fake"
+    has_model = False
+    repeats_bits = True
 
     def __init__(
         self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_step: float = 0.0

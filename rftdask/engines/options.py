@@ -10,28 +10,18 @@ from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.weights.fingerprint import SEQUENCE_LENGTH
 
-_PASSED_ON = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "enable_expert_parallel",
-    "enforce_eager",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "gpu_memory_utilization",
-)
-"""Keys that have vLLM's names."""
-
 
 def engine_options(
     section: InferenceModelConfig, config: Config, *, policy: bool = True
 ) -> tuple[tuple[str, Any], ...]:
     """Keyword arguments of the engine's class, hashable and sorted. policy: False: a frozen model beside it."""
-    if section.engine_type == "fake":
+    if not section.traits.has_model:
         return ()
     options: dict[str, Any] = {"dtype": section.dtype, "trust_remote_code": config.model.trust_remote_code}
-    if section.engine_type == "vllm":
-        more = {key: getattr(section, key) for key in _PASSED_ON} | plain(section.extra_engine_args)
+    followed = section.traits.config_keys
+    if followed:
+        more = {key: getattr(section, key) for key in followed if key != "extra_engine_args"}
+        more |= plain(section.extra_engine_args)
         options["engine_args"] = json.dumps(more, sort_keys=True)
         if policy:
             # Room for the proof of weights: its sequences, and the one token that vLLM must sample after each.

@@ -44,6 +44,10 @@ class TransformersEngine(Engine):
     Raises: DataError: the model cannot be loaded.
     """
 
+    engine_type = "transformers"
+    repeats_bits = True
+    imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
+
     def __init__(
         self,
         model_path: str,

@@ -25,7 +25,7 @@ def load_verified(engine: Engine, version: int, files: Sequence[Path], fingerpri
         again after either.
     """
     engine.load_weights(version, files)
-    if fingerprint is None or not engine.has_weights:
+    if fingerprint is None or not engine.has_model:
         return
     problem = fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype)
     if not problem:

@@ -69,6 +69,21 @@ class VllmEngine(Engine):
     Raises: UserError: vLLM is not installed, or refuses its arguments; DataError: it cannot load the model.
     """
 
+    engine_type = "vllm"
+    required_package = "vllm"
+    takes_dora = False
+    config_keys = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "gpu_memory_utilization",
+        "extra_engine_args",
+    )
+
     def __init__(
         self,
         model_path: str,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rftdask.config import Config
+from rftdask.config.engine_traits import engine_traits
 from rftdask.config.schema.explorer import AuxiliaryModelConfig
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
@@ -59,7 +60,7 @@ class Companions:
         """
         if config.algorithm.needs_teacher:
             return {}
-        models = [model for model in config.explorer.auxiliary_models if model.engine_type != "external"]
+        models = [model for model in config.explorer.auxiliary_models if not model.traits.is_external]
         specs = {_name(model): _engine_spec(model, config, threads) for model in models}
         for spec in list(self._engines):
             if spec not in specs.values() or not self._engines[spec].alive():
@@ -106,7 +107,7 @@ def external_policy(config: Config) -> RemoteSpec | None:
 def remote_auxiliary(config: Config) -> dict[str, RemoteSpec]:
     """Auxiliary models behind an API, by name."""
     models = config.explorer.auxiliary_models
-    return {_name(m): _remote_spec(m.model_path or "", config) for m in models if m.engine_type == "external"}
+    return {_name(m): _remote_spec(m.model_path or "", config) for m in models if m.traits.is_external}
 
 
 def _remote_spec(model_name: str, config: Config) -> RemoteSpec:
@@ -146,10 +147,10 @@ def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> E
 
 def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
     """How rollouts ask the engine: as they come, but where runs are to be the same bit by bit in calls, of which the
-    queue decides what shares one; see its text. No call would make vLLM repeat its bits. timeout_s: for a call, or
-    without an answer.
+    queue decides what shares one; see its text. An engine that never repeats its bits is not asked in
+    calls. timeout_s: for a call, or without an answer.
     """
-    if config.synchronizer.sync_style != "fixed" or client.spec.engine_type == "vllm":
+    if config.synchronizer.sync_style != "fixed" or not engine_traits(client.spec.engine_type).repeats_bits:
         return Streaming(client.submit, timeout_s, str(client))
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
@@ -170,7 +171,7 @@ def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, time
 
 
 def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Any:
-    if model.engine_type == "fake":
+    if not model.traits.has_model:
         return load_tokenizer(config)
     # Late: importing transformers takes most of a second.
     from transformers import AutoTokenizer

@@ -228,7 +228,7 @@ def tokens_of(row: Mapping[str, Any], pieces: Pieces) -> tuple[Token, ...]:
 
 def read_pieces(stage: Stage) -> Pieces:
     """The tokenizer of a stage, from its newest checkpoint or its model folder; without one a token is its number."""
-    if stage.config.explorer.rollout_model.engine_type == "fake":
+    if not stage.config.explorer.rollout_model.traits.has_model:
         return lambda ids: [bytes([token % 256]).decode("latin-1") for token in ids]
     data = _tokenizer_file(stage)
     if data is None:

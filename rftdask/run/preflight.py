@@ -202,7 +202,7 @@ def _check_model(stage: Config) -> None:
         for remote in [remote for remote in remotes if remote is not None]:
             remote.check()
     if stage.is_external or (
-        stage.explorer.rollout_model.engine_type == "fake" and stage.trainer.trainer_type == "fake"
+        not stage.explorer.rollout_model.traits.has_model and stage.trainer.trainer_type == "fake"
     ):
         return
     _check_model_folder(stage.model.model_path, "model.model_path")
@@ -212,10 +212,11 @@ def _check_engines(stages: list[Config]) -> None:
     """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
     for stage in stages:
         for path, section in engine_sections(stage) if stage.mode != "train" else ():
-            if section.engine_type == "vllm" and find_spec("vllm") is None:
+            package = section.traits.required_package
+            if package is not None and find_spec(package) is None:
                 raise UserError(
-                    f"{path}.engine_type: vLLM is not installed; pip install 'rftdask[vllm]' on a machine with a GPU "
-                    "(docs/engines.md says how on a CPU), or use transformers"
+                    f"{path}.engine_type: {package} is not installed; pip install 'rftdask[{package}]' on a machine "
+                    "with a GPU (docs/engines.md says how on a CPU), or use transformers"
                 )
 
 

@@ -83,12 +83,8 @@ class HeadStart:
 def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
     roles = roles_of(stage)
     # An engine's environment may matter to its imports, so that one with its own starts in it.
-    if (
-        "explorer" in roles
-        and stage.explorer.rollout_model.engine_type == "transformers"
-        and not stage.explorer.env_vars
-    ):
-        threads = layout.threads_of(EXPLORER_RESOURCE)
-        yield EXPLORER_RESOURCE, start_ahead, (ENGINE, threads, ("rftdask.engines.transformers", _MODELS))
+    modules = stage.explorer.rollout_model.traits.imports_ahead
+    if "explorer" in roles and modules and not stage.explorer.env_vars:
+        yield EXPLORER_RESOURCE, start_ahead, (ENGINE, layout.threads_of(EXPLORER_RESOURCE), modules)
     if "trainer" in roles and stage.trainer.trainer_type != "fake":
         yield TRAINER_RESOURCE, start_ahead, (RANK, layout.threads_of(TRAINER_RESOURCE), (_MODELS,))

@@ -35,9 +35,12 @@ def _teacher_is_there(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "model.external_model", "explorer")
 def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
-    remotes = [model for model in config.explorer.auxiliary_models if model.engine_type == "external"]
+    remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
     if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
-        yield "explorer.auxiliary_models[0].engine_type", "external: a model behind an API gives no teacher's logprobs"
+        yield (
+            "explorer.auxiliary_models[0].engine_type",
+            f"{remotes[0].engine_type}: a model behind an API gives no teacher's logprobs",
+        )
     if not config.is_external:
         return
     at = "model.external_model"

@@ -17,6 +17,7 @@ from rftdask.config.base import (
     Section,
     no_items,
 )
+from rftdask.config.engine_traits import EngineTraits, engine_traits
 
 _MODEL = Later("lengths and sampling of one engine; set the same key in section model")
 _TOOLS = Later("tool parsers")
@@ -118,6 +119,17 @@ class InferenceModelConfig(Section):
     """Derived."""
     nnodes: Annotated[Any, Derived()] = None
     """Derived."""
+
+    @property
+    def traits(self) -> type[EngineTraits]:
+        """What holds for every engine of this type. Raises: UserError: an engine of the user's own is not found."""
+        return engine_traits(self.engine_type)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one engine works on, where there are any."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
     node_rank: Annotated[Any, Derived()] = None
     """Derived."""
     enable_lora: Annotated[Any, Derived()] = None

@@ -218,7 +218,7 @@ class Config(Section):
     @property
     def is_external(self) -> bool:
         """Whether a model behind an API stands in for the policy."""
-        return self.model.external_model.enable or self.explorer.rollout_model.engine_type == "external"
+        return self.model.external_model.enable or self.explorer.rollout_model.traits.is_external
 
     @property
     def checkpoint_job_dir(self) -> str:

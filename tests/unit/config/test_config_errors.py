@@ -102,7 +102,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                 "explorer": {"rollout_model": {"engine_type": "vllm"}},
                 "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{"use_dora": True}]},
             },
-            "model.lora_configs[0].use_dora: vLLM has no DoRA; use engine_type transformers",
+            "model.lora_configs[0].use_dora: engine_type vllm has no DoRA; use transformers",
         ),
         (
             {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},

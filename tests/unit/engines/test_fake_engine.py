@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.engines import make_engine
+from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines
 from rftdask.engines.base import Engine, GenerateRequest, SamplingParams
 from rftdask.engines.fake import FakeEngine
 from rftdask.errors import UserError
@@ -16,7 +16,7 @@ from tests.unit.engines.engine_contract import ContinuousContract, EngineContrac
 class TestFakeEngine(EngineContract, ContinuousContract):
     @pytest.fixture
     def engine(self) -> Engine:
-        return make_engine("fake", "no/such/model")
+        return FakeEngine("no/such/model")
 
     @pytest.fixture
     def weights_file(self, tmp_path: Path) -> Path:
@@ -31,14 +31,41 @@ class TestFakeEngine(EngineContract, ContinuousContract):
         assert all(0 <= token < 10 for token in generation.tokens)
 
 
-def test_an_unknown_engine_is_refused_with_the_names_of_the_known() -> None:
-    with pytest.raises(UserError, match="'vlm' is unknown; choose one of: fake, transformers"):
-        make_engine("vlm", "model")
+def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match=r"unknown engine 'vlm'; did you mean vllm\?"):
+        engine_traits("vlm")
+
+
+@pytest.mark.parametrize("engine_type", sorted(registered_engines()))
+def test_the_traits_read_from_the_source_are_those_of_the_class(engine_type: str) -> None:
+    read, engine = engine_traits(engine_type), registered_engines()[engine_type].load()
+    assert read is not engine
+    names = [name for name in vars(EngineTraits) if not name.startswith("_")]
+    assert len(names) >= 8
+    assert {name: getattr(read, name) for name in names} == {name: getattr(engine, name) for name in names}
+
+
+def test_an_engine_of_the_users_own_has_its_own_traits() -> None:
+    assert engine_traits(f"{__name__}.{Steady.__name__}") is Steady
+    assert Steady.repeats_bits and not engine_traits("vllm").repeats_bits
+
+
+class Steady(FakeEngine):
+    repeats_bits = True
+
+
+def test_traits_are_known_without_torch() -> None:
+    code = (
+        "import sys; from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines as r; "
+        "[engine_traits(name) for name in r()]; "
+        "sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_fake_engine_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from rftdask.engines import make_engine; make_engine('fake', ''); "
+        "import sys; from rftdask.engines.fake import FakeEngine; FakeEngine(); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rftdask.engines import make_engine
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
@@ -37,7 +36,7 @@ def assert_same(ones: Sequence[Generation], others: Sequence[Generation]) -> Non
 
 @pytest.fixture
 def engine(model_folder: Path) -> Engine:
-    return make_engine("transformers", str(model_folder))
+    return TransformersEngine(str(model_folder))
 
 
 class TestTransformersEngine(EngineContract, ContinuousContract):
@@ -263,7 +262,7 @@ class TestRefusals:
 
     def test_a_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="cannot be loaded"):
-            make_engine("transformers", str(tmp_path))
+            TransformersEngine(str(tmp_path))
 
     def test_a_folder_that_lacks_a_tensor_is_refused_by_its_name(self, tmp_path: Path, model_folder: Path) -> None:
         tensors = load_file(model_folder / "model.safetensors")
@@ -271,14 +270,14 @@ class TestRefusals:
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
         with pytest.raises(DataError, match=r"model\.norm\.weight"):
-            make_engine("transformers", str(tmp_path))
+            TransformersEngine(str(tmp_path))
 
 
 class TestLoadWeights:
     def test_new_weights_give_what_an_engine_made_of_them_gives(self, engine: Engine, other_model_folder: Path) -> None:
         before = engine.generate(MIXED_REQUESTS)
         engine.load_weights(4, [other_model_folder / "model.safetensors"])
-        other = make_engine("transformers", str(other_model_folder))
+        other = TransformersEngine(str(other_model_folder))
         other.policy_version = 4
         after = engine.generate(MIXED_REQUESTS)
         assert after == other.generate(MIXED_REQUESTS)
@@ -290,7 +289,7 @@ class TestLoadWeights:
         save_file({name: tensors[name] for name in names[::2]}, tmp_path / "a.safetensors")
         save_file({name: tensors[name] for name in names[1::2]}, tmp_path / "b.safetensors")
         engine.load_weights(4, [tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
-        other = make_engine("transformers", str(other_model_folder))
+        other = TransformersEngine(str(other_model_folder))
         assert [one.tokens for one in engine.generate(MIXED_REQUESTS)] == [
             one.tokens for one in other.generate(MIXED_REQUESTS)
         ]
@@ -325,7 +324,7 @@ class TestLoadWeights:
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         save_file(tensors, tmp_path / "model.safetensors")
         engine.load_weights(4, [tmp_path / "model.safetensors"])
-        other = make_engine("transformers", str(other_model_folder))
+        other = TransformersEngine(str(other_model_folder))
         other.policy_version = 4
         assert engine.generate(MIXED_REQUESTS) == other.generate(MIXED_REQUESTS)
 

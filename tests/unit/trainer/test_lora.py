@@ -17,8 +17,8 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.engines import make_engine
 from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import Lora, add_adapter
 from rftdask.models.toy import build_toy_model
@@ -84,7 +84,7 @@ def exported(engine: TorchEngine, folder: Path) -> Any:
 class TestPublished:
     def test_an_engine_computes_what_the_trainer_computes(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
-        engine = make_engine("transformers", model_folder)
+        engine = TransformersEngine(model_folder)
         engine.load_weights(2, put(tmp_path / "weights", policy.weights()))
         [generation] = engine.generate([GenerateRequest((5, 6, 7), SamplingParams(max_tokens=8), seed=3)])
         row = np.array([5, 6, 7, *generation.tokens])
@@ -178,7 +178,7 @@ def test_layers_that_the_model_has_not_are_refused(model_folder: str) -> None:
 
 
 def test_an_adapter_of_another_shape_is_refused(model_folder: str, tmp_path: Path) -> None:
-    engine = make_engine("transformers", model_folder)
+    engine = TransformersEngine(model_folder)
     engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, Lora(rank=4)).weights()))
     with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*must be \(4, 32\)"):
         engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, Lora(rank=2)).weights()))

@@ -26,8 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rftdask.engines import make_engine
 from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
@@ -131,7 +131,7 @@ class TestTokenLogprobs:
         assert token_logprobs(policy, make_rows())[1] is None
 
     def test_they_equal_what_the_engine_recorded(self, policy: Any, folder: Path) -> None:
-        engine = make_engine("transformers", str(folder))
+        engine = TransformersEngine(str(folder))
         temperatures = [1.0, 0.7, 0.0]
         requests = [
             GenerateRequest((5, 6, 7)[: number + 1], SamplingParams(max_tokens=8, temperature=temperature), seed=number)
@@ -296,7 +296,7 @@ class TestWeightsOut:
     ) -> None:
         train_a_little(policy)
         (tmp_path / "model.safetensors").write_bytes(state_dict_bytes(policy))
-        engine = make_engine("transformers", str(folder))
+        engine = TransformersEngine(str(folder))
         engine.load_weights(3, [tmp_path / "model.safetensors"])
         [generation] = engine.generate([GenerateRequest((5, 6), SamplingParams(max_tokens=6, temperature=0), seed=0)])
         prompt = torch.tensor([[5, 6]])
