@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 10] [--quick]
 
-A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a batch side by side; lengths are
+A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a unit side by side; lengths are
 lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its CPU seconds are those of
 the scheduler, the driver and all workers together: an upper bound of what a scheduler has to do. Prints:
 
@@ -35,10 +35,8 @@ from distributed import Client, LocalCluster, get_client, get_worker
 
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import load_config
-from rftdask.explorer.explorer import ExplorePlan, Explorer
-from rftdask.explorer.task_order import TaskOrder
-from rftdask.explorer.worker_task import RolloutResult, RolloutSpec
-from rftdask.monitor.metrics import MetricsWriter
+from rftdask.explorer.explorer import Explorer
+from rftdask.explorer.worker_task import RolloutResult, RolloutTask
 from rftdask.processes.poll import wait_for
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
@@ -48,33 +46,40 @@ TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384
 """Of responses: a reasoning model's, whose longest are some ten times the usual ones."""
 TOKENS_PER_S = 2_000
-"""Of one rollout: 50 to 100 times what engines do, so that a batch takes seconds and not minutes."""
+"""Of one rollout: 50 to 100 times what engines do, so that a unit takes seconds and not minutes."""
 
 
-def batch_seconds(step: int, batch: int) -> float:
-    """Time of a rollout batch: that of its longest response."""
-    lengths = np.random.default_rng((step, batch)).lognormal(
+def unit_seconds(step: int, unit_index: int) -> float:
+    """Time of a work unit: that of its longest response."""
+    lengths = np.random.default_rng((step, unit_index)).lognormal(
         np.log(MEDIAN_TOKENS), SIGMA, TASKS_PER_BATCH * REPEAT_TIMES
     )
     return float(min(lengths.max(), MAX_TOKENS)) / TOKENS_PER_S
 
 
-def simulate(spec: RolloutSpec) -> RolloutResult:
-    """A rollout batch that takes its time, with the weights that it asks for, and leaves nothing."""
+def simulate(unit: RolloutTask) -> RolloutResult:
+    """A work unit that takes its time, with the weights that it asks for, and leaves nothing."""
     began = time.perf_counter()
-    if spec.version:
-        SyncHandle(open_storage(spec.url), None, 0.02).wait_for_version(spec.version, 600)
+    if unit.weights.version:
+        SyncHandle(open_storage(unit.url), None, 0.02).wait_for_version(unit.weights.version, 600)
     waited = time.perf_counter()
-    seconds = batch_seconds(spec.explore_step, spec.batch)
+    seconds = unit_seconds(unit.explore_step, unit.unit_index)
     time.sleep(seconds)
-    num = len(spec.tasks) * spec.repeat_times
+    num = len(unit.tasks) * unit.repeat_times
     return RolloutResult(
-        spec.key, (), spec.version, "", num_rollouts=num, num_rewards=num, time_s=seconds, time_wait_s=waited - began
+        unit.key,
+        (),
+        unit.weights.version,
+        "",
+        num_rollouts=num,
+        num_rewards=num,
+        time_s=seconds,
+        time_wait_s=waited - began,
     )
 
 
 class Finished(NamedTuple):
-    """A rollout batch that came back."""
+    """A work unit that came back."""
 
     at: float
     took_s: float
@@ -83,15 +88,15 @@ class Finished(NamedTuple):
 
 
 class CountingExplorer(Explorer):
-    """The loop, which also remembers when it was told of each rollout batch."""
+    """The loop, which also remembers when it was told of each work unit."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.finished: list[Finished] = []
 
-    def _add(self, spec: RolloutSpec, result: RolloutResult) -> None:
+    def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
         self.finished.append(Finished(time.perf_counter(), result.time_s, result.num_rollouts))
-        super()._add(spec, result)
+        super()._count(unit, result)
 
 
 class Simulation:
@@ -123,13 +128,13 @@ class Simulation:
             }
         )
         self._trained: int | None = None
-        self._batches_per_step = workers
+        self._units_per_step = workers
         self.explorer = CountingExplorer(
             client,
             self.storage,
             config,
-            ExplorePlan(num_steps=steps, sizes=(1 << 16,), order=TaskOrder(), evals=()),
-            {role: MetricsWriter(self.storage, role) for role in ("explorer", "eval")},
+            {config.buffer.explorer_input.train_tasksets[0].name: 1 << 16},
+            num_steps=steps,
             threads=1,
             log_file=None,
             emit=lambda event: None,
@@ -150,7 +155,7 @@ class Simulation:
     def _train(self) -> None:
         assert self._train_s is not None
         for step in range(1, self._steps + 1):
-            while len(self.finished) < step * self._batches_per_step:
+            while len(self.finished) < step * self._units_per_step:
                 time.sleep(0.005)
             time.sleep(self._train_s)
             publish_weights(self.storage, step, b"weights", "main")
@@ -218,7 +223,7 @@ def measure_notice(client: Client, publishes: int) -> float:
 
 
 def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, float]:
-    mean_s = statistics.mean(batch_seconds(step, batch) for step in range(1, 40) for batch in range(50))
+    mean_s = statistics.mean(unit_seconds(step, unit_index) for step in range(1, 40) for unit_index in range(50))
     linear = workers * TASKS_PER_BATCH * REPEAT_TIMES / mean_s
     with simulated_workers(workers) as client:
         notice_s = measure_notice(client, publishes)
@@ -235,7 +240,7 @@ def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, f
 
 
 def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, float]:
-    """Wall seconds of lock-step and of asynchronous training, on the same batches."""
+    """Wall seconds of lock-step and of asynchronous training, on the same units."""
     times: list[float] = []
     for style in ("fixed", "fully_async"):
         with simulated_workers(workers) as client:
@@ -244,14 +249,14 @@ def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, floa
 
 
 def best_times(workers: int, steps: int, train_s: float) -> tuple[float, float]:
-    """As `measure_async`, if nothing but the batches and the train steps took any time."""
+    """As `measure_async`, if nothing but the units and the train steps took any time."""
     lock_step = sum(
-        max(batch_seconds(step, batch) for batch in range(workers)) + train_s for step in range(1, steps + 1)
+        max(unit_seconds(step, unit_index) for unit_index in range(workers)) + train_s for step in range(1, steps + 1)
     )
     free, ends = [0.0] * workers, []
     for step in range(1, steps + 1):
-        for batch in range(workers):
-            ends.append(heapq.heappop(free) + batch_seconds(step, batch))
+        for unit_index in range(workers):
+            ends.append(heapq.heappop(free) + unit_seconds(step, unit_index))
             heapq.heappush(free, ends[-1])
     trained = 0.0
     for ready in sorted(ends)[workers - 1 :: workers]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.datasets import Dataset, nearest, open_dataset
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
@@ -54,6 +55,32 @@ class TasksetSpec:
     """Column naming the reward function of a row; "" or an empty cell: `reward_fn`."""
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     reward_fn_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def taskset_spec(config: TasksetConfig) -> TasksetSpec:
+    """The values of one taskset, defaults of its workflow and reward filled in."""
+    fmt = config.format
+    return TasksetSpec(
+        name=config.name,
+        path=config.path,
+        split=config.split,
+        subset_name=config.subset_name,
+        dataset_args=config.dataset_args,
+        table=config.table,
+        prompt_type=fmt.prompt_type,
+        prompt_key=fmt.prompt_key,
+        response_key=fmt.response_key,
+        messages_key=fmt.messages_key,
+        system_prompt=fmt.system_prompt,
+        system_prompt_key=fmt.system_prompt_key,
+        reply_prefix=fmt.reply_prefix,
+        workflow=config.default_workflow_type or "simple_workflow",
+        workflow_key=fmt.workflow_key,
+        reward_fn=config.default_reward_fn_type or "",
+        reward_fn_key=fmt.reward_fn_key,
+        workflow_args=config.workflow_args,
+        reward_fn_args=config.reward_fn_args,
+    )
 
 
 class Taskset:

@@ -1,7 +1,7 @@
-"""Elastic: how many explorer workers a run asks for. A pure rule of counters and times; knows no cluster.
+"""Autoscale: how many explorer workers a run asks for. A pure rule of counters and times; knows no cluster.
 
-What there is to do decides: a worker runs one rollout batch at a time, so more workers than batches that could run
-this moment are of no use. The staleness bound is in that number: a batch that has to wait for newer weights cannot run.
+What there is to do decides: a worker runs one work unit at a time, so more workers than units that could run this
+moment are of no use. The staleness bound is in that number: a unit that has to wait for newer weights cannot run.
 More are asked for at once; fewer only after a time in which nobody missed them, because an engine takes long to load
 and because the explorer of a run in lock-step has nothing to do in every other moment. What the cluster gives decides,
 too: of workers that were asked for and have not come there are never more than twice as many as have.
@@ -14,26 +14,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 IDLE_S = 60.0
-"""A worker is let go after so long without use: about what it takes to load an engine again."""
+"""Time without use after which a worker is let go: about what it takes to load an engine again."""
 OPEN_REQUESTS = 8
-"""So many may be asked for and not there, however few have come: a queue that gives nothing is not flooded."""
+"""Workers that may be asked for and not there, however few have come: a queue that gives nothing is not flooded."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the explorer sees at one moment."""
+    """The explorer's view of one moment."""
 
     at_s: float
     """On any clock that does not go back."""
     num_workers: int
     """Explorer workers that are there."""
     backlog: int
-    """Rollout batches under way or ready to run this moment."""
+    """Work units under way or ready to run this moment."""
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The target of a run, from what was seen until now.
+    """The number of workers to ask for, from what was seen until now. Immutable: `after` gives the next one.
 
     Example:
         rule = ScaleRule(min_workers=2, max_workers=16)
@@ -45,12 +45,13 @@ class ScaleRule:
     max_workers: int
     idle_s: float = IDLE_S
     asked: int = 0
-    """What was asked for last; 0: nothing yet."""
+    """Workers that were asked for last; 0: none yet."""
     needed: int = 0
-    """Most that were of use at any moment since `since_s`, of those that were asked for."""
+    """Most workers that were of use at any moment since `since_s`, of those that were asked for."""
     since_s: float = 0.0
+    """Last moment at which all that were asked for were of use, or fewer were asked for."""
     seen_s: float = 0.0
-    """When it was last told."""
+    """Time of the last look."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_workers <= self.max_workers:
@@ -64,8 +65,9 @@ class ScaleRule:
         """The rule once `seen` is known."""
         wanted = self._bounded(seen.backlog)
         if wanted >= self.target:
-            given = seen.num_workers + max(OPEN_REQUESTS, seen.num_workers)
-            asked = max(self.target, min(wanted, given))
+            # More than the cluster has given are asked for step by step, so that it is not flooded.
+            reachable = seen.num_workers + max(OPEN_REQUESTS, seen.num_workers)
+            asked = max(self.target, min(wanted, reachable))
             return replace(self, asked=asked, needed=0, since_s=seen.at_s, seen_s=seen.at_s)
         needed = max(self.needed, wanted)
         if seen.at_s - self.since_s < self.idle_s:

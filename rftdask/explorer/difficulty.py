@@ -1,13 +1,16 @@
-"""Tasks chosen by what was learned of their difficulty (selector difficulty_based, BOTS).
+"""Tasks chosen by what was learned of their difficulty (selector difficulty_based, BOTS), and where the choice is kept.
 
 The posterior is nowhere stored: it is the log's rows, folded in the order of the explore steps. What it makes of them
-is written down before it is run. Knows nothing of weights or of the cluster. Invariant: a choice is a function of the
-results of steps 1..known and of the step's number, so where `known` is one of the step, a run repeats itself.
+is written to `schedule/<step>.json`, which is created only once and before the step is run. If that file exists, it is
+the choice for ever: a resumed explorer replays it. This module knows nothing of weights or of the cluster. Invariant: a
+choice is a function of the results of steps 1..known and of the step's number, so where `known` is a function of the
+step (style fixed), a run repeats itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 import torch
@@ -20,15 +23,13 @@ from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName, done_batches
 from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.data.tasksets import Taskset
-from rftdask.errors import DamagedError, DataError
-from rftdask.explorer.chosen_tasks import Choices
-from rftdask.explorer.task_order import taskset_spec
+from rftdask.data.tasksets import Taskset, taskset_spec
+from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 
 
 def difficulty_rule(selector: DataSelectorConfig) -> DifficultyRule:
-    """The rule with the selector's arguments. Raises: DataError: one that it does not take."""
+    """The rule with the selector's arguments. Raises: DataError: an argument that it does not take."""
     args = {"seed": selector.seed, **selector.kwargs}
     try:
         return build("selector", "difficulty_based", {"difficulty_based": DifficultyRule}, args)
@@ -36,11 +37,56 @@ def difficulty_rule(selector: DataSelectorConfig) -> DifficultyRule:
         raise DataError(f"data_selector.kwargs: {error}") from error
 
 
+class ChosenTasks:
+    """The choices of one run: which tasks an explore step runs, where that is no function of its number.
+
+    Example: tasks = chosen.read(7) or chosen.put_if_absent(7, tasks, learned_from=5)
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def path(self, step: int) -> str:
+        return f"schedule/{step:08d}.json"
+
+    def read(self, step: int) -> list[TaskRef] | None:
+        """The tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read; it is
+        never guessed, for some of its tasks may have been run.
+        """
+        try:
+            data = self._storage.get(self.path(step))
+        except NotFoundError:
+            return None
+        try:
+            tree = json.loads(data)
+            tasks = [TaskRef(int(taskset), int(epoch), int(index)) for taskset, epoch, index in tree["tasks"]]
+            written_for = int(tree["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"{self.path(step)} is damaged ({error}); restore it from a backup") from error
+        if written_for != step:
+            raise DamagedError(f"{self.path(step)} is of step {written_for}: files were moved")
+        return tasks
+
+    def put_if_absent(self, step: int, tasks: Sequence[TaskRef], *, learned_from: int) -> list[TaskRef]:
+        """Write the choice down; returns the tasks of the step, which are others if they were chosen before.
+
+        Args: learned_from: last explore step whose results had a part in the choice.
+        """
+        rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
+        tree = {"step": step, "learned_from": learned_from, "tasks": rows}
+        self._storage.put_new(self.path(step), json.dumps(tree).encode())
+        # Read back also after a put that won: what is replayed later is what the file says.
+        written = self.read(step)
+        if written is None:
+            raise DamagedError(f"{self.path(step)} was removed while the run was at work; start it again")
+        return written
+
+
 class LearnedOrder:
-    """Chooses the tasks of each explore step of one run.
+    """Chooses the tasks of each explore step of one run; see `task_order.TaskOrder`.
 
     Example:
-        order = LearnedOrder(storage, log, taskset, batch_size=32, batches_per_step=4, repeat_times=8)
+        order = LearnedOrder(storage, log, taskset, batch_size=32, units_per_step=4, repeat_times=8)
         order.tasks(step=5, known=3)
     """
 
@@ -51,7 +97,7 @@ class LearnedOrder:
         config: TasksetConfig,
         *,
         batch_size: int,
-        batches_per_step: int,
+        units_per_step: int,
         repeat_times: int,
     ) -> None:
         """Raises: DataError: the columns of the pass rates are missing, or an argument of the selector is wrong."""
@@ -61,67 +107,68 @@ class LearnedOrder:
         self._folded = 0
         """Explore steps whose results are in the state."""
         self._log = log
-        self._choices = Choices(storage)
+        self._chosen = ChosenTasks(storage)
         self._batch_size = batch_size
-        self._batches_per_step = batches_per_step
+        self._units_per_step = units_per_step
         self._repeat_times = repeat_times
         self._last: tuple[int, list[TaskRef]] = (0, [])
+        """The step that was asked for last, and its tasks: each work unit of a step asks again."""
 
     def tasks(self, step: int, known: int) -> list[TaskRef] | None:
         """The tasks of `step`, chosen by the results of steps 1..known unless it is chosen already.
 
-        Each step is an epoch of its own: a task chosen again is another. None: results have gone missing; their rollout
-        batches run again first.
+        Each step is an epoch of its own: a task chosen again is another. None: results have gone missing; their work
+        units run again first.
         """
         if self._last[0] == step:
             return self._last[1]
-        tasks = self._choices.read(step)
+        tasks = self._chosen.read(step)
         if tasks is None:
             if not self._learn(known):
                 return None
-            chosen = self._rule.select(self._state, step, self._batch_size).tolist()
-            refs = [TaskRef(0, step - 1, index) for index in chosen]
-            tasks = self._choices.settle(step, refs, learned_from=self._folded)
+            indices = self._rule.select(self._state, step, self._batch_size).tolist()
+            refs = [TaskRef(0, step - 1, index) for index in indices]
+            tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
         self._last = (step, tasks)
         return tasks
 
     def _learn(self, known: int) -> bool:
-        """Fold the results of the steps up to `known`; whether they are all there."""
+        """Fold the results of the steps up to `known`; False if some of them are missing."""
         shards: dict[int, list[ShardName]] = {}
         if known > self._folded:
             for name in self._log.shards(self._folded + 1):
                 shards.setdefault(name.explore_step, []).append(name)
         for step in range(self._folded + 1, known + 1):
-            read = [(name, table) for name in shards.get(step, []) if (table := self._read(name)) is not None]
-            if len(done_batches(name for name, _ in read)) < self._batches_per_step:
+            tables: list[tuple[ShardName, pa.Table]] = []
+            for name in shards.get(step, []):
+                try:
+                    tables.append((name, self._log.read(name)))
+                except DamagedError as error:
+                    self._log.quarantine(name, str(error))
+            if len(done_batches(name for name, _ in tables)) < self._units_per_step:
                 return False
-            whole = first_copies(read)
-            rates = pass_rates(whole, self._repeat_times)
+            rates = pass_rates(first_copies(tables), self._repeat_times)
             self._state = self._rule.updated(
                 self._state, torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
             )
             self._folded = step
         return True
 
-    def _read(self, name: ShardName) -> pa.Table | None:
-        try:
-            return self._log.read(name)
-        except DamagedError as error:
-            self._log.quarantine(name, str(error))
-            return None
-
 
 def pass_rates(tables: Iterable[pa.Table], repeat_times: int) -> dict[int, float]:
     """Share of passed rollouts by row of the task, in order of the row; tasks without a scored rollout are not there.
 
-    A rollout passes by its metric accuracy, else by a reward above 0. Failed rollouts and the greedy one do not count.
+    A rollout passes by its metric accuracy, else by a reward above 0, and counts once, however many turns it took.
+    Failed rollouts and the greedy one do not count.
     """
     passed: dict[int, list[float]] = {}
     for table in tables:
-        columns = (table.column(name).to_pylist() for name in ("task_index", "rollout", "status", "reward", "metrics"))
-        for index, rollout, status, reward, metrics in zip(*columns, strict=True):
-            known = Status(status).trainable or status == Status.FILTERED  # an operator's verdict hides no answer
-            if rollout < repeat_times and reward is not None and known:
+        names = ("task_index", "rollout", "turn", "status", "reward", "metrics")
+        columns = (table.column(name).to_pylist() for name in names)
+        for index, rollout, turn, status, reward, metrics in zip(*columns, strict=True):
+            # An operator's verdict (filtered) hides no answer: the task was as hard as its rollouts say.
+            scored = Status(status).trainable or status == Status.FILTERED
+            if turn == 0 and rollout < repeat_times and reward is not None and scored:
                 accuracy = dict(metrics).get("accuracy", float(reward > 0))
                 passed.setdefault(index, []).append(min(1.0, max(0.0, accuracy)))
     return {index: sum(values) / len(values) for index, values in sorted(passed.items())}

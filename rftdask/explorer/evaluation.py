@@ -1,30 +1,51 @@
-"""Evaluations: which tasksets measure the policy, and what the shards of one evaluation say. Knows no Dask."""
+"""Evaluation: which versions are measured on which tasksets, the work units that wait for it, and what came of them.
+
+Three steps of one idea: `EvaluationQueue` says what is due, `evaluation_metrics` reads the shards of one evaluation,
+`repeat_metrics` says what the rollouts of one task tell together. It does not know workers: the explorer takes units
+from the queue and reports the ones that are committed. Invariant: an evaluation is recorded once all of its units are
+on storage, from what is there, so one resumed half-way counts whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
+from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DataError
-from rftdask.explorer.repeat_metrics import repeat_metrics
+from rftdask.explorer.worker_task import TURN_METRICS, RolloutTask
+from rftdask.storage import Storage
+from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
+from rftdask.weights.published import published_versions
 
 _COLUMNS = ["task_index", "rollout", "turn", "reward", "metrics"]
-_OF_TURNS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
-"""Metrics that each turn has of its own; all others are the rollout's."""
+
+MakeUnit = Callable[[str, int, int, Sequence[TaskRef], int, WeightRequirement], RolloutTask]
+"""(folder of the log, policy version, unit_index, tasks, repeat_times, weights) -> the work unit."""
+Record = Callable[[str, int, Mapping[str, float]], None]
+"""(name of the taskset, policy version, metrics): called once for each complete evaluation."""
 
 
 @dataclass(frozen=True)
 class EvalTaskset:
+    """A taskset that measures the policy."""
+
     name: str
     number: int
+    """Position in `buffer.explorer_input.eval_tasksets`."""
     size: int
+    """Tasks."""
     repeat_times: int
+    """Rollouts of each task."""
 
 
 def eval_tasksets(config: Config, sizes: Mapping[str, int]) -> tuple[EvalTaskset, ...]:
-    """The evaluations of a stage. Raises: DataError: a taskset is empty."""
+    """The evaluation tasksets of a stage, from the numbers of tasks by name. Raises: DataError: a taskset is empty."""
     tasksets = config.buffer.explorer_input.eval_tasksets
     for taskset in tasksets:
         if not sizes[taskset.name]:
@@ -32,30 +53,193 @@ def eval_tasksets(config: Config, sizes: Mapping[str, int]) -> tuple[EvalTaskset
     return tuple(EvalTaskset(t.name, number, sizes[t.name], t.repeat_times) for number, t in enumerate(tasksets))
 
 
-def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
-    """Means over all rollouts of the evaluation of `version`, from its shards: one resumed half-way counts whole.
+class EvaluationQueue:
+    """The evaluations of a stage: done, under way, waiting.
 
-    A batch that ran twice counts once, and so does a rollout of several turns. A failed rollout is no correct answer
-    and counts as 0; in training it would be left out. For what several rollouts of a task say see repeats.py.
+    Example:
+        queue.add_due(newest=8, ended_at=None)
+        while queue.num_waiting:
+            unit = queue.take()
+            ...                      # run it, commit it
+            queue.finish(unit)
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        config: Config,
+        tasksets: Sequence[EvalTaskset],
+        versions: Sequence[int],
+        make_unit: MakeUnit,
+        record: Record,
+    ) -> None:
+        """versions: those to evaluate whatever is published (bench); empty: by `explorer.eval_interval`."""
+        self._storage = storage
+        self._config = config
+        self._tasksets = tasksets
+        self._versions = versions
+        self._make_unit = make_unit
+        self._record = record
+        # Only versions that the trainer publishes can be evaluated: multiples of both intervals.
+        self._interval = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
+        # As many rollouts as a unit of training has, so that evaluating needs no more memory.
+        self._rollouts_per_unit = config.tasks_per_unit * config.algorithm.repeat_times
+        self._done: set[tuple[int, int]] = set()
+        """(version, number of the taskset) of complete evaluations."""
+        self._num_open: dict[tuple[int, int], int] = {}
+        """Units under way or waiting, by version and number of the taskset."""
+        self._waiting: deque[RolloutTask] = deque()
+        self._oldest = 0
+        """Oldest version whose weights were there when the queue was made."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def read(self) -> None:
+        """Find what was evaluated before; older versions whose weights are gone stay as they are."""
+        self._oldest = min(published_versions(self._storage), default=0)
+        for taskset in self._tasksets:
+            num_units = -(-taskset.size // self._tasks_per_unit(taskset))
+            units: dict[int, set[int]] = {}
+            for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
+                units.setdefault(name.explore_step, set()).add(name.batch)
+            complete = sorted(version for version, indices in units.items() if len(indices) == num_units)
+            self._done.update((version, taskset.number) for version in complete)
+            for version in complete:
+                if version in self._versions:
+                    self._record_from_log(taskset, version)  # bench reports also what was evaluated before
+
+    def add_due(self, newest: int, ended_at: int | None) -> None:
+        """Let the units of the evaluations wait that can run now and have not.
+
+        Args: newest: newest published version; ended_at: the last version there will be, once that is known.
+        """
+        for version, taskset in list(self._due(newest, ended_at)):
+            tasks = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
+            size = self._tasks_per_unit(taskset)
+            num_units = -(-taskset.size // size)
+            self._num_open[version, taskset.number] = num_units
+            for unit_index in range(num_units):
+                part = tasks[unit_index * size : (unit_index + 1) * size]
+                weights = WeightRequirement(version, exact=True)
+                folder = f"eval/{taskset.name}"
+                self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
+
+    def take(self) -> RolloutTask:
+        """The first waiting unit, which waits no longer. Raises: IndexError: none waits."""
+        return self._waiting.popleft()
+
+    def finish(self, unit: RolloutTask) -> bool:
+        """Note that a unit is on storage; True if it was the last of its evaluation, which is recorded then."""
+        taskset = next(t for t in self._tasksets if f"eval/{t.name}" == unit.folder)
+        key = (unit.explore_step, taskset.number)
+        self._num_open[key] -= 1
+        if self._num_open[key]:
+            return False
+        del self._num_open[key]
+        self._done.add(key)
+        self._record_from_log(taskset, unit.explore_step)
+        return True
+
+    def is_empty(self, newest: int, ended_at: int | None) -> bool:
+        """True if nothing waits or is due."""
+        return not self._waiting and next(self._due(newest, ended_at), None) is None
+
+    def versions_in_use(self, newest: int, ended_at: int | None) -> list[int]:
+        """Versions whose weights will be needed by units that are not under way yet."""
+        waiting = [unit.weights.version for unit in self._waiting]
+        return waiting + [version for version, _ in self._due(newest, ended_at)]
+
+    def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, EvalTaskset]]:
+        versions = list(self._versions)
+        if not versions:
+            versions = [0] if self._config.explorer.eval_on_startup else []
+            if self._config.mode == "both":
+                first = -(-self._oldest // self._interval) * self._interval or self._interval
+                versions.extend(range(first, newest + 1, self._interval))
+                if ended_at and ended_at not in versions:
+                    versions.append(ended_at)
+        for version in versions:
+            for taskset in self._tasksets:
+                key = (version, taskset.number)
+                if key not in self._done and key not in self._num_open:
+                    yield version, taskset
+
+    def _tasks_per_unit(self, taskset: EvalTaskset) -> int:
+        return max(1, self._rollouts_per_unit // taskset.repeat_times)
+
+    def _record_from_log(self, taskset: EvalTaskset, version: int) -> None:
+        log = open_log(self._storage, self._config, f"eval/{taskset.name}")
+        self._record(taskset.name, version, evaluation_metrics(log, version))
+
+
+def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
+    """Means over all rollouts of the evaluation of `version`, read from its shards.
+
+    A unit that ran twice counts once, and so does a rollout of several turns. A failed rollout is no correct answer
+    and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
     """
     shards = {name.batch: name for name in log.shards(version) if name.explore_step == version}
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_turns = 0
-    sums: dict[str, float] = {}
+    turn_sums: dict[str, float] = {}
     for name in shards.values():
         for row in log.read(name).select(_COLUMNS).to_pylist():
             num_turns += 1
             metrics = dict(row["metrics"])
-            for metric in metrics.keys() & _OF_TURNS:
-                sums[metric] = sums.get(metric, 0.0) + metrics.pop(metric)
+            for metric in metrics.keys() & TURN_METRICS:
+                turn_sums[metric] = turn_sums.get(metric, 0.0) + metrics.pop(metric)
             if row["turn"] == 0:
                 tasks.setdefault(row["task_index"], {})[row["rollout"]] = {"reward": row["reward"] or 0.0, **metrics}
     rollouts = [[rollouts[number] for number in sorted(rollouts)] for _, rollouts in sorted(tasks.items())]
     names = {"reward", *(metric for task in rollouts for values in task for metric in values)}
     by_name = {metric: [[values.get(metric, 0.0) for values in task] for task in rollouts] for metric in sorted(names)}
-    count = sum(map(len, rollouts))
-    means = {metric: sum(map(sum, values)) / max(1, count) for metric, values in by_name.items()}
+    num_rollouts = sum(map(len, rollouts))
+    means = {metric: sum(map(sum, values)) / max(1, num_rollouts) for metric, values in by_name.items()}
     means.setdefault("accuracy", means["reward"])
-    means |= {metric: total / num_turns for metric, total in sums.items()}
-    repeats = [repeat_metrics(metric, values) for metric, values in by_name.items()]
-    return {**means, "num_rollouts": float(count), **{key: value for each in repeats for key, value in each.items()}}
+    means |= {metric: total / num_turns for metric, total in turn_sums.items()}
+    means["num_rollouts"] = float(num_rollouts)
+    for metric, values in by_name.items():
+        means |= repeat_metrics(metric, values)
+    return means
+
+
+def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What the n rollouts of a task say together, as means over the tasks: mean@n, std@n, best@k and worst@k.
+
+    Names and meanings as in Trinity-RFT: best@k and worst@k are of k rollouts drawn with replacement from a task's n,
+    for k = 2, 4, 8, ... below n, and n. It estimates them by 1,000 random draws; here they are what those draws tend
+    to, so that the same rollouts give the same number. std@n is of the n values themselves (divided by n).
+
+    Args: values_by_task: one value for each rollout of a task; as many for each task.
+    Example: repeat_metrics("reward", [[0, 1], [1, 1]])  ->  reward/mean@2 0.75, reward/std@2 0.25, best@2 0.875, ...
+    """
+    num_rollouts = max(map(len, values_by_task), default=0)
+    if not num_rollouts:
+        return {}
+    metrics = {
+        f"{name}/mean@{num_rollouts}": _mean([_mean(values) for values in values_by_task]),
+        f"{name}/std@{num_rollouts}": _mean([_std(values) for values in values_by_task]),
+    }
+    sizes = [2**power for power in range(1, num_rollouts.bit_length()) if 2**power < num_rollouts]
+    for k in [*sizes, num_rollouts] if num_rollouts > 1 else []:
+        metrics[f"{name}/best@{k}"] = _mean([expected_best(values, k) for values in values_by_task])
+        metrics[f"{name}/worst@{k}"] = -_mean([expected_best([-v for v in values], k) for values in values_by_task])
+    return metrics
+
+
+def expected_best(values: Sequence[float], k: int) -> float:
+    """Expected largest of k values drawn with replacement: sum_i x_(i) * ((i / n)^k - ((i - 1) / n)^k), ascending."""
+    count = len(values)
+    shares = [(rank / count) ** k for rank in range(count + 1)]
+    return sum(value * (shares[i + 1] - shares[i]) for i, value in enumerate(sorted(values)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))

@@ -1,122 +1,186 @@
-"""Suspects: what the explorer remembers of lost workers, and what follows for the rollout batches that they had.
+"""Poison: which task of a work unit ends the workers that run it, if any does.
 
-A batch that only waited on a lost worker is no suspect, whoever lost it; the workers say what they begin. Nor is any
-batch of a worker that said it was told to end: preempted, at its walltime, cancelled. Else the one that was running is,
-and `blame.Trial` says how it runs again. A task found to be poisonous does not run in later epochs. This module
-knows no Dask, and nothing in it is needed to go on after a restart, which would find out anew.
+A worker is lost for many reasons, most of which say nothing of what it ran: preemption, walltime, a node that died. So
+a loss is no more than a suspicion, and the unit simply runs again. A unit that was running at `STRIKES` losses in a row
+is taken apart: its tasks run one at a time. A task is poisonous when it, alone, was running at `STRIKES` losses in a
+row. It is set aside, and does not run in later epochs.
+
+A unit that only waited on a lost worker is not suspected, whoever ended the worker; the workers report what they begin.
+Nor is any unit of a worker that reported it was told to end: preempted, at its walltime, cancelled.
+
+Invariants: a task is blamed only for losses while nothing ran beside it; every other task of the unit ends well; one
+poisonous task costs at most 2 * STRIKES workers. This module knows no Dask, and nothing in it is needed to go on after
+a restart, which would find out anew.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, replace
 
 from rftdask.buffer.log.shard import MAX_PART_TASKS
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import RoleError
-from rftdask.explorer.bisection import STRIKES, Trial
-from rftdask.explorer.worker_task import RolloutSpec
+from rftdask.explorer.worker_task import RolloutTask, UnitKey
 
+STRIKES = 3
+"""Losses in a row with the same rollouts under way. Workers that are preempted every ten minutes lose a unit of a
+minute so often by chance in one of a thousand cases, and then a task of it alone in one of a million."""
 MAX_LOSSES = 100
-"""Of workers under one rollout batch, for whatever reason."""
+"""Workers that one work unit may lose, for whatever reason, before the run ends."""
 MAX_IN_A_ROW = 3
 """Poisonous tasks without a rollout between them that ended well; one more is not the fault of a task."""
 
 
-class Suspects:
-    """One explorer's memory.
+@dataclass(frozen=True)
+class Trial:
+    """What of one work unit is still to run, and what was just found out. A pure rule of losses.
+
+    Example: tasks 0 to 2, of which 1 is poisonous, at STRIKES = 3
+        trial = Trial(num_tasks=3)               # whole
+        trial = trial.lost().lost().lost()       # singles (0, 1, 2)
+        trial = trial.finished()                 # singles (1, 2)
+        trial = trial.lost().lost().lost()       # singles (2,), poisonous (1,)
+        trial = trial.finished()                 # singles (): over
+    """
+
+    num_tasks: int
+    singles: tuple[int, ...] | None = None
+    """Slots (places of tasks in the unit) still to run, one at a time, the first next; None: all of them together."""
+    strikes: int = 0
+    """Losses in a row of what runs now."""
+    poisonous: tuple[int, ...] = ()
+    """Slots to set aside now: known before the unit began, or found out by the last loss."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.singles is None
+
+    @property
+    def is_over(self) -> bool:
+        return self.singles == ()
+
+    @property
+    def next_slots(self) -> tuple[int, ...] | None:
+        """What to run next: one slot, or None for the whole unit."""
+        return None if self.singles is None else self.singles[:1]
+
+    def lost(self) -> Trial:
+        """A worker was lost that was running what runs now."""
+        if self.strikes + 1 < STRIKES:
+            return replace(self, strikes=self.strikes + 1, poisonous=())
+        if self.singles is None and self.num_tasks > 1:
+            return Trial(self.num_tasks, tuple(range(self.num_tasks)))
+        alone, *others = self.singles or (0,)
+        return Trial(self.num_tasks, tuple(others), poisonous=(alone,))
+
+    def finished(self) -> Trial:
+        """What ran is committed."""
+        return Trial(self.num_tasks, () if self.singles is None else self.singles[1:])
+
+
+class PoisonTracker:
+    """What one explorer remembers of lost workers and of the units they were running.
 
     Example:
-        suspects.began("tcp://10.0.0.7:4711", "rollouts-3-0-1")      # from any thread
-        if suspects.was_running("rollouts-3-0-1", on="tcp://10.0.0.7:4711"):
-            again = suspects.lost(spec)
+        tracker.began("tcp://10.0.0.7:4711", "rollouts-3-0-1")      # from any thread
+        if tracker.was_running("rollouts-3-0-1", on="tcp://10.0.0.7:4711"):
+            trial = tracker.lost(unit, was_running=True, cause="...")
     """
 
     def __init__(self, takes_parts: bool) -> None:
-        """takes_parts: whether the log can hold some groups of a batch without the others."""
+        """takes_parts: the log can hold some groups of a unit without the others."""
         self._takes_parts = takes_parts
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of _running and _leaving, which Dask's event thread writes
         self._running: dict[str, str] = {}
+        """Key of the Dask task that a worker began last, by the worker's address."""
         self._leaving: set[str] = set()
-        self._trials: dict[tuple[str, int, int], Trial] = {}
-        self._losses: dict[tuple[str, int, int], int] = {}
+        self._trials: dict[UnitKey, Trial] = {}
+        self._num_losses: dict[UnitKey, int] = {}
         self._poisonous: set[tuple[bool, int, int]] = set()
-        self._in_a_row = 0
+        self._num_in_a_row = 0
 
     def began(self, worker: str, key: str) -> None:
+        """The worker has begun the Dask task."""
         with self._lock:
             self._running[worker] = key
 
     def ended(self, worker: str, key: str) -> None:
-        """The task has ended; the worker may have begun another one since."""
+        """The Dask task has ended; the worker may have begun another one since."""
         with self._lock:
             if self._running.get(worker) == key:
                 del self._running[worker]
 
     def leaves(self, worker: str) -> None:
-        """The worker was told to end. From any thread."""
+        """The worker was told to end."""
         with self._lock:
             self._leaving.add(worker)
 
     def was_running(self, key: str, on: str) -> bool:
-        """Whether the worker may have been lost to the task: that was under way, as the worker said, or it did not come
-        to say anything, and it did not leave for another reason.
+        """True if the Dask task may have ended the worker: it was under way there, or the worker did not come to report
+        anything; and the worker was not told to end.
         """
         with self._lock:
             return on not in self._leaving and self._running.get(on, key) == key
 
-    def lost(self, spec: RolloutSpec, was_running: bool, cause: str) -> Trial:
-        """A worker that had the batch was lost. Raises: RoleError: too often; or nobody could run it in parts."""
-        losses = self._losses[spec.key] = self._losses.get(spec.key, 0) + 1
-        trial = self._trials.get(spec.key) or Trial.of(len(spec.tasks))
-        trial = trial.lost() if was_running else trial
-        if losses >= MAX_LOSSES:
-            raise RoleError(f"{losses} workers were lost that had rollout batch {spec.key}; the last time: {cause}")
-        if not trial.is_whole and len(spec.tasks) > 1 and not self._can_part(spec):
+    def begin(self, unit: RolloutTask) -> Trial:
+        """How a new unit runs: whole, unless tasks of it are known to be poisonous."""
+        poisonous = tuple(slot for slot, task in enumerate(unit.tasks) if _identity(unit, task) in self._poisonous)
+        if not poisonous or not self._can_be_parted(unit):
+            return Trial(len(unit.tasks))
+        others = tuple(slot for slot in range(len(unit.tasks)) if slot not in poisonous)
+        trial = self._trials[unit.key] = Trial(len(unit.tasks), others, poisonous=poisonous)
+        return trial
+
+    def lost(self, unit: RolloutTask, was_running: bool, cause: str) -> Trial:
+        """A worker that had the unit was lost.
+
+        Raises: RoleError: that happened too often, or the unit would have to run in parts and cannot.
+        """
+        num_losses = self._num_losses[unit.key] = self._num_losses.get(unit.key, 0) + 1
+        trial = self._trials.get(unit.key) or Trial(len(unit.tasks))
+        trial = trial.lost() if was_running else replace(trial, poisonous=())
+        if num_losses >= MAX_LOSSES:
+            raise RoleError(f"{num_losses} workers were lost that had work unit {unit.key}; the last time: {cause}")
+        if not trial.is_whole and not self._can_be_parted(unit):
             raise RoleError(
-                f"rollout batch {spec.key} lost {STRIKES} workers in a row, and this experience log cannot keep a part "
+                f"work unit {unit.key} lost {STRIKES} workers in a row, and this experience log cannot keep a part "
                 f"of it without the others, to find the task; the last time: {cause}"
             )
-        self._trials[spec.key] = trial
+        self._remember(unit, trial)
         return trial
 
-    def finished(self, spec: RolloutSpec, num_rollouts: int) -> Trial:
-        """The batch, or the piece of it that runs, is committed."""
+    def finished(self, unit: RolloutTask, num_rollouts: int) -> Trial:
+        """What ran of the unit is committed. num_rollouts: 0 if it had been committed before."""
         if num_rollouts:
-            self._in_a_row = 0
-        trial = self._trials.get(spec.key) or Trial.of(len(spec.tasks))
-        trial = trial.finished()
-        if trial.pieces:
-            self._trials[spec.key] = trial
-        else:
-            self._trials.pop(spec.key, None)
-            self._losses.pop(spec.key, None)
+            self._num_in_a_row = 0
+        trial = (self._trials.get(unit.key) or Trial(len(unit.tasks))).finished()
+        self._remember(unit, trial)
         return trial
 
-    def set_aside(self, spec: RolloutSpec, slots: tuple[int, ...]) -> None:
-        """These tasks were found to be poisonous. Raises: RoleError: it cannot be the tasks."""
-        new = {_identity(spec, spec.tasks[slot]) for slot in slots} - self._poisonous
-        self._in_a_row += len(new)
+    def set_aside(self, unit: RolloutTask, slots: tuple[int, ...]) -> None:
+        """Remember these tasks as poisonous. Raises: RoleError: so many in a row that it cannot be the tasks."""
+        new = {_identity(unit, unit.tasks[slot]) for slot in slots} - self._poisonous
+        self._num_in_a_row += len(new)
         self._poisonous |= new
-        if self._in_a_row > MAX_IN_A_ROW:
+        if self._num_in_a_row > MAX_IN_A_ROW:
             raise RoleError(
-                f"workers are lost whatever they run: {self._in_a_row} tasks in a row, the last in rollout batch "
-                f"{spec.key}, each lost {STRIKES} workers while nothing ran beside it, and no rollout ended well "
+                f"workers are lost whatever they run: {self._num_in_a_row} tasks in a row, the last in work unit "
+                f"{unit.key}, each lost {STRIKES} workers while nothing ran beside it, and no rollout ended well "
                 "between them; see engine.log, and what ended the workers (memory, walltime)"
             )
 
-    def begin(self, spec: RolloutSpec) -> Trial:
-        """How a new batch runs: whole, unless tasks of it are known to be poisonous."""
-        known = tuple(slot for slot, task in enumerate(spec.tasks) if _identity(spec, task) in self._poisonous)
-        if not known or not self._can_part(spec):
-            return Trial.of(len(spec.tasks))
-        rest = tuple(slot for slot in range(len(spec.tasks)) if slot not in known)
-        trial = self._trials[spec.key] = Trial((rest,) if rest else (), len(spec.tasks), poisonous=known)
-        return trial
+    def _remember(self, unit: RolloutTask, trial: Trial) -> None:
+        if trial.is_over:
+            self._trials.pop(unit.key, None)
+            self._num_losses.pop(unit.key, None)
+        else:
+            self._trials[unit.key] = trial
 
-    def _can_part(self, spec: RolloutSpec) -> bool:
-        return len(spec.tasks) == 1 or (self._takes_parts and len(spec.tasks) <= MAX_PART_TASKS)
+    def _can_be_parted(self, unit: RolloutTask) -> bool:
+        return len(unit.tasks) == 1 or (self._takes_parts and len(unit.tasks) <= MAX_PART_TASKS)
 
 
-def _identity(spec: RolloutSpec, task: TaskRef) -> tuple[bool, int, int]:
-    """Of a task in all its epochs."""
-    return spec.is_eval, task.taskset_number, task.index
+def _identity(unit: RolloutTask, task: TaskRef) -> tuple[bool, int, int]:
+    """The same for a task in all its epochs."""
+    return unit.is_eval, task.taskset_number, task.index

@@ -1,18 +1,21 @@
-"""Companions: what a worker process keeps beside the engine of its policy, and gives to one rollout batch at a time.
+"""Worker cache: what a worker process keeps between work units, and gives to one of them at a time.
 
-Nurseries of its sandboxes, engines of auxiliary models, and how long its tasks took. All of it is a cache: a new
-worker starts with none of it.
+The config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork servers of
+sandboxes, and how long tasks took. All of it can be made again from the run folder, so a new worker starts with none
+of it. Invariant: nothing of another run, or of the same run with another config, is ever given out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from rftdask.config import Config
 from rftdask.config.engine_traits import engine_traits
 from rftdask.config.schema.explorer import AuxiliaryModelConfig
+from rftdask.data.tasksets import Taskset, taskset_spec
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
@@ -20,12 +23,14 @@ from rftdask.engines.options import engine_options
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.recording import PromptLimits
+from rftdask.rollouts.policy.recording import PromptLimits, Tokenizer
 from rftdask.rollouts.policy.remote import RemoteSpec
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import AuxiliaryEngine
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
 from rftdask.rollouts.timeouts import DynamicTimeout
+from rftdask.run.run_folder import read_config
+from rftdask.storage import Storage
 
 _MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
@@ -33,18 +38,85 @@ _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
 
 
-class Companions:
-    """`close` is idempotent; so is asking for what is there already."""
+class WorkerCache:
+    """What one worker process keeps; work units of a process take turns by holding `lock`.
+
+    Example:
+        with cache.lock:
+            config = cache.open(storage, unit.config_fingerprint)
+            engine = cache.engine(engine_spec(config, ...))
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._run: tuple[str, str] | None = None
+        """URL and fingerprint of the config that all below belongs to, save the policy's engine, which has a spec."""
+        self._config: Config | None = None
+        self._engine: EngineClient | None = None
+        self._note = ""
+        self._tokenizer: Tokenizer | None = None
+        self._tasksets: dict[str, Taskset] = {}
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
-        self._engines: dict[EngineSpec, EngineClient] = {}
-        self._tokenizers: dict[str, Any] = {}
-        self._times_s: dict[int, list[float]] = {}
+        self._auxiliary_engines: dict[EngineSpec, EngineClient] = {}
+        self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
+        self._task_times_s: dict[int, list[float]] = {}
+        """Seconds of each task, by explore step."""
+
+    def open(self, storage: Storage, fingerprint: str) -> Config:
+        """The config of the run, read once; what belongs to another run is dropped.
+
+        Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
+        """
+        if self._config is None or self._run != (storage.url, fingerprint):
+            config = read_config(storage, fingerprint)
+            self.drop_auxiliary()
+            self._tokenizer = None
+            self._tasksets = {}
+            self._config, self._run = config, (storage.url, fingerprint)
+        return self._config
+
+    def engine(self, spec: EngineSpec) -> EngineClient:
+        """A living engine of `spec`, started if need be; it may still be loading its model."""
+        if self._engine is not None and not self._engine.alive():
+            self._note = "an engine had died; a new one takes its place"
+        if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
+            self.drop_engine()
+        if self._engine is None:
+            self._engine = EngineClient(spec)
+        return self._engine
+
+    def drop_engine(self) -> None:
+        """End the engine of the policy; the next unit gets another. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def take_note(self) -> str:
+        """What happened since the last call that people should know."""
+        note, self._note = self._note, ""
+        return note
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the policy. Raises: DataError: the model folder has none."""
+        assert self._config is not None, "open() comes first"
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._config)
+        return self._tokenizer
+
+    def taskset(self, name: str) -> Taskset:
+        """The rows of a taskset. Raises: DataError: no taskset is called so, or it cannot be read."""
+        assert self._config is not None, "open() comes first"
+        if name not in self._tasksets:
+            source = self._config.buffer.explorer_input
+            configs = {t.name: t for t in (*source.train_tasksets, *source.eval_tasksets)}
+            if name not in configs:
+                raise DataError(f"no taskset is called {name!r}; there are {', '.join(configs)}")
+            self._tasksets[name] = Taskset(taskset_spec(configs[name]))
+        return self._tasksets[name]
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
-        """A living one of `spec`. Raises: UserError: a plug-in cannot be imported."""
+        """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
         fork_server = self._fork_servers.pop(spec, None)
         if fork_server is not None and not fork_server.alive():
             fork_server.close()
@@ -54,47 +126,49 @@ class Companions:
         self._fork_servers[spec] = fork_server or ForkServer(spec)
         return self._fork_servers[spec]
 
-    def auxiliary(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
+    def auxiliary_engines(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
         """The auxiliary models of this process by name, loaded. A teacher is the trainer's; those behind an API see
-        `remote_auxiliary`. Raises: RoleError, UserError.
+        `remote_auxiliary`. timeout_s: for one call. Raises: RoleError, UserError.
         """
         if config.algorithm.needs_teacher:
             return {}
         models = [model for model in config.explorer.auxiliary_models if not model.traits.is_external]
         specs = {_name(model): _engine_spec(model, config, threads) for model in models}
-        for spec in list(self._engines):
-            if spec not in specs.values() or not self._engines[spec].alive():
-                self._engines.pop(spec).close()
+        for spec in list(self._auxiliary_engines):
+            if spec not in specs.values() or not self._auxiliary_engines[spec].alive():
+                self._auxiliary_engines.pop(spec).close()
+        # All of them first, so that they load side by side; the tokenizers meanwhile.
         for spec in specs.values():
-            self._engines.setdefault(spec, EngineClient(spec))
+            self._auxiliary_engines.setdefault(spec, EngineClient(spec))
         for model in models:
-            if _name(model) not in self._tokenizers:
-                self._tokenizers[_name(model)] = _tokenizer(model, config)
+            if _name(model) not in self._auxiliary_tokenizers:
+                self._auxiliary_tokenizers[_name(model)] = _tokenizer(model, config)
         return {
-            name: _auxiliary_engine(self._engines[spec], self._tokenizers[name], config, timeout_s)
+            name: _auxiliary_engine(self._auxiliary_engines[spec], self._auxiliary_tokenizers[name], config, timeout_s)
             for name, spec in specs.items()
         }
 
     def timeout_s(self, config: Config, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
         rule = DynamicTimeout(**config.explorer.dynamic_timeout.model_dump())
-        return rule.timeout_s(config.explorer.max_timeout, self._times_s, explore_step)
+        return rule.timeout_s(config.explorer.max_timeout, self._task_times_s, explore_step)
 
-    def took(self, explore_step: int, task_times_s: Sequence[float]) -> None:
+    def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
         """Remember how long the tasks of a step took."""
-        self._times_s.setdefault(explore_step, []).extend(task_times_s)
-        for step in sorted(self._times_s)[:-_MAX_STEPS_REMEMBERED]:
-            del self._times_s[step]
+        self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
+        for step in sorted(self._task_times_s)[:-_MAX_STEPS_REMEMBERED]:
+            del self._task_times_s[step]
 
-    def close(self) -> None:
+    def drop_auxiliary(self) -> None:
+        """End the auxiliary engines and the fork servers, and forget times. Idempotent."""
         for fork_server in self._fork_servers.values():
             fork_server.close()
         self._fork_servers = {}
-        for engine in self._engines.values():
+        for engine in self._auxiliary_engines.values():
             engine.close()
-        self._engines = {}
-        self._tokenizers = {}
-        self._times_s = {}
+        self._auxiliary_engines = {}
+        self._auxiliary_tokenizers = {}
+        self._task_times_s = {}
 
 
 def external_policy(config: Config) -> RemoteSpec | None:
@@ -159,7 +233,7 @@ def generates_as(config: Config, client: EngineClient, timeout_s: float) -> Gene
     return generate
 
 
-def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, timeout_s: float) -> AuxiliaryEngine:
+def _auxiliary_engine(client: EngineClient, tokenizer: Tokenizer, config: Config, timeout_s: float) -> AuxiliaryEngine:
     client.wait_ready()
 
     async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
@@ -170,16 +244,15 @@ def _auxiliary_engine(client: EngineClient, tokenizer: Any, config: Config, time
     return AuxiliaryEngine(generate, tokenizer, auxiliary_sampling(config), limits, logprobs)
 
 
-def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Any:
+def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Tokenizer:
     if not model.traits.has_model:
-        return load_tokenizer(config)
+        return cast(Tokenizer, load_tokenizer(config))
     # Late: importing transformers takes most of a second.
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            local_model(model.model_path), trust_remote_code=config.model.trust_remote_code
-        )
+        path, remote_code = local_model(model.model_path), config.model.trust_remote_code
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error

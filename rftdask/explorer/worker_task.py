@@ -1,19 +1,19 @@
-"""Rollouts: the Dask task of an explorer worker. It runs one rollout batch and commits it, as one shard or in parts.
+"""Worker task: the Dask task of an explorer worker. It rolls out one work unit and commits it, as a shard or in parts.
 
-The task is idempotent: its tasks, seeds and the name of what it writes are functions of its spec, and a batch that is
-committed already is not run again. It is acknowledged, by returning, only after its shards are durable. What the worker
-process keeps between tasks (engine, tokenizer, tasksets) is a cache.
+Consumes: a `RolloutTask` (task numbers, seeds' origin, the version it needs), the config in the run folder, weights.
+Waits for: the version to be published, with a deadline; the engine to load. Produces: shards, then a `RolloutResult`
+of counts and times. The Dask task is idempotent: its tasks, its seeds and the name of what it writes are functions of
+its arguments, and a unit that is committed already is not run again. It returns, which acknowledges it to Dask, only
+after its shards are durable. What the worker process keeps between units is a cache (worker_cache.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from distributed import get_client, get_worker
 
@@ -22,17 +22,14 @@ from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part, done_batches
 from rftdask.buffer.log.writer import BatchWriter
-from rftdask.config import Config, load_config
+from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
-from rftdask.data.tasksets import Taskset
-from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.options import engine_options
-from rftdask.errors import DataError, OperatorError, StorageError, WaitTimeout
-from rftdask.explorer.task_order import taskset_spec
+from rftdask.errors import OperatorError, StorageError, WaitTimeout
 from rftdask.explorer.worker_cache import (
-    Companions,
+    WorkerCache,
     auxiliary_sampling,
     external_policy,
     generates_as,
@@ -42,45 +39,58 @@ from rftdask.explorer.worker_cache import (
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.dask_task import make_called_off
 from rftdask.rollouts.attempt import RolloutDefaults, RolloutTimes, ServedWeights
-from rftdask.rollouts.policy.recording import PromptLimits
+from rftdask.rollouts.policy.recording import PromptLimits, Tokenizer
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
 from rftdask.rollouts.runner import AuxiliaryEngine, Engines, UnitOutcome, run_work_unit
 from rftdask.rollouts.timeouts import OverRollout, pass_rates
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
+from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.weights.published import Published, read_checkpoint_weights, read_published
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
-"""Where a worker says which task it has begun: (address, key). So it is known what was running when it is lost."""
+"""Dask topic where a worker reports which task it has begun: (address, key). So it is known what was running when the
+worker is lost."""
+TURN_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
+"""Metrics that each turn has for itself; every other metric is the rollout's, and stands in each of its turns."""
 _EXTRA_TIME_S = 60.0
+"""Beyond `explorer.max_timeout`: what an engine may take for one call before it counts as hanging."""
 _MAX_WAIT_FIXED_S = 5.0
 """Where which requests share a call of the engine must not depend on timing: for rollouts that are busy elsewhere,
 before a call goes out without them; longer than any step of a usual workflow. See LockstepQueue."""
 
+UnitKey = tuple[str, int, int]
+"""(folder, explore step, unit_index): names a work unit in its run."""
+
 
 @dataclass(frozen=True)
-class RolloutSpec:
-    """One rollout batch: everything that decides what it gives, save the weights if `exact` is False."""
+class RolloutTask:
+    """One work unit, some tasks of an explore step with all their rollouts, or a slot of it: what is sent to a worker.
+
+    Everything that decides what it gives, save the weights if `weights.exact` is False. The config itself stays in the
+    run folder: see `run_folder.read_config`.
+    """
 
     url: str
-    """Of the run folder."""
-    config: Mapping[str, Any]
+    """Run folder."""
+    config_fingerprint: str
     folder: str
     """Log to commit to: "experiences", or "eval/<taskset>"."""
     explore_step: int
-    """For evaluations: the policy version."""
-    batch: int
+    """Counted from 1; for evaluations the policy version."""
+    unit_index: int
+    """Counted from 0 in the explore step."""
     tasks: tuple[TaskRef, ...]
     repeat_times: int
+    """Rollouts of each task."""
     greedy_baseline: bool
     """One more rollout of each task, at temperature 0: rollout number `repeat_times`."""
-    version: int
-    """Policy version it needs."""
-    exact: bool
-    """True: with that version and no other; False: with it or any newer."""
+    weights: WeightRequirement
     threads: int
+    """Of the engine."""
     log_file: str | None
+    """Of the engine; None: its output is the worker's."""
     slots: tuple[int, ...] | None = None
     """Places of the only tasks to run, of those that are not committed; None: all, so that they sample side by side."""
 
@@ -89,27 +99,40 @@ class RolloutSpec:
         return self.folder.startswith("eval/")
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return self.folder, self.explore_step, self.batch
+    def key(self) -> UnitKey:
+        return self.folder, self.explore_step, self.unit_index
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What the driver is told: counts and times; the experiences are on storage."""
+    """What the driver is told of a unit: counts and times; the experiences are on storage.
 
-    key: tuple[str, int, int]
+    A rollout of several turns is several experiences and counts as one rollout here. The greedy baseline is in none of
+    the counts, but in `num_bytes`.
+    """
+
+    key: UnitKey
     shards: tuple[str, ...]
     version: int
     worker: str
     num_rollouts: int = 0
     num_by_status: Mapping[str, int] = field(default_factory=dict)
+    """Rollouts by status; see `rollout_status`."""
     num_tokens: int = 0
-    """Response tokens."""
+    """Response tokens of all turns of all rollouts."""
     num_bytes: int = 0
-    """Of all that was committed: tokens, logprobs and text, before any encoding."""
-    reward_sum: float = 0.0
+    """Size of all that was committed: tokens, logprobs and text, before any encoding."""
     num_rewards: int = 0
+    """Rollouts that may be trained, which have a reward; the means below are over them."""
+    num_trained_tokens: int = 0
+    """Response tokens of their turns that may be trained."""
+    reward_sum: float = 0.0
     metric_sums: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the rollouts with a reward, each rollout once, by name."""
+    num_turns: int = 0
+    """Turns of the rollouts with a reward."""
+    turn_metric_sums: Mapping[str, float] = field(default_factory=dict)
+    """Metrics in TURN_METRICS, summed over those turns."""
     time_wait_s: float = 0.0
     """For the weights to be published."""
     time_load_s: float = 0.0
@@ -124,151 +147,84 @@ class RolloutResult:
     """What people should know, such as that the engine had died."""
 
 
-class _Resources:
-    """What a worker process keeps between tasks. Tasks of one process take turns."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._engine: EngineClient | None = None
-        self._tasksets: dict[str, Taskset] = {}
-        self._run: tuple[str, str] | None = None
-        self.config: Config | None = None
-        self._tokenizer: Any = None
-        self._note = ""
-        self.companions = Companions()
-
-    def open(self, spec: RolloutSpec) -> Config:
-        """The config of the task's run; what belongs to another run is dropped."""
-        run = (spec.url, str(spec.config))
-        if self.config is None or self._run != run:
-            self.config = load_config(spec.config)
-            self._run = run
-            self._tasksets = {}
-            self._tokenizer = None
-            self.companions.close()
-        return self.config
-
-    def tokenizer(self) -> Any:
-        assert self.config is not None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config)
-        return self._tokenizer
-
-    def engine(self, spec: EngineSpec) -> EngineClient:
-        """A living engine of `spec`, started if need be; it may still be loading its model."""
-        if self._engine is not None and not self._engine.alive():
-            self._note = "an engine had died; a new one takes its place"
-        if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
-            self._engine.close()
-            self._engine = None
-        if self._engine is None:
-            self._engine = EngineClient(spec)
-        return self._engine
-
-    def drop_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def take_note(self) -> str:
-        """What happened since the last call that people should know."""
-        note, self._note = self._note, ""
-        return note
-
-    def taskset(self, name: str) -> Taskset:
-        assert self.config is not None
-        if name not in self._tasksets:
-            source = self.config.buffer.explorer_input
-            found = [t for t in (*source.train_tasksets, *source.eval_tasksets) if t.name == name]
-            if not found:
-                raise DataError(f"no taskset is called {name!r}")
-            self._tasksets[name] = Taskset(taskset_spec(found[0]))
-        return self._tasksets[name]
+_cache = WorkerCache()
 
 
-_resources = _Resources()
-
-
-def run_rollouts(spec: RolloutSpec) -> RolloutResult:
-    """Run one rollout batch and commit it; see the module's text.
+def run_rollouts(unit: RolloutTask) -> RolloutResult:
+    """Roll out one work unit and commit it; see the module's text.
 
     Raises: WaitTimeout: its weights were not published in time, or an engine hangs; RoleError: the engine failed;
-    OperatorError; StorageError; UserError.
+    DataError: the run folder, as this worker sees it, lacks the config that the driver has; OperatorError;
+    StorageError; UserError.
     """
     worker = get_worker()
-    with _resources.lock:
+    with _cache.lock:
         worker.log_event(BEGAN_TOPIC, (worker.address, worker.get_current_task()))
         began = time.perf_counter()
-        storage = open_storage(spec.url)
-        config = _resources.open(spec)
-        log = open_log(storage, config, spec.folder)
-        committed = log.find_all(spec.explore_step, spec.batch)
+        storage = open_storage(unit.url)
+        config = _cache.open(storage, unit.config_fingerprint)
+        log = open_log(storage, config, unit.folder)
+        committed = log.find_all(unit.explore_step, unit.unit_index)
         if done_batches(committed):
             version = max(name.max_policy_version for name in committed)
-            return RolloutResult(spec.key, tuple(name.text for name in committed), version, worker.address)
+            return RolloutResult(unit.key, tuple(name.text for name in committed), version, worker.address)
         held = {slot for name in committed if name.part is not None for slot in name.part.slots}
         # All of them run again all the same: what an engine samples depends on what it samples beside it.
-        slots = tuple(range(len(spec.tasks)) if spec.slots is None else (s for s in spec.slots if s not in held))
+        slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
         if not slots:
-            return RolloutResult(spec.key, (), spec.version, worker.address)
+            return RolloutResult(unit.key, (), unit.weights.version, worker.address)
         engine = tokenizer = None
         started = waited = time.perf_counter()
         if not config.is_external:
-            engine = _resources.engine(engine_spec(config, spec.threads, spec.log_file))
-            tokenizer = _resources.tokenizer()  # while the engine's process loads the model
+            engine = _cache.engine(engine_spec(config, unit.threads, unit.log_file))
+            tokenizer = _cache.tokenizer()  # while the engine's process loads the model
             engine.wait_ready()
             started = time.perf_counter()
-            published = _weights(storage, spec, config)
+            published = _wait_for_weights(storage, unit, config)
             waited = time.perf_counter()
             with _ending_what_hangs():
-                engine = _load(engine, storage, published)
+                if published is not None:
+                    engine.load(storage, published)
+                elif engine.weights.version != 0:
+                    # Back to the start: only a fresh engine has the weights of the model folder.
+                    _cache.drop_engine()
+                    engine = _cache.engine(engine.spec)
+                    engine.wait_ready()
         loaded = time.perf_counter()
         with BatchWriter(
             log,
-            explore_step=spec.explore_step,
-            batch=spec.batch,
-            num_tasks=len(spec.tasks),
-            flush_age_s=None if spec.is_eval else config.explorer.flush_age_s,
+            explore_step=unit.explore_step,
+            batch=unit.unit_index,
+            num_tasks=len(unit.tasks),
+            flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
             committed=held,
         ) as writer:
-            pipeline = _Pipeline(spec, config, writer.add)
-            outcome = _run(spec, slots, config, engine, tokenizer, pipeline.add)
-            outcome = replace(outcome, experiences=pipeline.finish())
+            groups = _FilteredGroups(unit, config, writer.add)
+            outcome = _roll_out(unit, slots, config, engine, tokenizer, groups.add)
+            outcome = replace(outcome, experiences=groups.finish())
             names = writer.finish()
-        return _result(
-            spec,
-            tuple(name.text for name in names),
-            outcome,
+        return replace(
+            summarize_unit(unit, outcome),
+            shards=tuple(name.text for name in names),
             version=0 if engine is None else engine.weights.version,
+            worker=worker.address,
             time_wait_s=waited - started,
             time_load_s=started - began + loaded - waited,
             time_generate_s=outcome.engine_s,
             time_s=time.perf_counter() - began,
-            note=_resources.take_note(),
+            note=_cache.take_note(),
         )
 
 
 @contextmanager
 def _ending_what_hangs() -> Iterator[None]:
-    """Who runs the batch again is to find other engines."""
+    """End the engines after a WaitTimeout: whoever runs the unit again is to find other ones."""
     try:
         yield
     except WaitTimeout:
-        _resources.drop_engine()
-        _resources.companions.close()
+        _cache.drop_engine()
+        _cache.drop_auxiliary()
         raise
-
-
-def _load(engine: EngineClient, storage: Storage, published: Published | None) -> EngineClient:
-    """The engine that serves `published`, or the model folder as it is; the same one unless that takes a new one."""
-    if published is not None:
-        engine.load(storage, published)
-    elif engine.weights.version != 0:
-        # Back to the start: only a fresh engine has the weights of the model folder.
-        _resources.drop_engine()
-        engine = _resources.engine(engine.spec)
-        engine.wait_ready()
-    return engine
 
 
 def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
@@ -278,51 +234,51 @@ def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpe
     return EngineSpec(model.engine_type, config.model.model_path, engine_options(model, config), threads, log_file, env)
 
 
-def _weights(storage: Storage, spec: RolloutSpec, config: Config) -> Published | None:
-    """What to serve; None for the model folder as it is."""
+def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Published | None:
+    """The weights to serve; None: the model folder as it is. Raises: WaitTimeout; StorageError: they are gone."""
+    version, exact = unit.weights.version, unit.weights.exact
     timeout_s = config.synchronizer.sync_timeout
     handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s)
-    if not spec.exact:
+    if not exact:
         newest = handle.latest()
-        if newest is None and spec.version == 0:
-            return None
-        return (
-            newest
-            if newest is not None and newest.version >= spec.version
-            else handle.wait_for_version(spec.version, timeout_s, make_called_off())
-        )
-    if spec.version == 0:
+        if newest is not None and newest.version >= version:
+            return newest
+        return handle.wait_for_version(version, timeout_s, make_called_off()) if version > 0 else None
+    if version == 0:
         return None
     if config.mode == "bench":
-        published = read_checkpoint_weights(storage, f"global_step_{spec.version}")
+        published = read_checkpoint_weights(storage, f"global_step_{version}")
         if published is None:
-            raise StorageError(f"checkpoint global_step_{spec.version} is not complete")
+            raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
-    published = read_published(storage, spec.version)
+    published = read_published(storage, version)
     if published is None:
-        handle.wait_for_version(spec.version, timeout_s, make_called_off())
-        published = read_published(storage, spec.version)
+        handle.wait_for_version(version, timeout_s, make_called_off())
+        published = read_published(storage, version)
     if published is None:
-        raise StorageError(f"weights of version {spec.version} were published and are gone; rollouts need them")
+        raise StorageError(f"weights of version {version} were published and are gone; rollouts need them")
     return published
 
 
-def _run(
-    spec: RolloutSpec,
+def _roll_out(
+    unit: RolloutTask,
     slots: tuple[int, ...],
     config: Config,
     engine: EngineClient | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     on_group: Callable[[int, list[Experience]], None],
 ) -> UnitOutcome:
-    """engine: None: the policy is a model behind an API."""
-    tasksets = _names(spec, config)
-    refs = [spec.tasks[slot] for slot in slots]
-    tasks = [_resources.taskset(tasksets[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
-    companions, explorer = _resources.companions, config.explorer
+    """Run the rollouts of the tasks at `slots`, side by side.
+
+    engine: None: the policy is a model behind an API; on_group: takes the slot of a task whose rollouts have ended, and
+    their experiences.
+    """
+    names = _taskset_names(unit, config)
+    refs = [unit.tasks[slot] for slot in slots]
+    tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
     # An evaluation's tasks are no measure of the others', and all of them count.
-    limit_s = explorer.max_timeout if spec.is_eval else companions.timeout_s(config, spec.explore_step)
-    over_rollout = OverRollout() if spec.is_eval else OverRollout(**explorer.over_rollout.model_dump())
+    limit_s = config.explorer.max_timeout if unit.is_eval else _cache.timeout_s(config, unit.explore_step)
+    over_rollout = OverRollout() if unit.is_eval else OverRollout(**config.explorer.over_rollout.model_dump())
     weights = (
         ServedWeights(0, "") if engine is None else ServedWeights(engine.weights.version, engine.weights.content_hash)
     )
@@ -330,30 +286,31 @@ def _run(
     async def run() -> UnitOutcome:
         return await run_work_unit(
             tasks,
-            repeat_times=spec.repeat_times,
-            greedy_baseline=spec.greedy_baseline,
-            explore_step=spec.explore_step,
-            engines=_engines(spec, config, engine, tokenizer),
-            defaults=_defaults(config, limit_s),
+            repeat_times=unit.repeat_times,
+            greedy_baseline=unit.greedy_baseline,
+            explore_step=unit.explore_step,
+            # Made in the event loop that asks them: clients of remote models belong to one.
+            engines=_engines(unit, config, engine, tokenizer),
+            defaults=_rollout_defaults(config, limit_s),
             weights=weights,
             max_wait_s=_MAX_WAIT_FIXED_S,
             over_rollout=over_rollout,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
-            fork_server=companions.fork_server,
+            fork_server=_cache.fork_server,
         )
 
     with _ending_what_hangs():
         outcome = asyncio.run(run())
-    if not spec.is_eval:
-        companions.took(spec.explore_step, outcome.task_times_s)
+    if not unit.is_eval:
+        _cache.add_task_times(unit.explore_step, outcome.task_times_s)
     return outcome
 
 
-def _engines(spec: RolloutSpec, config: Config, engine: EngineClient | None, tokenizer: Any) -> Engines:
-    """What answers the rollouts of one event loop, which runs; see _run."""
+def _engines(unit: RolloutTask, config: Config, engine: EngineClient | None, tokenizer: Tokenizer | None) -> Engines:
+    """What answers the rollouts: the policy, and auxiliary models by name."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
     auxiliary: dict[str, AuxiliaryEngine | ServedRemote] = dict(
-        _resources.companions.auxiliary(config, spec.threads, timeout_s)
+        _cache.auxiliary_engines(config, unit.threads, timeout_s)
     )
     for name, remote in remote_auxiliary(config).items():
         auxiliary[name] = ServedRemote(RemoteModel(remote), auxiliary_sampling(config))
@@ -368,20 +325,20 @@ def _engines(spec: RolloutSpec, config: Config, engine: EngineClient | None, tok
     return Engines(generates_as(config, engine, timeout_s), tokenizer, logprobs_batch, auxiliary)
 
 
-class _Pipeline:
+class _FilteredGroups:
     """Hands groups on to be committed, after the operators if they run before the commit."""
 
-    def __init__(self, spec: RolloutSpec, config: Config, add: Callable[[int, list[Experience]], None]) -> None:
+    def __init__(self, unit: RolloutTask, config: Config, commit: Callable[[int, list[Experience]], None]) -> None:
         section = config.data_processor.experience_pipeline
-        self._add = add
+        self._commit = commit
         self._groups: dict[int, list[Experience]] = {}
         self._error: OperatorError | None = None
-        self._filter = None
-        if section.stage == "commit" and section.operators and not spec.is_eval:
+        self._filter: Callable[[list[Experience]], list[Experience]] | None = None
+        if section.stage == "commit" and section.operators and not unit.is_eval:
             # Late: it needs torch, which this process does without unless there are operators.
             from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
 
-            baseline = spec.repeat_times if spec.greedy_baseline else None
+            baseline = unit.repeat_times if unit.greedy_baseline else None
             operators = operators_of(config)
             self._filter = lambda experiences: filter_experiences(operators, experiences, baseline)
 
@@ -391,7 +348,7 @@ class _Pipeline:
         except OperatorError as error:  # raised by `finish`: here it would cancel the rollouts beside it
             self._error = self._error or error
             return
-        self._add(slot, self._groups[slot])
+        self._commit(slot, self._groups[slot])
 
     def finish(self) -> list[Experience]:
         """All experiences as they are committed. Raises: OperatorError: of the first group that it failed on."""
@@ -400,46 +357,50 @@ class _Pipeline:
         return [experience for slot in sorted(self._groups) for experience in self._groups[slot]]
 
 
-def set_aside(log: ExperienceLog, spec: RolloutSpec, config: Config, slots: Sequence[int], error: str) -> RolloutResult:
+def commit_poisoned(
+    log: ExperienceLog, unit: RolloutTask, config: Config, slots: Sequence[int], error: str
+) -> RolloutResult:
     """Commit, without running them, the rollouts of the tasks at `slots` as poisoned, with the reason."""
-    names = _names(spec, config)
+    names = _taskset_names(unit, config)
     experiences = [
         Experience(
-            taskset=names[spec.tasks[slot].taskset_number],
-            epoch=spec.tasks[slot].epoch,
-            task_index=spec.tasks[slot].index,
+            taskset=names[unit.tasks[slot].taskset_number],
+            epoch=unit.tasks[slot].epoch,
+            task_index=unit.tasks[slot].index,
             rollout=rollout,
-            explore_step=spec.explore_step,
+            explore_step=unit.explore_step,
             status=Status.POISONED,
-            min_policy_version=spec.version,
-            max_policy_version=spec.version,
+            min_policy_version=unit.weights.version,
+            max_policy_version=unit.weights.version,
             error=error,
         )
         for slot in slots
-        for rollout in range(spec.repeat_times + spec.greedy_baseline)
+        for rollout in range(unit.repeat_times + unit.greedy_baseline)
     ]
-    whole = len(slots) == len(spec.tasks)
-    part = None if whole else Part(tuple(slots), len(spec.tasks))
-    name = log.commit(experiences, explore_step=spec.explore_step, batch=spec.batch, part=part)
+    whole = len(slots) == len(unit.tasks)
+    part = None if whole else Part(tuple(slots), len(unit.tasks))
+    name = log.commit(experiences, explore_step=unit.explore_step, batch=unit.unit_index, part=part)
     tasks = sorted({experience.group_id for experience in experiences})
+    num_rollouts = len(slots) * unit.repeat_times
     return RolloutResult(
-        spec.key,
+        unit.key,
         (name.text,),
-        spec.version,
+        unit.weights.version,
         "",
-        num_rollouts=len(slots) * spec.repeat_times,
-        num_by_status={str(Status.POISONED): len(slots) * spec.repeat_times},
+        num_rollouts=num_rollouts,
+        num_by_status={str(Status.POISONED): num_rollouts},
         note=f"task {', '.join(tasks)} is poisonous and was set aside: {error}",
     )
 
 
-def _names(spec: RolloutSpec, config: Config) -> list[str]:
-    """Of the tasksets, by their number."""
+def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
+    """Names of the tasksets by their number."""
     source = config.buffer.explorer_input
-    return [t.name for t in (source.eval_tasksets if spec.is_eval else source.train_tasksets)]
+    return [t.name for t in (source.eval_tasksets if unit.is_eval else source.train_tasksets)]
 
 
-def _defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
+def _rollout_defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
+    """What a rollout takes from the config where its task and its workflow say nothing else."""
     model, source = config.model, config.buffer.explorer_input
     sampling = SamplingParams(
         max_tokens=model.max_response_tokens,
@@ -464,59 +425,62 @@ def _defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
     )
 
 
-def _result(
-    spec: RolloutSpec,
-    shards: tuple[str, ...],
-    outcome: UnitOutcome,
-    version: int,
-    note: str,
-    **times: float,
-) -> RolloutResult:
-    statuses: dict[str, int] = {}
-    sums: dict[str, float] = {}
-    rollouts = [e for e in outcome.experiences if e.rollout < spec.repeat_times]  # a greedy baseline is no sample
-    rewards = [e.reward for e in rollouts if e.status.trainable and e.reward is not None]
+def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
+    """Counts and sums over the rollouts of a unit; times and the names of its shards are not filled in."""
+    turns_by_rollout: dict[tuple[str, int], list[Experience]] = {}
+    for experience in outcome.experiences:
+        if experience.rollout < unit.repeat_times:  # a greedy baseline is no sample
+            turns_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
+    num_by_status: dict[str, int] = {}
     rewards_by_group: dict[str, list[float]] = {}
-    for experience in rollouts:
-        if experience.turn == 0 and experience.status.trainable and experience.reward is not None:
-            rewards_by_group.setdefault(experience.group_id, []).append(experience.reward)
-        statuses[str(experience.status)] = statuses.get(str(experience.status), 0) + 1
-        if experience.status.trainable:
-            for name, value in experience.metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
+    metric_sums: dict[str, float] = {}
+    turn_metric_sums: dict[str, float] = {}
+    num_tokens = num_trained_tokens = num_turns = 0
+    for (group_id, _), turns in turns_by_rollout.items():
+        status = str(rollout_status(turns))
+        num_by_status[status] = num_by_status.get(status, 0) + 1
+        num_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in turns)
+        trained = [turn for turn in turns if turn.status.trainable and turn.reward is not None]
+        num_trained_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in trained)
+        num_turns += len(trained)
+        for number, turn in enumerate(trained):
+            for name, value in turn.metrics.items():
+                if name in TURN_METRICS:
+                    turn_metric_sums[name] = turn_metric_sums.get(name, 0.0) + value
+                elif number == 0:  # it stands in every turn, and is the rollout's
+                    metric_sums[name] = metric_sums.get(name, 0.0) + value
+        if trained and (reward := trained[0].reward) is not None:
+            rewards_by_group.setdefault(group_id, []).append(reward)
+    # Of each task `repeat_times` samples, then its greedy baseline if there is one.
+    per_task = unit.repeat_times + unit.greedy_baseline
+    times = [times for number, times in enumerate(outcome.times) if number % per_task < unit.repeat_times]
+    rewards = [reward for group in rewards_by_group.values() for reward in group]
     return RolloutResult(
-        spec.key,
-        shards,
-        version,
-        get_worker().address,
-        num_rollouts=len(rollouts),
-        num_by_status=statuses,
-        num_tokens=sum(len(e.tokens) - e.prompt_length for e in rollouts),
-        num_bytes=sum(_payload_bytes(e) for e in outcome.experiences),
-        reward_sum=float(sum(rewards)),
+        unit.key,
+        shards=(),
+        version=0,
+        worker="",
+        num_rollouts=len(turns_by_rollout),
+        num_by_status=num_by_status,
+        num_tokens=num_tokens,
+        num_bytes=sum(
+            4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)
+            for e in outcome.experiences
+        ),
         num_rewards=len(rewards),
-        metric_sums=sums,
-        rollout_time_sums={
-            name: float(sum(getattr(times, name) for times in outcome.times)) for name in RolloutTimes.names()
-        },
+        num_trained_tokens=num_trained_tokens,
+        reward_sum=float(sum(rewards)),
+        metric_sums=metric_sums,
+        num_turns=num_turns,
+        turn_metric_sums=turn_metric_sums,
+        rollout_time_sums={name: float(sum(getattr(each, name) for each in times)) for name in RolloutTimes.names()},
         pass_rates=pass_rates(rewards_by_group),
-        note=note,
-        **times,
     )
 
 
-def _payload_bytes(experience: Experience) -> int:
-    numbers = 4 * len(experience.tokens) + 4 * len(experience.rollout_logprobs)
-    return numbers + len(experience.prompt_text) + len(experience.response_text) + len(experience.truth)
-
-
-__all__ = [
-    "BEGAN_TOPIC",
-    "EXPLORER_RESOURCE",
-    "RolloutResult",
-    "RolloutSpec",
-    "WaitTimeout",
-    "engine_spec",
-    "run_rollouts",
-    "set_aside",
-]
+def rollout_status(turns: Sequence[Experience]) -> Status:
+    """The status of a rollout: truncated if a turn of it was, ok if any other may be trained, else its first turn's."""
+    trainable = [turn.status for turn in turns if turn.status.trainable]
+    if not trainable:
+        return turns[0].status
+    return Status.TRUNCATED if Status.TRUNCATED in trainable else Status.OK

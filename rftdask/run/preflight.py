@@ -18,9 +18,8 @@ from rftdask.config.engine_keys import engine_sections
 from rftdask.config.plugins import load_plugin_folders
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.tasksets import Taskset
+from rftdask.data.tasksets import Taskset, taskset_spec
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
-from rftdask.explorer.task_order import taskset_spec
 from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.rollouts.rewards.registry import get_reward

@@ -1,12 +1,13 @@
 """Run folder: opening it, owning it, and refusing what does not belong in it.
 
-`run.json` holds the config as resolved; `control/lease-<role>-<n>.json` says which process works on a role. Leases are
-numbered and create-only, so of two that start at once one wins, and an owner that sees a higher number than its own
-stops.
+`run.json` holds the config as the run began; `control/config-<fingerprint>.json` one as a later start resolved it, for
+its workers; `control/lease-<role>-<n>.json` says which process works on a role. Leases are numbered and create-only, so
+of two that start at once one wins, and an owner that sees a higher number than its own stops.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -141,6 +142,43 @@ def read_run(storage: Storage) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
     return tree
+
+
+def record_config(storage: Storage, config: Config) -> str:
+    """Write the config of this start down for the workers that are sent its fingerprint, which is returned.
+
+    `run.json` holds the config of the first start; a later one may differ from it in the free keys, and the two roles
+    of a run may be two commands, each with its own. So each config has a file of its own, named by its content.
+    """
+    data = json.dumps(config.to_dict(), sort_keys=True).encode()
+    fingerprint = hashlib.sha256(data).hexdigest()[:32]
+    path = _config_path(fingerprint)
+    # What a crash or a disk left of it is put right: who knows the config can write the very same bytes again.
+    if not storage.put_new(path, data) and storage.get(path) != data:
+        storage.put(path, data)
+    return fingerprint
+
+
+def read_config(storage: Storage, fingerprint: str) -> Config:
+    """The config that `record_config` gave this fingerprint.
+
+    Raises: DataError: the folder has none such; DamagedError: the file is not what was written.
+    """
+    path = _config_path(fingerprint)
+    try:
+        data = storage.get(path)
+    except NotFoundError:
+        raise DataError(
+            f"{storage.url} has no {path}, which the driver of the run wrote: does this machine see the driver's "
+            "run folder (checkpoint_root_dir)?"
+        ) from None
+    if hashlib.sha256(data).hexdigest()[:32] != fingerprint:
+        raise DamagedError(f"{storage.url}/{path} is damaged: its content does not fit its name; start the run again")
+    return load_config(json.loads(data))
+
+
+def _config_path(fingerprint: str) -> str:
+    return f"control/config-{fingerprint}.json"
 
 
 def note_end(storage: Storage, status: str, error: str) -> None:

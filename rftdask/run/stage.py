@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
@@ -22,21 +22,14 @@ from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RE
 from rftdask.config import Config
 from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
-from rftdask.explorer.autoscale import ScaleRule
-from rftdask.explorer.evaluation import eval_tasksets
-from rftdask.explorer.explorer import ExplorePlan, Explorer
-from rftdask.explorer.task_order import TaskOrder, task_order
+from rftdask.explorer.explorer import Explorer
 from rftdask.monitor.events import Ended, Event, Note, Published, decode
-from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
 from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
-
-if TYPE_CHECKING:
-    from rftdask.explorer.difficulty import LearnedOrder
 
 WORKER_DEADLINE_S = 300.0
 _TICK_S = 0.1
@@ -235,31 +228,22 @@ class StageRun:
         )
 
     def _make_explorer(self) -> Explorer:
-        config = self._config
-        tasksets = config.buffer.explorer_input.train_tasksets
-        learns = any(t.data_selector.selector_type == "difficulty_based" for t in tasksets) and config.mode != "bench"
-        plan = ExplorePlan(
-            num_steps=self.work.explore_steps if config.mode != "bench" else 0,
-            sizes=tuple(self._sizes[t.name] for t in tasksets if t.name in self._sizes),
-            order=TaskOrder() if learns or config.mode == "bench" else task_order(tasksets, self._sizes),
-            evals=eval_tasksets(config, self._sizes),
-            eval_versions=self._bench_versions() if config.mode == "bench" else (),
-        )
+        bench = self._config.mode == "bench"
         return Explorer(
             self._client,
             self._storage,
-            config,
-            plan,
-            {role: MetricsWriter(self._storage, role) for role in ("explorer", "eval")},
+            self._config,
+            self._sizes,
+            num_steps=0 if bench else self.work.explore_steps,
+            eval_versions=self._bench_versions() if bench else (),
             threads=self._layout.threads_of(EXPLORER_RESOURCE),
             log_file=f"{self._log_folder}/engine.log" if self._log_folder else None,
             emit=self._events.put,
             cancelled=self._over.is_set,
             trainer_ended_at=lambda: self._trainer_result.step if self._trainer_result is not None else None,
-            learned=self._make_learned_order() if learns else None,
             remove_old_shards=self._remove_old_shards,
-            scale_rule=self._scale_rule(),
             scale=self._ask_for_explorers,
+            workers_asked=self._cluster.num_asked(EXPLORER_RESOURCE),
         )
 
     def _ask_for_explorers(self, num_workers: int) -> None:
@@ -270,12 +254,6 @@ class StageRun:
         except UserError as error:  # workers of such a cluster are somebody else's to start; who joins is taken
             self._can_scale = False
             self._note(f"explorer workers are not asked for: {error}")
-
-    def _scale_rule(self) -> ScaleRule:
-        explorer = self._config.explorer
-        return ScaleRule(
-            explorer.fewest_workers, explorer.most_workers, asked=self._cluster.num_asked(EXPLORER_RESOURCE)
-        )
 
     def _remove_old_shards(self) -> int:
         kept = self._config.buffer.trainer_input.experience_buffer.retention
@@ -304,20 +282,6 @@ class StageRun:
             return 0
         log = open_log(self._storage, self._config)
         return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest, self._ended.is_set)
-
-    def _make_learned_order(self) -> LearnedOrder:
-        # Late: it needs torch, which the driver does without otherwise.
-        from rftdask.explorer.difficulty import LearnedOrder
-
-        config = self._config
-        return LearnedOrder(
-            self._storage,
-            open_log(self._storage, config),
-            config.buffer.explorer_input.train_tasksets[0],
-            batch_size=config.buffer.batch_size,
-            batches_per_step=config.units_per_step,
-            repeat_times=config.algorithm.repeat_times,
-        )
 
     def _bench_versions(self) -> tuple[int, ...]:
         """The model as it is, then every checkpoint; or only the newest. A model behind an API has one version.

@@ -11,7 +11,7 @@ asks for more, so no style can wait for itself.
   publishes when asked.
 - trainer_driven: the trainer publishes at its intervals; the explorer takes the newest at its boundaries and waits only
   for staleness.
-- fully_async: as trainer_driven, and every rollout batch takes the newest.
+- fully_async: as trainer_driven, and every work unit takes the newest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SyncStyle(StrEnum):
 
 
 @dataclass(frozen=True)
-class Admission:
+class WeightRequirement:
     """What explore step s needs before it may start."""
 
     version: int
@@ -49,7 +49,8 @@ class Admission:
 class SyncRules:
     """The rules of one run.
 
-    Example: SyncRules(SyncStyle.FIXED, 1, 1, 1, 32, 32).admit(3) == Admission(1, exact=True)   # one step off policy
+    Example: one step off policy
+        SyncRules(SyncStyle.FIXED, 1, 1, 1, 32, 32).weights_for(3) == WeightRequirement(1, exact=True)
     """
 
     style: SyncStyle
@@ -61,15 +62,16 @@ class SyncRules:
     train_batch_size: int
     max_staleness: int | None = None
 
-    def admit(self, explore_step: int) -> Admission:
+    def weights_for(self, explore_step: int) -> WeightRequirement:
+        """Which weights the step needs before it may start."""
         syncs = max(0, explore_step - 1 - self.sync_offset) // self.explorer_sync_interval
         if self.style is SyncStyle.FIXED:
-            return Admission(self._trainable(syncs * self.explorer_sync_interval), exact=True)
+            return WeightRequirement(self._trainable(syncs * self.explorer_sync_interval), exact=True)
         fresh_enough = self._fresh_enough(explore_step)
         if self.style is SyncStyle.EXPLORER_DRIVEN:
             asked = min(syncs, self.num_steps_from(explore_step - 1))
-            return Admission(max(asked, fresh_enough), exact=False)
-        return Admission(fresh_enough, exact=False)
+            return WeightRequirement(max(asked, fresh_enough), exact=False)
+        return WeightRequirement(fresh_enough, exact=False)
 
     def takes_newest_at(self, explore_step: int) -> bool:
         """Whether the step may move on to the newest weights, or stays with those of the step before."""
@@ -118,7 +120,7 @@ class SyncRules:
         batch = self.train_batch_size * self.trainer_sync_interval
         period = interval * (batch // math.gcd(interval * count, batch))
         last = self.sync_offset + 2 * min(period, _LONGEST_WALK)
-        return max(self._trained_at(step) - 1 - self.admit(step).version for step in range(1, last + 1))
+        return max(self._trained_at(step) - 1 - self.weights_for(step).version for step in range(1, last + 1))
 
     def _trained_at(self, explore_step: int) -> int:
         """Optimizer step that trains the last group of the explore step, in order."""

@@ -63,7 +63,7 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
                 "default_reward_fn_type": "exact_reward",
             },
         },
-        # Two rollout batches a step, so that steps end out of order.
+        # Two work units a step, so that steps end out of order.
         "explorer": {"tasks_per_batch": 2, "eval_interval": 5, "rollout_model": {"engine_type": "fake"}},
         "trainer": {"trainer_type": "fake", "total_steps": 10, "save_interval": 4},
         "synchronizer": {"sync_offset": 1},
@@ -249,9 +249,9 @@ def final_weights(folder: Path) -> bytes:
 
 
 def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
-    """For each step, the rows used and dropped: (explore step, rollout batch, row of the batch, reason), sorted.
+    """For each step, the rows used and dropped: (explore step, work unit, row of the batch, reason), sorted.
 
-    Rows are named by their place in the whole rollout batch: who wrote a shard differs from run to run, and so does, on
+    Rows are named by their place in the whole work unit: who wrote a shard differs from run to run, and so does, on
     a busy machine, whether a batch was committed whole or in parts.
     """
     ledger = Ledger(open_storage(folder), MAIN_LINEAGE)
@@ -269,7 +269,7 @@ def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
 
 
 def row_of_batch(name: ShardName, row: int) -> int:
-    """The place in its rollout batch of a row of a shard; every group has the same number of rows."""
+    """The place in its work unit of a row of a shard; every group has the same number of rows."""
     if name.part is None:
         return row
     group_size = name.num_rows // len(name.part.slots)

@@ -1,7 +1,7 @@
 """Explorer workers that come and go, with real processes. Promises:
 
 - a run starts with explorer.min_workers, asks for more while there is work for them, up to explorer.max_workers, and
-  those that join take rollout batches, whoever started them;
+  those that join take work units, whoever started them;
 - one that leaves, killed with signal 9, costs its unfinished rollouts and nothing else: the run ends with the ledger
   and the weights of one that nobody disturbed, and no task is blamed;
 - a task that kills its worker time after time is set aside with status poisoned; its siblings and the run are not
@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def has_engine(worker: psutil.Process) -> bool:
-    """Whether the worker has taken a rollout batch, at the first of which it starts an engine."""
+    """Whether the worker has taken a work unit, at the first of which it starts an engine."""
     try:
         return any(ENGINE in " ".join(child.cmdline()) for child in worker.children())
     except psutil.Error:
@@ -154,7 +154,7 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
         rank.resume()
         while not has_engine(psutil.Process(late.pid)) and running.is_alive():
             running.join(0.02)
-        assert num_steps(folder) < STEPS, "it took no rollout batch"
+        assert num_steps(folder) < STEPS, "it took no work unit"
     finally:
         late.kill()
         late.wait()

@@ -1,4 +1,4 @@
-"""Promise, with real processes: a run whose rollout batches are committed in parts, killed with signal 9 while batches
+"""Promise, with real processes: a run whose work units are committed in parts, killed with signal 9 while batches
 are half committed, ends with the weights of a run that nobody disturbed and whose batches were committed whole.
 """
 

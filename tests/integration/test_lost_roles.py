@@ -72,7 +72,7 @@ def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_
         (trainer,) = run.children(TRAINER)
         trainer.send_signal(signal.SIGSTOP)  # it hangs, with whatever it has published
         published = read_number(folder / "latest_state_dict_iteration.txt")
-        last = max(step for step in range(1, 21) if rules.admit(step).version <= published)
+        last = max(step for step in range(1, 21) if rules.weights_for(step).version <= published)
         run.wait_until(lambda: explored(folder)[0] >= last * BATCHES_PER_STEP)
         time.sleep(2.0)  # for the next step to begin, if anything let it
         assert explored(folder) == (last * BATCHES_PER_STEP, last), (published, rules)

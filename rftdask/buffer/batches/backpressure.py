@@ -1,6 +1,6 @@
 """Back-pressure: how far explorers may be ahead of what the trainer has read. A pure rule, and the count it needs.
 
-How much lies unread is known without any message: the schedule says how many groups come before a rollout batch, and
+How much lies unread is known without any message: the schedule says how many groups come before a work unit, and
 the ledger how many are settled. Bytes are estimated by the mean size of the experiences committed so far.
 Invariant: what the next train batch may need is always let through, so nobody waits for ever.
 """
@@ -26,7 +26,7 @@ class UnreadLimit:
     """Experiences that may be unread whatever the limits say: those of a train batch."""
 
     def admits(self, unread: int, mean_bytes: float) -> bool:
-        """Whether a rollout batch may begin before which `unread` experiences are unread or still under way.
+        """True if a work unit may begin before which `unread` experiences are unread or still under way.
 
         mean_bytes: of an experience; 0 while none is known, which lets it begin.
         """
@@ -43,6 +43,39 @@ def unread_limit(config: Config) -> UnreadLimit | None:
     if config.mode != "both" or (section.capacity is None and section.max_unread_bytes is None):
         return None
     return UnreadLimit(section.capacity, section.max_unread_bytes, always=config.num_own_rollouts)
+
+
+class Backpressure:
+    """The unread limit of one explorer, with what it takes to apply it.
+
+    Example:
+        backpressure = Backpressure(config, Ledger(storage))
+        backpressure.add(num_rollouts=64, num_bytes=250_000)      # as work units are committed
+        if backpressure.has_room(num_groups=512): ...             # may the unit after 512 groups begin?
+    """
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self._limit = unread_limit(config)
+        self._repeat_times = config.algorithm.repeat_times
+        self._settled = SettledGroups(ledger)
+        self._num_settled = 0
+        self._num_rollouts = self._num_bytes = 0
+
+    def add(self, num_rollouts: int, num_bytes: int) -> None:
+        """Rollouts were committed; they say how large one is in the mean."""
+        self._num_rollouts += num_rollouts
+        self._num_bytes += num_bytes
+
+    def has_room(self, num_groups: int) -> bool:
+        """True if a work unit may begin before which the schedule has so many groups."""
+        if self._limit is None:
+            return True
+        mean_bytes = self._num_bytes / max(1, self._num_rollouts)
+        # What was settled when the ledger was last read may be enough, and saves another look.
+        if self._limit.admits((num_groups - self._num_settled) * self._repeat_times, mean_bytes):
+            return True
+        self._num_settled = self._settled.count()
+        return self._limit.admits((num_groups - self._num_settled) * self._repeat_times, mean_bytes)
 
 
 class SettledGroups:

@@ -1,7 +1,7 @@
 """Promises of the rule that says how many explorer workers to ask for:
 
 - never fewer than min_workers, never more than max_workers;
-- never more than there are rollout batches to run, beyond min_workers, once a run has been idle for long;
+- never more than there are work units to run, beyond min_workers, once a run has been idle for long;
 - more at once when there is more to do, fewer only after idle_s in which they were of no use;
 - a cluster that gives nothing is not asked for ever more;
 - constant work means a constant target.

@@ -1,6 +1,9 @@
-"""Promises of what the explorer remembers of lost workers:
+"""Promises of the rule that finds the task which ends its workers, and of what the explorer remembers of them:
 
-- a batch that waited on a lost worker is no suspect; one that ran there is, also if its worker had no time to say so,
+- every poisonous task of a unit is found, and no other one is blamed; all others are run to their end;
+- workers that are lost for other reasons blame nobody, unless the same task is alone on STRIKES of them in a row;
+- the number of losses is bounded: STRIKES for the unit, STRIKES for each poisonous task;
+- a unit that waited on a lost worker is not suspected; one that ran there is, also if its worker had no time to say so,
   but not if the worker was told to end;
 - a poisonous task is known again in later epochs; its siblings are not;
 - what no task can be to blame for ends the run, with the numbers: losses without end, and task after task.
@@ -9,101 +12,191 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import RoleError
-from rftdask.explorer.bisection import STRIKES, Trial
-from rftdask.explorer.poison import MAX_IN_A_ROW, MAX_LOSSES, Suspects
-from rftdask.explorer.worker_task import RolloutSpec
+from rftdask.explorer.poison import MAX_IN_A_ROW, MAX_LOSSES, STRIKES, PoisonTracker, Trial
+from rftdask.explorer.worker_task import RolloutTask
+from rftdask.synchronizer.styles import WeightRequirement
 
 WORKER = "tcp://10.0.0.7:4711"
+UNITS = st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), max_size=5)))
 
 
-def spec(*tasks: int, step: int = 1, epoch: int = 0) -> RolloutSpec:
-    return RolloutSpec(
+class Story:
+    """A unit that is run to its end, on workers some of which are lost."""
+
+    def __init__(self, num_tasks: int, killers: set[int] = frozenset(), accidents: list[int] | None = None) -> None:  # type: ignore[assignment]
+        """accidents: before each run of something ends well, so many losses that are nobody's fault."""
+        trial, accidents = Trial(num_tasks), list(accidents or [])
+        self.poisonous: list[int] = []
+        self.committed: list[int] = []
+        self.num_losses = 0
+        while not trial.is_over:
+            running = range(num_tasks) if trial.next_slots is None else trial.next_slots
+            num_accidents = accidents.pop() if accidents else 0
+            while (killers & set(running) or num_accidents > 0) and not trial.is_over:
+                num_accidents -= 1
+                self.num_losses += 1
+                before, trial = trial, trial.lost()
+                self.poisonous += trial.poisonous
+                if trial.next_slots != before.next_slots:
+                    break  # something else runs next
+            else:
+                self.committed += running
+                trial = trial.finished()
+            assert self.num_losses < 10_000
+
+
+@given(UNITS)
+def test_the_poisonous_tasks_are_found_and_all_others_run(unit: tuple[int, set[int]]) -> None:
+    num_tasks, killers = unit
+    story = Story(num_tasks, killers)
+    assert set(story.poisonous) == killers and len(story.poisonous) == len(killers)
+    assert sorted(story.committed) == sorted(set(range(num_tasks)) - killers)
+    whole = STRIKES if num_tasks > 1 and killers else 0
+    assert story.num_losses == whole + STRIKES * len(killers)
+
+
+def test_one_of_three_is_found_as_the_text_says() -> None:
+    trial = Trial(num_tasks=3)
+    assert trial.is_whole and trial.lost().is_whole and trial.lost().lost().is_whole
+    trial = trial.lost().lost().lost()
+    assert (trial.singles, trial.next_slots, trial.is_whole) == ((0, 1, 2), (0,), False)
+    trial = trial.finished().lost().lost()
+    assert (trial.singles, trial.poisonous) == ((1, 2), ())
+    trial = trial.lost()
+    assert (trial.singles, trial.poisonous) == ((2,), (1,))
+    assert trial.finished().is_over and trial.finished().poisonous == ()
+
+
+@given(UNITS, st.lists(st.integers(0, STRIKES - 1), max_size=20))
+def test_losses_by_chance_blame_nobody(unit: tuple[int, set[int]], accidents: list[int]) -> None:
+    num_tasks, _ = unit
+    story = Story(num_tasks, accidents=accidents)
+    assert story.poisonous == []
+    assert sorted(story.committed) == list(range(num_tasks))
+    assert story.num_losses == sum(accidents[-1:]), "the unit ends well after the first of them"
+
+
+@given(st.integers(2, 70), st.integers(0, 69), st.lists(st.integers(0, STRIKES - 1), max_size=10))
+def test_a_culprit_is_found_among_losses_by_chance(num_tasks: int, culprit: int, accidents: list[int]) -> None:
+    story = Story(num_tasks, {culprit % num_tasks}, accidents)
+    assert story.poisonous == [culprit % num_tasks]
+    assert sorted([*story.committed, *story.poisonous]) == list(range(num_tasks))
+
+
+def test_a_task_that_is_the_whole_unit_has_no_more_chances_than_another() -> None:
+    trial = Trial(1)
+    for _ in range(STRIKES):
+        assert trial.poisonous == () and trial.next_slots is None
+        trial = trial.lost()
+    assert trial.poisonous == (0,) and trial.is_over
+
+
+# ---- what the explorer remembers
+
+
+def work_unit(*tasks: int, step: int = 1, epoch: int = 0) -> RolloutTask:
+    return RolloutTask(
         url="memory://run",
-        config={},
+        config_fingerprint="",
         folder="experiences",
         explore_step=step,
-        batch=0,
+        unit_index=0,
         tasks=tuple(TaskRef(0, epoch, index) for index in tasks),
         repeat_times=2,
         greedy_baseline=False,
-        version=0,
-        exact=True,
+        weights=WeightRequirement(0, exact=True),
         threads=1,
         log_file=None,
     )
 
 
-def find_poison(suspects: Suspects, batch: RolloutSpec) -> Trial:
-    """Lose workers under the batch until its first task is blamed."""
-    trial = Trial.of(len(batch.tasks))
+def find_poison(tracker: PoisonTracker, unit: RolloutTask) -> Trial:
+    """Lose workers under the unit until its first task is blamed."""
+    trial = Trial(len(unit.tasks))
     while not trial.poisonous:
-        trial = suspects.lost(batch, was_running=True, cause="gone")
-    suspects.set_aside(batch, trial.poisonous)
+        trial = tracker.lost(unit, was_running=True, cause="gone")
+    tracker.set_aside(unit, trial.poisonous)
     return trial
 
 
-def test_only_what_was_running_on_a_lost_worker_is_a_suspect() -> None:
-    suspects = Suspects(takes_parts=True)
-    suspects.began(WORKER, "one")
-    assert suspects.was_running("one", on=WORKER)
-    assert not suspects.was_running("waiting", on=WORKER)
-    suspects.ended(WORKER, "the one before")
-    assert not suspects.was_running("waiting", on=WORKER)
-    suspects.ended(WORKER, "one")
-    assert suspects.was_running("waiting", on=WORKER), "it may have begun and not come to say so"
+def test_only_what_was_running_on_a_lost_worker_is_suspected() -> None:
+    tracker = PoisonTracker(takes_parts=True)
+    tracker.began(WORKER, "one")
+    assert tracker.was_running("one", on=WORKER)
+    assert not tracker.was_running("waiting", on=WORKER)
+    tracker.ended(WORKER, "the one before")
+    assert not tracker.was_running("waiting", on=WORKER)
+    tracker.ended(WORKER, "one")
+    assert tracker.was_running("waiting", on=WORKER), "it may have begun and not come to say so"
 
 
-def test_losses_of_a_batch_that_was_waiting_are_no_strikes() -> None:
-    suspects = Suspects(takes_parts=True)
+def test_losses_of_a_unit_that_was_waiting_are_no_strikes() -> None:
+    tracker = PoisonTracker(takes_parts=True)
     for _ in range(MAX_LOSSES - 1):
-        assert suspects.lost(spec(1, 2), was_running=False, cause="gone") == Trial.of(2)
-    with pytest.raises(RoleError, match=f"{MAX_LOSSES} workers were lost that had rollout batch .*: gone"):
-        suspects.lost(spec(1, 2), was_running=False, cause="gone")
+        assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone") == Trial(2)
+    with pytest.raises(RoleError, match=f"{MAX_LOSSES} workers were lost that had work unit .*: gone"):
+        tracker.lost(work_unit(1, 2), was_running=False, cause="gone")
 
 
-def test_a_batch_that_ends_well_is_forgotten() -> None:
-    suspects = Suspects(takes_parts=True)
+def test_a_unit_that_ends_well_is_forgotten() -> None:
+    tracker = PoisonTracker(takes_parts=True)
     for _ in range(STRIKES - 1):
-        suspects.lost(spec(1, 2), was_running=True, cause="gone")
-    assert suspects.finished(spec(1, 2), num_rollouts=4).next_piece == ()
-    assert suspects.lost(spec(1, 2), was_running=True, cause="gone").strikes == 1
+        tracker.lost(work_unit(1, 2), was_running=True, cause="gone")
+    assert tracker.finished(work_unit(1, 2), num_rollouts=4).is_over
+    assert tracker.lost(work_unit(1, 2), was_running=True, cause="gone").strikes == 1
+
+
+def test_a_task_is_told_of_as_poisonous_once() -> None:
+    tracker = PoisonTracker(takes_parts=True)
+    assert find_poison(tracker, work_unit(1, 2)).poisonous == (0,)
+    assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone").poisonous == ()
+    assert tracker.lost(work_unit(1, 2), was_running=True, cause="gone").poisonous == ()
+    assert tracker.finished(work_unit(1, 2), num_rollouts=2).poisonous == ()
+
+
+def test_a_unit_whose_last_task_was_poisonous_is_forgotten_too() -> None:
+    tracker = PoisonTracker(takes_parts=True)
+    assert find_poison(tracker, work_unit(1)).is_over
+    assert tracker.lost(work_unit(1), was_running=True, cause="a damaged shard: it runs again") == Trial(1, strikes=1)
 
 
 def test_a_poisonous_task_is_known_in_later_epochs() -> None:
-    suspects = Suspects(takes_parts=True)
-    assert find_poison(suspects, spec(5, 6)).poisonous == (0,)
-    again = suspects.begin(spec(7, 5, step=9, epoch=1))
-    assert (again.pieces, again.poisonous) == (((0,),), (1,))
-    assert suspects.begin(spec(6, 7, step=10, epoch=1)) == Trial.of(2)
+    tracker = PoisonTracker(takes_parts=True)
+    assert find_poison(tracker, work_unit(5, 6)).poisonous == (0,)
+    again = tracker.begin(work_unit(7, 5, step=9, epoch=1))
+    assert (again.singles, again.poisonous) == ((0,), (1,))
+    assert tracker.begin(work_unit(6, 7, step=10, epoch=1)) == Trial(2)
 
 
 def test_task_after_task_is_not_the_fault_of_tasks() -> None:
-    suspects = Suspects(takes_parts=True)
+    tracker = PoisonTracker(takes_parts=True)
     for number in range(MAX_IN_A_ROW):
-        find_poison(suspects, spec(number, step=number + 1))
+        find_poison(tracker, work_unit(number, step=number + 1))
     with pytest.raises(RoleError, match="workers are lost whatever they run: 4 tasks in a row"):
-        find_poison(suspects, spec(9, step=9))
+        find_poison(tracker, work_unit(9, step=9))
 
 
 def test_rollouts_that_end_well_between_them_clear_the_workers() -> None:
-    suspects = Suspects(takes_parts=True)
+    tracker = PoisonTracker(takes_parts=True)
     for number in range(3 * MAX_IN_A_ROW):
-        find_poison(suspects, spec(number, step=number + 1))
-        suspects.finished(spec(100, step=1000 + number), num_rollouts=2)
+        find_poison(tracker, work_unit(number, step=number + 1))
+        tracker.finished(work_unit(100, step=1000 + number), num_rollouts=2)
 
 
 def test_a_log_without_parts_ends_the_run_in_place_of_a_search() -> None:
-    suspects = Suspects(takes_parts=False)
+    tracker = PoisonTracker(takes_parts=False)
     with pytest.raises(RoleError, match="cannot keep a part of it"):
-        find_poison(suspects, spec(1, 2))
+        find_poison(tracker, work_unit(1, 2))
 
 
 def test_a_worker_that_was_told_to_end_blames_nothing_that_it_ran() -> None:
-    suspects = Suspects(takes_parts=True)
-    suspects.began(WORKER, "one")
-    suspects.leaves(WORKER)
-    assert not suspects.was_running("one", on=WORKER)
-    assert suspects.was_running("one", on="tcp://10.0.0.8:4711")
+    tracker = PoisonTracker(takes_parts=True)
+    tracker.began(WORKER, "one")
+    tracker.leaves(WORKER)
+    assert not tracker.was_running("one", on=WORKER)
+    assert tracker.was_running("one", on="tcp://10.0.0.8:4711")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rftdask.config import Config, load_config
-from rftdask.data.task_schedule import explore_tasks
 from rftdask.errors import ConfigError, DataError
-from rftdask.explorer.task_order import task_order
+from rftdask.explorer.task_order import FixedOrder
 
 EASY = [0.1, 0.9, 0.5, 0.9]
 EASY_TO_HARD = [3, 1, 2, 0]
@@ -30,17 +29,9 @@ def config(folder: Path, selectors: list[dict[str, Any]], easy: list[Any] | None
 def epoch(config: Config, number: int) -> dict[int, list[int]]:
     """Rows of each taskset in an epoch, in order."""
     tasksets = config.buffer.explorer_input.train_tasksets
-    order = task_order(tasksets, {taskset.name: len(EASY) for taskset in tasksets})
-    sizes = [len(EASY)] * len(tasksets)
-    tasks = explore_tasks(
-        number + 1,
-        sizes=sizes,
-        batch_size=sum(sizes),
-        selector=order.selector,
-        seed=order.seed,
-        orders=order.orders,
-    )
-    return {n: [task.index for task in tasks if task.taskset_number == n] for n in range(len(sizes))}
+    sizes = {taskset.name: len(EASY) for taskset in tasksets}
+    tasks = FixedOrder(tasksets, sizes, batch_size=sum(sizes.values())).tasks(number + 1, known=0)
+    return {n: [task.index for task in tasks if task.taskset_number == n] for n in range(len(tasksets))}
 
 
 EASY2HARD = {"selector_type": "offline_easy2hard", "feature_keys": ["easy"]}

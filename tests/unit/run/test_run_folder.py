@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rftdask.config import Config, load_config
+from rftdask.config import Config, load_config, replace
 from rftdask.errors import DamagedError, DataError, FencedError
-from rftdask.run.run_folder import RUN_FILE, Lease, lease_holder, open_run, read_run
+from rftdask.run.run_folder import RUN_FILE, Lease, lease_holder, open_run, read_config, read_run, record_config
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
 
@@ -203,3 +203,39 @@ def test_run_folders_work_on_disk(tmp_path: Path) -> None:
     open_run(storage, config())
     with Lease(storage, "trainer"):
         assert lease_holder(storage, "trainer") is not None
+
+
+def test_a_worker_reads_the_config_of_its_start_and_not_the_one_that_the_run_began_with(storage: Storage) -> None:
+    began = open_run(storage, config())
+    later = open_run(storage, config("explorer.max_timeout=7", "mode=explore"))
+    fingerprints = [record_config(storage, each) for each in (began, later)]
+    assert len(set(fingerprints)) == 2
+    assert [read_config(storage, each) for each in fingerprints] == [began, later]
+    assert load_config(read_run(storage)["config"]) == began, "run.json stays as it was"
+    assert record_config(storage, later) == fingerprints[1], "the same config is the same file"
+
+
+def test_a_stage_is_recorded_with_the_model_that_the_stage_before_it_made(storage: Storage) -> None:
+    stage = replace(config(), {"model.model_path": "runs/first/global_step_4/huggingface"})
+    worker = read_config(storage, record_config(storage, open_run(storage, stage)))
+    assert worker.model.model_path == "runs/first/global_step_4/huggingface"
+
+
+def test_a_worker_that_sees_another_folder_refuses(storage: Storage) -> None:
+    fingerprint = record_config(storage, config())
+    with pytest.raises(DataError, match=f"config-{fingerprint}.json, which the driver .* does this machine see the"):
+        read_config(open_storage("memory://another-disk"), fingerprint)
+
+
+def test_a_config_that_is_not_what_its_fingerprint_says_is_refused_and_put_right_by_the_next_start(
+    storage: Storage,
+) -> None:
+    fingerprint = record_config(storage, config())
+    path = f"control/config-{fingerprint}.json"
+    written = storage.get(path)
+    for damaged in (b"", written[:100], written.replace(b'"batch_size": 8', b'"batch_size": 9')):
+        storage.put(path, damaged)
+        with pytest.raises(DamagedError, match="does not fit its name"):
+            read_config(storage, fingerprint)
+    record_config(storage, config())
+    assert read_config(storage, fingerprint) == config()

@@ -1,7 +1,7 @@
 """Explorer and trainer as two counters that wait for each other by the real rules, in an order drawn at random.
 
-It stands for the roles: a rollout batch is one group here, an explore step begins when its admission is published, and
-up to `window` steps are under way at once and commit in any order. There is no clock: a simulation ends when all is
+It stands for the roles: a work unit is one group here, an explore step begins when the weights it needs are published,
+and up to `window` steps are under way at once and commit in any order. There is no clock: a simulation ends when all is
 done or when neither side can move, which is a deadlock. A deadline that makes a partial batch comes at random, and
 never in time to hide a deadlock.
 """
@@ -102,16 +102,16 @@ class Simulation:
         step = self.next_step + 1
         if step > self.explore_steps or len({s for s, _ in self.open}) >= self.window or not self.has_room(step):
             return False
-        admission = self.rules.admit(step)
-        if self.rules.style is SyncStyle.EXPLORER_DRIVEN and admission.version > self.published:
-            self.requested = max(self.requested, admission.version)
+        required = self.rules.weights_for(step)
+        if self.rules.style is SyncStyle.EXPLORER_DRIVEN and required.version > self.published:
+            self.requested = max(self.requested, required.version)
             self.publish_if_due()
-        if admission.version > self.published:
+        if required.version > self.published:
             return False
         if self.rules.takes_newest_at(step):
             self.pinned = self.published
-        self.pinned = max(self.pinned, admission.version)
-        self.version_of[step] = admission.version if admission.exact else self.pinned
+        self.pinned = max(self.pinned, required.version)
+        self.version_of[step] = required.version if required.exact else self.pinned
         self.next_step = step
         self.open += [(step, slot) for slot in range(self.rule.tasks_per_step)]
         return True

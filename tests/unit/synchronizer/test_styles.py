@@ -12,7 +12,7 @@ from sync_simulation import Simulation
 
 from rftdask.buffer.batches.backpressure import UnreadLimit
 from rftdask.buffer.batches.replay_priority import ReplayRule
-from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, Admission, SyncRules, SyncStyle
+from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, SyncRules, SyncStyle, WeightRequirement
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle
 
@@ -37,7 +37,7 @@ def fixed(explorer: int = 1, trainer: int = 1, offset: int = 0, per_step: int = 
     ],
 )
 def test_fixed_runs_each_step_with_one_known_version(rules: SyncRules, versions: list[int]) -> None:
-    assert [rules.admit(step) for step in range(1, 8)] == [Admission(v, exact=True) for v in versions]
+    assert [rules.weights_for(step) for step in range(1, 8)] == [WeightRequirement(v, exact=True) for v in versions]
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def other(style: SyncStyle, explorer: int = 1, trainer: int = 1, **fields: Any) 
 
 
 def test_explorer_driven_asks_at_its_boundaries_for_what_is_trainable() -> None:
-    assert [other(EXPLORER).admit(s).version for s in range(1, 6)] == [0, 1, 2, 3, 4]
-    assert [other(EXPLORER, 2).admit(s).version for s in range(1, 7)] == [0, 0, 1, 1, 2, 2]
+    assert [other(EXPLORER).weights_for(s).version for s in range(1, 6)] == [0, 1, 2, 3, 4]
+    assert [other(EXPLORER, 2).weights_for(s).version for s in range(1, 7)] == [0, 0, 1, 1, 2, 2]
     # Two steps fill a batch: more than one version in two steps cannot be asked for.
-    assert [other(EXPLORER, train_batch_size=16).admit(s).version for s in range(1, 6)] == [0, 0, 1, 1, 2]
+    assert [other(EXPLORER, train_batch_size=16).weights_for(s).version for s in range(1, 6)] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("style", [TRAINER, ASYNC])
 def test_the_trainer_driven_styles_wait_for_nothing_but_staleness(style: SyncStyle) -> None:
-    versions = [other(style).admit(s).version for s in range(1, 9)]
+    versions = [other(style).weights_for(s).version for s in range(1, 9)]
     assert versions == [max(0, s - 1 - DEFAULT_MAX_STALENESS) for s in range(1, 9)]
     tight = other(style, max_staleness=1)
-    assert [tight.admit(s).version for s in range(1, 6)] == [0, 0, 1, 2, 3]
-    assert not tight.admit(5).exact
+    assert [tight.weights_for(s).version for s in range(1, 6)] == [0, 0, 1, 2, 3]
+    assert not tight.weights_for(5).exact
 
 
 def test_new_weights_are_taken_at_boundaries_and_by_fully_async_always() -> None:
@@ -118,10 +118,10 @@ def test_no_style_asks_for_what_the_steps_before_cannot_train(
     drawn: tuple[SyncRules, int], step: int, max_staleness: int | None
 ) -> None:
     rules = dataclasses.replace(drawn[0], max_staleness=max_staleness)
-    wanted = rules.admit(step).version
+    wanted = rules.weights_for(step).version
     assert wanted <= rules.num_steps_from(step - 1)
     assert rules.style is EXPLORER or wanted % rules.trainer_sync_interval == 0, "it will be published"
-    assert rules.admit(step + 1).version >= wanted
+    assert rules.weights_for(step + 1).version >= wanted
 
 
 @settings(max_examples=100)
@@ -129,7 +129,7 @@ def test_no_style_asks_for_what_the_steps_before_cannot_train(
 def test_the_bound_of_fixed_holds_for_ever_and_is_met(drawn: tuple[SyncRules, int]) -> None:
     rules = dataclasses.replace(drawn[0], style=FIXED)
     count, batch = rules.experiences_per_step, rules.train_batch_size
-    ages = [-(-step * count // batch) - 1 - rules.admit(step).version for step in range(1, 3000)]
+    ages = [-(-step * count // batch) - 1 - rules.weights_for(step).version for step in range(1, 3000)]
     assert max(ages) == rules.staleness_bound
 
 
@@ -146,7 +146,7 @@ def test_no_style_waits_for_itself(drawn: tuple[SyncRules, int], seed: int, ahea
     assert outcome.max_staleness <= rules.staleness_bound
     assert outcome.num_stale_groups == 0, "what was sampled within the rules is not thrown away"
     if rules.style is FIXED:
-        assert outcome.versions == [rules.admit(s).version for s in range(1, len(outcome.versions) + 1)]
+        assert outcome.versions == [rules.weights_for(s).version for s in range(1, len(outcome.versions) + 1)]
 
 
 @settings(max_examples=200)

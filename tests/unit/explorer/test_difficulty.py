@@ -13,15 +13,14 @@ from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DamagedError, DataError
-from rftdask.explorer.chosen_tasks import Choices
-from rftdask.explorer.difficulty import LearnedOrder, pass_rates
+from rftdask.explorer.difficulty import ChosenTasks, LearnedOrder, pass_rates
 from rftdask.storage import Storage, open_storage
 
 NUM_TASKS, BATCH_SIZE, REPEAT_TIMES = 12, 4, 2
 
 
 class World:
-    """A run folder, and explorers that choose in it: two rollout batches of two tasks to a step."""
+    """A run folder, and explorers that choose in it: two work units of two tasks to a step."""
 
     def __init__(self, folder: Path, **kwargs: Any) -> None:
         rows = [{"prompt": f"{i}", "response": "x", "weak": 0.0, "strong": 1.0} for i in range(NUM_TASKS)]
@@ -35,7 +34,7 @@ class World:
         selector = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": self.kwargs}
         taskset = TasksetConfig.model_validate({"name": "t", "path": str(self.tasks_file), "data_selector": selector})
         return LearnedOrder(
-            self.storage, self.log, taskset, batch_size=BATCH_SIZE, batches_per_step=2, repeat_times=REPEAT_TIMES
+            self.storage, self.log, taskset, batch_size=BATCH_SIZE, units_per_step=2, repeat_times=REPEAT_TIMES
         )
 
     def run(self, step: int, tasks: list[TaskRef] | None) -> None:
@@ -64,7 +63,7 @@ def test_a_restarted_explorer_chooses_what_the_first_one_would_have(tmp_path: Pa
             if restarts:
                 explorer = world.explorer()
             world.run(step, explorer.tasks(step, known=max(0, step - 2)))
-        schedules.append([Choices(world.storage).read(step) for step in range(1, 7)])
+        schedules.append([ChosenTasks(world.storage).read(step) for step in range(1, 7)])
     assert schedules[0] == schedules[1]
 
 
@@ -73,9 +72,9 @@ def test_what_was_completed_beyond_the_known_steps_has_no_part(tmp_path: Path) -
     world.run(1, [TaskRef(0, 0, index) for index in (0, 1, 2, 3)])
     world.run(2, [TaskRef(0, 1, index) for index in (4, 6, 8, 10)])
     chosen = world.explorer().tasks(3, known=1)
-    world.storage.remove(Choices(world.storage).path(3))
+    world.storage.remove(ChosenTasks(world.storage).path(3))
     assert world.explorer().tasks(3, known=1) == chosen
-    world.storage.remove(Choices(world.storage).path(3))
+    world.storage.remove(ChosenTasks(world.storage).path(3))
     assert world.explorer().tasks(3, known=2) != chosen
 
 
@@ -95,8 +94,10 @@ def test_tasks_near_the_target_are_chosen_and_no_identity_twice(tmp_path: Path) 
 def test_what_is_written_down_is_the_choice_even_if_the_results_change(tmp_path: Path) -> None:
     world = World(tmp_path)
     written = [TaskRef(0, 4, index) for index in (3, 1, 7, 5)]
-    assert Choices(world.storage).settle(5, written, learned_from=3) == written
-    assert Choices(world.storage).settle(5, written[::-1], learned_from=4) == written, "only the first counts"
+    assert ChosenTasks(world.storage).put_if_absent(5, written, learned_from=3) == written
+    assert ChosenTasks(world.storage).put_if_absent(5, written[::-1], learned_from=4) == written, (
+        "only the first counts"
+    )
     assert world.explorer().tasks(5, known=3) == written, "no result is needed"
 
 
@@ -110,7 +111,7 @@ def test_a_damaged_result_is_set_aside_and_waited_for(tmp_path: Path) -> None:
     assert explorer.tasks(2, known=1) is None
     assert world.log.num_quarantined() == 1
     assert explorer.tasks(2, known=1) is None, "one of two batches is missing"
-    assert Choices(world.storage).read(2) is None
+    assert ChosenTasks(world.storage).read(2) is None
     world.run(1, tasks)
     assert explorer.tasks(2, known=1) is not None
 
@@ -131,6 +132,7 @@ def test_an_argument_the_rule_does_not_take_is_named(tmp_path: Path) -> None:
 def test_pass_rates_count_scored_rollouts_by_accuracy_else_by_reward() -> None:
     rows = [
         rollout(7, 0, 1.0),
+        rollout(7, 0, 1.0, turn=1),  # of the same rollout, which counts once
         rollout(7, 1, -0.5),
         rollout(3, 0, 0.1, metrics={"accuracy": 0.0}),
         rollout(3, 1, None, status=Status.FAILED),

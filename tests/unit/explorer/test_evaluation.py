@@ -1,0 +1,176 @@
+"""Promises of evaluations:
+
+- versions are due at the start, at every interval and at the end, each once on each taskset;
+- a unit has no more rollouts than one of training;
+- an evaluation is recorded when its last unit is on storage, and then it is not due again;
+- read from shards, what ran twice counts once, so does a rollout of several turns, and a failure is no correct answer;
+- best@k and worst@k are the means over all draws of k rollouts of a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config import Config, load_config
+from rftdask.data.task_schedule import TaskRef
+from rftdask.explorer.evaluation import (
+    EvalTaskset,
+    EvaluationQueue,
+    evaluation_metrics,
+    expected_best,
+    repeat_metrics,
+)
+from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import WeightRequirement
+
+LARGE, SMALL = EvalTaskset("large", 0, 10, 1), EvalTaskset("small", 1, 3, 4)
+
+
+def stage(*overrides: str) -> Config:
+    tree = {
+        "model": {"model_path": "m", "max_model_len": 64},
+        "algorithm": {"repeat_times": 2},
+        "buffer": {"batch_size": 2, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "explorer": {"eval_interval": 4},
+    }
+    return load_config(tree, overrides)
+
+
+def make_unit(
+    folder: str, step: int, unit_index: int, tasks: Sequence[TaskRef], repeat_times: int, weights: WeightRequirement
+) -> Any:
+    assert weights == WeightRequirement(step, exact=True)
+    return SimpleNamespace(folder=folder, explore_step=step, unit_index=unit_index, tasks=tasks, weights=weights)
+
+
+def make_queue(
+    config: Config, *tasksets: EvalTaskset, versions: tuple[int, ...] = ()
+) -> tuple[EvaluationQueue, list[tuple[str, int]]]:
+    recorded: list[tuple[str, int]] = []
+    queue = EvaluationQueue(
+        open_storage("memory://evaluation-queue"),
+        config,
+        tasksets,
+        versions,
+        make_unit,
+        lambda taskset, version, metrics: recorded.append((taskset, version)),
+    )
+    return queue, recorded
+
+
+def due_versions(config: Config, newest: int, ended_at: int | None, versions: tuple[int, ...] = ()) -> list[int]:
+    return make_queue(config, SMALL, versions=versions)[0].versions_in_use(newest, ended_at)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "newest", "ended_at", "due"),
+    [
+        ((), 0, None, [0]),
+        ((), 9, None, [0, 4, 8]),
+        ((), 9, 9, [0, 4, 8, 9]),
+        ((), 8, 8, [0, 4, 8]),
+        (("explorer.eval_on_startup=false",), 9, None, [4, 8]),
+        (("mode=explore",), 9, None, [0]),
+    ],
+)
+def test_versions_are_due_at_the_start_at_every_interval_and_at_the_end(
+    overrides: tuple[str, ...], newest: int, ended_at: int | None, due: list[int]
+) -> None:
+    assert due_versions(stage(*overrides), newest, ended_at) == due
+
+
+def test_bench_names_its_versions() -> None:
+    assert due_versions(stage(), 9, None, versions=(0, 3)) == [0, 3]
+
+
+def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
+    queue, _ = make_queue(stage(), LARGE, SMALL)
+    queue.add_due(newest=0, ended_at=None)
+    assert queue.num_waiting == 6
+    sizes = [(taken.folder, taken.unit_index, len(taken.tasks)) for taken in (queue.take() for _ in range(6))]
+    assert sizes == [
+        ("eval/large", 0, 4), ("eval/large", 1, 4), ("eval/large", 2, 2),
+        ("eval/small", 0, 1), ("eval/small", 1, 1), ("eval/small", 2, 1),
+    ]  # fmt: skip
+
+
+def test_an_evaluation_is_recorded_at_its_last_unit_and_is_not_due_again() -> None:
+    queue, recorded = make_queue(stage(), LARGE)
+    queue.add_due(newest=0, ended_at=None)
+    queue.add_due(newest=0, ended_at=None)
+    assert queue.num_waiting == 3 and not queue.is_empty(0, None)
+    first, second, third = (queue.take() for _ in range(3))
+    assert not queue.finish(third) and not queue.finish(first) and recorded == []
+    assert queue.finish(second) and recorded == [("large", 0)]
+    assert queue.is_empty(0, None) and not queue.is_empty(4, None)
+
+
+# ---- what the shards of an evaluation say
+
+
+def answer(index: int, reward: float | None) -> Experience:
+    status = Status.FAILED if reward is None else Status.OK
+    metrics = {} if reward is None else {"accuracy": reward}
+    return Experience("held", 0, index, 0, explore_step=4, status=status, reward=reward, metrics=metrics)
+
+
+def test_means_are_over_all_rollouts_of_the_version_each_once() -> None:
+    storage = open_storage("memory://evaluations")
+    log = ParquetLog(storage, "eval/held")
+    log.commit([answer(0, 1.0), answer(1, None)], explore_step=4, batch=0)
+    log.commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
+    ParquetLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
+    log.commit([answer(0, 0.0)], explore_step=5, batch=0)
+    metrics = evaluation_metrics(log, 4)
+    assert {name: metrics[name] for name in ("reward", "num_rollouts", "accuracy")} == {
+        "reward": 0.5,
+        "num_rollouts": 4.0,
+        "accuracy": 0.5,
+    }
+    assert metrics["reward/mean@1"] == metrics["accuracy/mean@1"] == 0.5
+
+
+def test_the_rollouts_of_a_task_are_told_together_and_a_rollout_of_several_turns_counts_once() -> None:
+    log = ParquetLog(open_storage("memory://repeats"), "eval/held")
+    turns = [
+        replace(answer(0, 1.0), turn=turn, metrics={"accuracy": 1.0, "num_response_tokens": 4.0 + turn})
+        for turn in (0, 1)
+    ]
+    lost = replace(answer(0, None), rollout=1)
+    log.commit([*turns, lost, answer(1, 0.0), replace(answer(1, 0.0), rollout=1)], explore_step=4, batch=0)
+    metrics = evaluation_metrics(log, 4)
+    assert (metrics["num_rollouts"], metrics["reward"], metrics["accuracy"]) == (4.0, 0.25, 0.25)
+    assert (metrics["reward/mean@2"], metrics["reward/std@2"]) == (0.25, 0.25)
+    assert (metrics["accuracy/best@2"], metrics["accuracy/worst@2"]) == (0.375, 0.125)
+    assert metrics["num_response_tokens"] == 9 / 5
+
+
+# ---- what the rollouts of one task say together
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(1, 4))
+def test_the_best_of_k_is_the_mean_over_all_draws_with_replacement(values: list[float], k: int) -> None:
+    draws = list(product(values, repeat=k))
+    assert expected_best(values, k) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
+    worst = repeat_metrics("r", [values])
+    for size in (size for size in range(2, len(values) + 1) if f"r/worst@{size}" in worst):
+        draws = list(product(values, repeat=size))
+        assert worst[f"r/worst@{size}"] == pytest.approx(sum(map(min, draws)) / len(draws), abs=1e-9)
+
+
+def test_they_are_means_over_tasks_for_powers_of_two_and_all() -> None:
+    two = repeat_metrics("reward", [[0.0, 1.0], [1.0, 1.0]])
+    assert two == {"reward/mean@2": 0.75, "reward/std@2": 0.25, "reward/best@2": 0.875, "reward/worst@2": 0.625}
+    names = repeat_metrics("a", [[0.0] * 6])
+    assert [name for name in names if "best" in name] == ["a/best@2", "a/best@4", "a/best@6"]
+    assert repeat_metrics("a", [[0.5]]) == {"a/mean@1": 0.5, "a/std@1": 0.0} and repeat_metrics("a", []) == {}

@@ -1,0 +1,64 @@
+"""Promises of what a worker process keeps: the config is read once for each fingerprint, and another run's, or another
+config's, is never given out; the tests of engines and sandboxes are those of their rooms.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.config import Config, load_config
+from rftdask.errors import DataError
+from rftdask.explorer.worker_cache import WorkerCache
+from rftdask.run.run_folder import record_config
+from rftdask.storage import Storage, open_storage
+
+
+def config(*overrides: str) -> Config:
+    tree = {
+        "model": {"model_path": "none", "max_model_len": 64},
+        "buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_type": "fake"}},
+    }
+    return load_config(tree, overrides)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(tmp_path)
+
+
+def test_the_config_is_read_once(storage: Storage) -> None:
+    cache, fingerprint = WorkerCache(), record_config(storage, config())
+    first = cache.open(storage, fingerprint)
+    storage.remove(f"control/config-{fingerprint}.json")
+    assert cache.open(storage, fingerprint) is first
+    assert first == config()
+
+
+def test_another_config_of_the_run_is_read_anew_and_takes_nothing_over(storage: Storage) -> None:
+    cache = WorkerCache()
+    fingerprints = [record_config(storage, config(f"explorer.max_timeout={seconds}")) for seconds in (7, 9)]
+    configs, tokenizers = [], []
+    for fingerprint in fingerprints:
+        configs.append(cache.open(storage, fingerprint))
+        cache.add_task_times(1, [1.0])
+        tokenizers.append(cache.tokenizer())
+    assert [each.explorer.max_timeout for each in configs] == [7, 9]
+    assert tokenizers[0] is not tokenizers[1]
+
+
+def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storage) -> None:
+    cache, fingerprint = WorkerCache(), record_config(storage, config())
+    first = cache.open(storage, fingerprint)
+    with pytest.raises(DataError):
+        cache.open(storage, "0" * 32)
+    assert cache.open(storage, fingerprint) is first
+
+
+def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> None:
+    cache = WorkerCache()
+    cache.open(storage, record_config(storage, config()))
+    with pytest.raises(DataError, match="no taskset is called 'gsm9k'; there are "):
+        cache.taskset("gsm9k")
