@@ -28,7 +28,7 @@ from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
 MARK = "RFTDASK_CHAOS_RUN"
-ENGINE, RANK, DRIVER = "rftdask.engines.client:serve", "rftdask.trainer.rank:serve", "rftdask.cli run"
+ENGINE, RANK, DRIVER = "rftdask.engines.server:serve", "rftdask.trainer.rank:serve", "rftdask.cli run"
 TARGETS = {"explorer worker": ENGINE, "engine": ENGINE, "trainer": RANK, "trainer worker": RANK, "driver": DRIVER}
 """What to kill -> what is in the command line of it or, for workers, of its child."""
 ORPHANS_S = 120.0

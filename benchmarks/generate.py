@@ -36,6 +36,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
@@ -73,8 +75,9 @@ class ByteTokenizer:
 
 
 def start_engine(engine: str, folder: str) -> EngineClient:
-    options = {"dtype": "float32", **({"max_model_len": 4096} if engine == "vllm" else {})}
-    client = EngineClient(EngineSpec(engine, folder, tuple(options.items()), threads=1, log_file=None))
+    section = InferenceModelConfig.model_validate({"engine_type": engine, "dtype": "float32"})
+    model = ModelConfig(model_path=folder, max_model_len=4096, max_prompt_tokens=2048, max_response_tokens=2048)
+    client = EngineClient(EngineSpec(section, model, threads=1))
     client.wait_ready()
     return client
 

@@ -91,6 +91,9 @@ class FrozenDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 
+    def __hash__(self) -> int:  # type: ignore[override]  # of its items, which are frozen, too
+        return hash(frozenset(self.items()))
+
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
 

@@ -96,7 +96,7 @@ def _defines(module: ModuleType, name: str) -> bool:
 def _instead(kind: str, name: str, registered: Iterable[str]) -> str:
     near = nearest(name, registered)
     names = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registered))}"
-    return f"{names}; a {kind} of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
+    return f"{names}; one of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
 
 
 def _installed(kind: str, name: str, part: Any) -> Any:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from rftdask.config.engine_traits import EngineTraits
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import RoleError
 
 
@@ -72,7 +74,20 @@ class Engine(EngineTraits, ABC):
     policy_version: int = 0
     """Version of the weights it serves; 0 = as in the model folder."""
     dtype: str = "float32"
-    """In which it computes."""
+    """Data type in which it computes."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> Engine:
+        """The engine that the configuration describes, its model loaded, serving policy version 0.
+
+        Args:
+            section: `explorer.rollout_model`, or an item of `explorer.auxiliary_models`: a frozen model beside the
+                policy, with a model_path of its own. Its dtype is not "auto" any more.
+            model: `model`, whose model_path is the policy.
+            device: "cpu" or "cuda".
+        Raises: UserError, DataError: why the model cannot be loaded.
+        """
 
     @abstractmethod
     def serve(self, take: Take, give: Give) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.errors import RoleError
 
@@ -39,6 +41,10 @@ class FakeEngine(Engine):
         self.seconds_per_step = seconds_per_step
         self.loaded_files: list[Path] = []
         self._closed = False
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> FakeEngine:
+        return cls()
 
     def serve(self, take: Take, give: Give) -> None:
         if self._closed:

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Give, Take
-from rftdask.engines.cache import can_join, join, keep
 from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.sampling import MIN_TEMPERATURE
 from rftdask.errors import DataError, RoleError
@@ -85,6 +88,11 @@ class TransformersEngine(Engine):
         self._model.to(self.device).eval()
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
         self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TransformersEngine:
+        path = section.model_path or model.model_path
+        return cls(path, dtype=section.dtype, device=device, trust_remote_code=model.trust_remote_code)
 
     def serve(self, take: Take, give: Give) -> None:
         if self._model is None:
@@ -227,6 +235,46 @@ class TransformersEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'transformers' ({self.model_path}, policy version {self.policy_version})"
+
+
+# ---- the cache: keys and values of sequences under way. Its last column is the newest token of every row; what is
+# missing on the left is zero, and masked.
+
+
+def can_join(cache: DynamicCache) -> bool:
+    """Whether rows of different lengths fit into one cache. They do not where a layer keeps a window or a state of the
+    past instead of all keys: it then knows how many tokens there were, one number for all rows.
+    """
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def keep(cache: DynamicCache, index_B: Tensor, num_columns: int) -> None:
+    """Keep the rows `index_B` and drop their first `num_columns` columns; above 0 only in caches that `can_join`."""
+    cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor will do
+    if num_columns:
+        for layer in _layers(cache):
+            layer.keys = layer.keys[:, :, num_columns:]
+            layer.values = layer.values[:, :, num_columns:]
+
+
+def join(cache: DynamicCache, others: DynamicCache) -> None:
+    """Add the rows of `others` after those of `cache`."""
+    for layer, other in zip(_layers(cache), _layers(others), strict=True):
+        layer.keys = _joined(layer.keys, other.keys)
+        layer.values = _joined(layer.values, other.values)
+
+
+def _layers(cache: DynamicCache) -> list[Any]:
+    return list(cache.layers)
+
+
+def _joined(ones: Tensor, others: Tensor) -> Tensor:
+    """[rows of both, heads, columns, head size], padded on the left."""
+    columns = max(ones.shape[2], others.shape[2])
+    return torch.cat([pad(part, (0, 0, columns - part.shape[2], 0)) for part in (ones, others)])
+
+
+# ---- model folders
 
 
 def _end_ids(model: Any, model_path: str, options: dict[str, Any]) -> list[int]:

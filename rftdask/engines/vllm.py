@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
+import select
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -26,14 +27,19 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
+from rftdask.config.base import plain
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
-from rftdask.engines.vllm_orphans import HOST_PID
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from rftdask.weights.fingerprint import SEQUENCE_LENGTH
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ENGINE_PID = "RFTDASK_ENGINE_PID"
+"""Environment variable of vLLM's processes: the engine's process, with which they end."""
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM samples at this temperature instead."""
 _LOOK_S = 0.005
@@ -64,8 +70,8 @@ class VllmEngine(Engine):
         device: "cpu" or "cuda"; which of them vLLM uses was decided when it was built.
         max_model_len: prompt and response together; None: what the model allows.
         lora_rank: of the adapters that the trainer publishes; None: it publishes whole weights.
-        engine_args: further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, as JSON; they win over
-            those that follow from the others.
+        engine_args: further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size; they win over those that
+            follow from the others.
     Raises: UserError: vLLM is not installed, or refuses its arguments; DataError: it cannot load the model.
     """
 
@@ -93,11 +99,11 @@ class VllmEngine(Engine):
         trust_remote_code: bool = False,
         max_model_len: int | None = None,
         lora_rank: int | None = None,
-        engine_args: str = "{}",
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
-        os.environ[HOST_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
+        os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
         self.model_path = model_path
         self.dtype = dtype
         self._args: dict[str, Any] = {
@@ -110,7 +116,7 @@ class VllmEngine(Engine):
             "disable_log_stats": True,
             "worker_extension_cls": "rftdask.engines.vllm_worker.WeightWorker",
             **(_lora_args(lora_rank) if lora_rank else {}),
-            **json.loads(engine_args),
+            **(engine_args or {}),
         }
         if device == "cpu":
             self._args["enforce_eager"] = True  # compiling takes minutes there
@@ -125,6 +131,21 @@ class VllmEngine(Engine):
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._start(model_path)
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> VllmEngine:
+        own_names = {key: getattr(section, key) for key in cls.config_keys if key != "extra_engine_args"}
+        policy = section.model_path is None  # else a frozen model beside it, which nobody trains or verifies
+        return cls(
+            section.model_path or model.model_path,
+            dtype=section.dtype,
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            # Room for the fingerprint of weights: its sequences, and the one token that vLLM must sample after each.
+            max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else None,
+            lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
+            engine_args=own_names | plain(section.extra_engine_args),
+        )
 
     def serve(self, take: Take, give: Give) -> None:
         finished: SimpleQueue[Future[Generation]] = SimpleQueue()
@@ -326,6 +347,29 @@ class VllmEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
+
+
+def end_with_engine() -> None:
+    """End this process when the engine's process ends, however that one ended. Does nothing outside Linux.
+
+    For vLLM's own processes, which know nothing of the engine's pipe; in the engine's process it does nothing.
+    """
+    named = os.environ.get(ENGINE_PID)
+    if named is None or int(named) == os.getpid() or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        handle = os.pidfd_open(int(named))
+    except ProcessLookupError:
+        os._exit(1)
+    between = os.getppid()  # vLLM starts workers from a process of its own, which ends, too
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        if between == os.getppid() and between not in (1, int(named)):
+            os.kill(between, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
 async def _shut_down(llm: Any) -> None:

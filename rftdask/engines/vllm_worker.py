@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
 
-from rftdask.engines.vllm_orphans import end_with_engine
+from rftdask.engines.vllm import end_with_engine
 
 _GREEDY_BELOW = 1e-5
 """Temperature that vLLM takes for greedy."""

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from rftdask.config import Config
-from rftdask.config.engine_traits import engine_traits
 from rftdask.config.schema.explorer import AuxiliaryModelConfig
 from rftdask.data.tasksets import Taskset, taskset_spec
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
-from rftdask.engines.options import engine_options
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
@@ -214,9 +212,8 @@ def _name(model: AuxiliaryModelConfig) -> str:
 
 
 def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> EngineSpec:
-    options = engine_options(model, config, policy=False)
     env = tuple(sorted(config.explorer.env_vars.items()))
-    return EngineSpec(model.engine_type, model.model_path or "", options, threads, None, env)
+    return EngineSpec(model, config.model, threads, None, config.explorer.plugin_dirs, env)
 
 
 def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
@@ -224,7 +221,7 @@ def generates_as(config: Config, client: EngineClient, timeout_s: float) -> Gene
     queue decides what shares one; see its text. An engine that never repeats its bits is not asked in
     calls. timeout_s: for a call, or without an answer.
     """
-    if config.synchronizer.sync_style != "fixed" or not engine_traits(client.spec.engine_type).repeats_bits:
+    if config.synchronizer.sync_style != "fixed" or not client.spec.section.traits.repeats_bits:
         return Streaming(client.submit, timeout_s, str(client))
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:

@@ -26,7 +26,6 @@ from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.base import SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
-from rftdask.engines.options import engine_options
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
 from rftdask.explorer.worker_cache import (
     WorkerCache,
@@ -229,9 +228,9 @@ def _ending_what_hangs() -> Iterator[None]:
 
 def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine a stage's rollouts run on."""
-    model = config.explorer.rollout_model
-    env = tuple(sorted({**config.explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
-    return EngineSpec(model.engine_type, config.model.model_path, engine_options(model, config), threads, log_file, env)
+    explorer = config.explorer
+    env = tuple(sorted({**explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
+    return EngineSpec(explorer.rollout_model, config.model, threads, log_file, explorer.plugin_dirs, env)
 
 
 def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Published | None:

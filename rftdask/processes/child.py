@@ -6,7 +6,7 @@ which goes to a log file whose tail is part of the error when it dies. A process
 have done its imports by then. This module knows neither Dask nor what the child does.
 
 Parent:
-    child = Child("rftdask.engines.client:serve", {"model_path": ...}, threads=1)
+    child = Child("rftdask.engines.server:serve", {"model_path": ...}, threads=1)
     answer = child.request({"method": "generate", ...}, timeout_s=600)
 Child:
     def serve(spec: dict, channel: Channel) -> None:

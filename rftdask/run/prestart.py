@@ -15,7 +15,7 @@ from distributed import Client
 
 from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
 from rftdask.config import Config
-from rftdask.engines.client import TARGET as ENGINE
+from rftdask.engines.server import TARGET as ENGINE
 from rftdask.monitor.events import Event, Step
 from rftdask.processes.child import end_ahead, start_ahead
 from rftdask.run.run_folder import roles_of

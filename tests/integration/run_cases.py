@@ -33,7 +33,7 @@ from rftdask.storage import open_storage
 DEADLINE_S = 300.0
 """Of one run, on a machine that does much else: many times what it takes alone."""
 MARK = "RFTDASK_TEST_RUN"
-ENGINE = "rftdask.engines.client:serve"
+ENGINE = "rftdask.engines.server:serve"
 TRAINER = "rftdask.trainer.rank:serve"
 
 BATCH_SIZE = 4

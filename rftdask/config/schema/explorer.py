@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rftdask.config.base import (
     Aliases,
@@ -18,6 +18,7 @@ from rftdask.config.base import (
     no_items,
 )
 from rftdask.config.engine_traits import EngineTraits, engine_traits
+from rftdask.errors import UserError
 
 _MODEL = Later("lengths and sampling of one engine; set the same key in section model")
 _TOOLS = Later("tool parsers")
@@ -25,11 +26,20 @@ _RUNNERS = Ignored("there are no runner processes: rollouts are concurrent corou
 _SERVE = Ignored("only mode serve, which is not available, reads it")
 
 
+def _known_engine(name: str) -> str:
+    try:
+        engine_traits(name)
+    except UserError as error:
+        raise ValueError("no engine; " + str(error).removeprefix(f"unknown engine {name!r}; ")) from error
+    return name
+
+
 class InferenceModelConfig(Section):
     """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`: engines that generate text."""
 
     engine_type: Annotated[
-        Literal["transformers", "vllm", "external", "fake"],
+        str,
+        AfterValidator(_known_engine),
         Aliases(
             {"vllm_async": "vllm", "openai": "external"},
             "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",
@@ -38,7 +48,8 @@ class InferenceModelConfig(Section):
     ] = "transformers"
     """transformers: PyTorch on CPU or one GPU. vllm: continuous batches on one or several GPUs, or on a CPU; needs the
     extra `vllm`. external: a model behind an OpenAI-compatible API, whose address and key are in the environment
-    variables that model.external_model names. fake: replies from a table, for tests."""
+    variables that model.external_model names. fake: random tokens, for tests. package.module.Name: an engine of your
+    own, a subclass of rftdask.engines.base.Engine."""
     engine_num: Count = 1
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -88,9 +88,14 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
             "algorithm.optimizer.betas[1]: 2 is too large; it must be less than 1",
         ),
         (
+            {"explorer": {"rollout_model": {"engine_type": "vlm"}}},
+            "explorer.rollout_model.engine_type: 'vlm' is no engine; did you mean vllm?; one of your own is given as "
+            "package.module.Name, or by its name in a file of plugin_dirs",
+        ),
+        (
             {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
             "explorer.rollout_model.engine_type: 'sglang' is not available in this release (this engine); "
-            "use one of transformers, vllm, external, fake",
+            "leave it out or set 'transformers'",
         ),
         (
             {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}},

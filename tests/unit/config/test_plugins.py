@@ -71,7 +71,7 @@ def test_a_name_that_two_files_define_is_refused(folder: Path) -> None:
     ("name", "message"),
     [
         ("clpi", "unknown loss 'clpi'; did you mean clip?"),
-        ("zzz", "unknown loss 'zzz'; there are clip, sft; a loss of your own is given as package.module.Name"),
+        ("zzz", "unknown loss 'zzz'; there are clip, sft; one of your own is given as package.module.Name"),
         ("no_such_module.Loss", "cannot import 'no_such_module'"),
         ("collections.OrderdDict", "module 'collections' has no 'OrderdDict'; did you mean OrderedDict"),
         ("a..b", "cannot import"),

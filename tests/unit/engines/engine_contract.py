@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.engines.client import EngineSpec
 from rftdask.errors import RoleError
+
+
+def engine_spec(engine_type: str, model_path: str = "no/such/model") -> EngineSpec:
+    section = InferenceModelConfig.model_construct(engine_type=engine_type)
+    model = ModelConfig(model_path=model_path, max_model_len=64, max_prompt_tokens=32, max_response_tokens=32)
+    return EngineSpec(section, model, threads=1)
 
 
 def make_requests(num_prompts: int = 3, group_size: int = 2, max_tokens: int = 6, first_seed: int = 0):

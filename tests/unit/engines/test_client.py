@@ -10,15 +10,33 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.engines.client import EngineClient, EngineSpec, serve
+from rftdask.engines.client import EngineClient
 from rftdask.engines.fake import FakeEngine
+from rftdask.engines.server import (
+    FROM_CLIENT,
+    FROM_SERVER,
+    FromClient,
+    FromServer,
+    Generate,
+    Generated,
+    Loaded,
+    LoadWeights,
+    NumberedRequest,
+    Ready,
+    Score,
+    Scored,
+    serve,
+)
 from rftdask.errors import RoleError, WaitTimeout
+from tests.unit.engines.engine_contract import engine_spec
 
 DEADLINE_S = 120.0
 
@@ -33,38 +51,41 @@ def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3
 class Parent:
     """The pipe to an engine's process: messages in, answers out."""
 
-    def __init__(self, *messages: dict[str, Any]) -> None:
-        self.messages = deque(messages)
-        self.answers: list[Any] = []
+    def __init__(self, *messages: FromClient) -> None:
+        # Through msgpack, as on the way: tuples arrive as lists.
+        self.messages = deque(msgpack.unpackb(msgpack.packb(FROM_CLIENT.encode(message))) for message in messages)
+        self.answers: list[FromServer] = []
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         while self.messages:
             yield self.messages.popleft()
 
-    def try_receive(self) -> dict[str, Any] | None:
+    def try_receive(self) -> Any:
         return self.messages.popleft() if self.messages else None
 
     def send(self, answer: Any) -> None:
-        self.answers.append(answer)
+        self.answers.append(FROM_SERVER.decode(msgpack.unpackb(msgpack.packb(answer))))
 
 
-def asks(*numbers: int) -> dict[str, Any]:
-    return {"method": "generate", "requests": [(number, [1, 2], {"max_tokens": 3}, number) for number in numbers]}
+def asks(*numbers: int) -> Generate:
+    return Generate(tuple(NumberedRequest(number, request(number)) for number in numbers))
 
 
 def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_after(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    load = {"method": "load_weights", "number": 4, "version": 9, "files": [str(file)], "fingerprint": None}
-    score = {"method": "logprobs", "number": 6, "pairs": [([1], [2, 3])]}
+    load, score = LoadWeights(4, 9, (str(file),), None), Score(6, (((1,), (2, 3)),))
     parent = Parent(asks(1, 2), asks(3), load, asks(5), score)
-    serve({"engine_type": "fake", "model_path": "", "options": []}, parent)  # type: ignore[arg-type]
+    serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     ready, *answers = parent.answers
-    assert ready == {"ready": os.getpid()}
-    assert [answer["number"] for answer in answers] == [1, 2, 3, 4, 5, 6]
-    assert answers[3] == {"number": 4, "answer": 9}
-    versions = [answer["generation"][3:] for answer in answers if "generation" in answer]
-    assert versions == [[0, 0], [0, 0], [0, 0], [9, 9]]
+    assert ready == Ready(os.getpid())
+    numbers = [answer.number for answer in answers if not isinstance(answer, Ready)]
+    assert numbers == [1, 2, 3, 4, 5, 6]
+    assert answers[3] == Loaded(4, 9)
+    assert isinstance(answers[5], Scored) and len(answers[5].logprobs[0]) == 2
+    generations = [answer.generation for answer in answers if isinstance(answer, Generated)]
+    assert [(each.min_policy_version, each.max_policy_version) for each in generations] == [(0, 0)] * 3 + [(9, 9)]
+    assert generations == [*FakeEngine().generate([request(n) for n in (1, 2, 3)]), generations[3]]
 
 
 # ---- both sides
@@ -72,7 +93,7 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
 
 @pytest.fixture
 def client() -> Iterator[EngineClient]:
-    client = EngineClient(EngineSpec("fake", "", (), threads=1, log_file=None))
+    client = EngineClient(engine_spec("fake"))
     client.wait_ready()
     yield client
     client.close()
@@ -80,9 +101,9 @@ def client() -> Iterator[EngineClient]:
 
 
 def slow_client(seconds_per_step: float) -> EngineClient:
-    """Its responses are as long as they may be."""
-    options = (("seconds_per_step", seconds_per_step), ("tokens_per_request", 10**9))
-    client = EngineClient(EngineSpec("fake", "", options, threads=1, log_file=None))
+    """Its engine is none of this package: a plug-in, whose responses are as long as they may be."""
+    folder, env = str(Path(__file__).parent / "plugins"), (("TEST_SECONDS_PER_STEP", str(seconds_per_step)),)
+    client = EngineClient(replace(engine_spec("SlowEngine"), plugin_dirs=(folder,), env=env))
     client.wait_ready()
     return client
 
@@ -146,7 +167,7 @@ def test_a_request_that_no_engine_takes_fails_all_with_what_the_engine_says(clie
 def test_a_process_that_hangs_is_noticed_and_can_be_closed_though_it_does_not_read() -> None:
     client = slow_client(0.0)
     os.kill(client._child.pid, signal.SIGSTOP)
-    with pytest.raises(WaitTimeout, match=r"engine-fake \(pid \d+\) gave no answer for 0 s"):
+    with pytest.raises(WaitTimeout, match=r"engine-SlowEngine \(pid \d+\) gave no answer for 0 s"):
         client.generate([request(seed, tuple(range(10_000))) for seed in range(20)], 0.01)
     client.close()
     assert not client.alive()

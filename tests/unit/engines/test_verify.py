@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, Give, Take
-from rftdask.engines.client import serve
 from rftdask.engines.fake import FakeEngine
+from rftdask.engines.server import FROM_CLIENT, FROM_SERVER, FromClient, Loaded, LoadWeights, serve
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.verify import load_verified
 from rftdask.errors import RoleError, WeightsError
@@ -25,6 +27,7 @@ from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.weights.fingerprint import Fingerprint
+from tests.unit.engines.engine_contract import engine_spec
 
 PRINT = Fingerprint(((3, 1),), ((-2.0,),), "float32")
 
@@ -35,6 +38,10 @@ class StaleEngine(Engine):
     def __init__(self, loads_needed: int) -> None:
         self.loads_needed = loads_needed
         self.calls: list[str] = []
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> StaleEngine:
+        raise AssertionError("it is made by hand")
 
     def serve(self, take: Take, give: Give) -> None:
         raise AssertionError("nobody asks for anything")
@@ -124,15 +131,15 @@ def test_what_the_trainer_says_of_its_weights_the_engine_computes(
 class Parent:
     """The pipe to an engine's process, without one: messages in, answers out."""
 
-    def __init__(self, *messages: dict[str, Any]) -> None:
-        self.messages = messages
+    def __init__(self, *messages: FromClient) -> None:
+        self.messages = [FROM_CLIENT.encode(message) for message in messages]
         self.answers: list[Any] = []
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.messages)
 
     def send(self, answer: Any) -> None:
-        self.answers.append(answer)
+        self.answers.append(FROM_SERVER.decode(answer))
 
 
 def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
@@ -141,25 +148,19 @@ def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
     monkeypatch.setenv("RFTDASK_THREADS", "1")
     policy = trainer(model)
     right = policy.fingerprint()
-    files = [str(path) for path in write(policy, tmp_path / "weights")]
+    files = tuple(str(path) for path in write(policy, tmp_path / "weights"))
     wrong = moved(policy).fingerprint()
-    load = {"method": "load_weights", "number": 3, "version": 5, "files": files}
-    parent = Parent({**load, "fingerprint": right.to_plain()}, {**load, "fingerprint": wrong.to_plain()})
-    spec = {
-        "engine_type": "transformers",
-        "model_path": str(model),
-        "options": [("dtype", "float32")],
-    }
+    parent = Parent(LoadWeights(3, 5, files, right), LoadWeights(4, 5, files, wrong))
     with pytest.raises(WeightsError, match="version 5"):
-        serve(spec, parent)  # type: ignore[arg-type]
-    assert parent.answers[1:] == [{"number": 3, "answer": 5}]
+        serve(engine_spec("transformers", str(model)).to_plain(), parent)  # type: ignore[arg-type]
+    assert parent.answers[1:] == [Loaded(3, 5)]
 
 
 ENGINE = """
 import subprocess, sys, os
 os.environ["RFTDASK_ENGINE_PID"] = str(os.getpid())
 child = "import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-grandchild = "from rftdask.engines.vllm_orphans import end_with_engine as e; e(); print('up', flush=True); input()"
+grandchild = "from rftdask.engines.vllm import end_with_engine as e; e(); print('up', flush=True); input()"
 subprocess.run([sys.executable, "-c", child.format(grandchild=grandchild)])
 """
 

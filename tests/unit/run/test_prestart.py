@@ -67,7 +67,7 @@ def after_first_steps(client: FakeClient, *stages: Config) -> list[tuple[Any, tu
 def test_each_role_of_the_next_stage_gets_one_on_its_workers() -> None:
     ran = after_first_steps(FakeClient(), stage("train"), stage("both"))
     assert [(function, args[:2], workers) for function, args, workers in ran] == [
-        (start_ahead, ("rftdask.engines.client:serve", 2), ["tcp://e", "tcp://f"]),
+        (start_ahead, ("rftdask.engines.server:serve", 2), ["tcp://e", "tcp://f"]),
         (start_ahead, ("rftdask.trainer.rank:serve", 3), ["tcp://t"]),
         (end_ahead, (), ["tcp://t", "tcp://e", "tcp://f"]),
     ]

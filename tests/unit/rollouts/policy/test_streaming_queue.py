@@ -14,7 +14,6 @@ from rftdask.buffer.log.schema import Status
 from rftdask.config import load_config
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.engines.client import EngineSpec
 from rftdask.errors import RoleError, WaitTimeout
 from rftdask.explorer import worker_task
 from rftdask.explorer.worker_cache import generates_as
@@ -23,6 +22,7 @@ from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import Engines
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 KEY = RolloutKey(0, 0)
@@ -262,7 +262,7 @@ def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
 
 
 def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
-    spec = EngineSpec("fake", "", (), threads=1, log_file=None)
+    spec = engine_spec("fake")
     hanging = worker_task._resources.engine(spec)
     assert worker_task._resources.engine(spec) is hanging
     with pytest.raises(WaitTimeout), worker_task._ending_what_hangs():
@@ -278,7 +278,7 @@ def test_in_fixed_style_and_only_there_requests_wait_for_calls_of_an_engine_that
     style: str, engine_type: str
 ) -> None:
     class Client:
-        spec = EngineSpec(engine_type, "", (), threads=1, log_file=None)
+        spec = engine_spec(engine_type)
 
         def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
             raise AssertionError

@@ -1,0 +1,180 @@
+"""The process of an engine: it takes messages from its client and answers each with one of the same number.
+
+Requests enter the engine as they come, and each is answered when it is finished. Anything else that is asked waits
+until those before it are answered, and those after it wait for it. It knows neither versions' files on storage nor
+rollouts; what both sides say is defined here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rftdask.config.engine_traits import registered_engines
+from rftdask.config.plugins import find_part, load_plugin_folders
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
+from rftdask.engines.base import Engine, GenerateRequest, Generation
+from rftdask.engines.verify import load_verified
+from rftdask.processes.child import Channel
+from rftdask.processes.messages import Codec
+from rftdask.weights.fingerprint import Fingerprint
+
+TARGET = "rftdask.engines.server:serve"
+"""What the child process of an engine runs."""
+
+log = logging.getLogger(__name__)
+
+
+# ---- what the client says
+
+
+@dataclass(frozen=True)
+class NumberedRequest:
+    number: int
+    """Used once; the answer has it, too."""
+    request: GenerateRequest
+
+
+@dataclass(frozen=True)
+class Generate:
+    """These requests enter the engine together."""
+
+    requests: tuple[NumberedRequest, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Nobody wants the answers to these requests any more."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Answered by `Scored`."""
+
+    number: int
+    pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """(prompt, response), as `Engine.logprobs` takes them."""
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Answered by `Loaded`, or by the end of the process."""
+
+    number: int
+    version: int
+    files: tuple[str, ...]
+    fingerprint: Fingerprint | None
+
+
+FromClient: TypeAlias = Generate | Drop | Score | LoadWeights
+FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights)
+
+
+# ---- what the server says
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded; the first message of all."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    number: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Scored:
+    number: int
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    number: int
+    version: int
+
+
+FromServer: TypeAlias = Ready | Generated | Scored | Loaded
+FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded)
+
+
+# ---- the process
+
+
+def serve(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
+    engine = _make_engine(spec)
+    channel.send(FROM_SERVER.encode(Ready(os.getpid())))
+    for plain in channel:
+        message: FromClient | None = FROM_CLIENT.decode(plain)
+        while message is not None:
+            if isinstance(message, Generate | Drop):
+                message = _serve_requests(engine, channel, message)
+                continue
+            answer: FromServer
+            if isinstance(message, Score):
+                answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
+            else:
+                load_verified(engine, message.version, [Path(file) for file in message.files], message.fingerprint)
+                log.info("serves policy version %d", engine.policy_version)
+                answer = Loaded(message.number, engine.policy_version)
+            channel.send(FROM_SERVER.encode(answer))
+            message = None
+
+
+def _make_engine(spec: Mapping[str, Any]) -> Engine:
+    load_plugin_folders(spec["plugin_dirs"])  # first: a file of theirs may define the engine that the section names
+    section = InferenceModelConfig.model_validate(spec["section"])
+    kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
+    device = "cpu"
+    if kind.has_model:
+        # Late: an engine without a model needs no torch.
+        import torch
+
+        torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if section.dtype == "auto":
+        section = section.model_copy(update={"dtype": "bfloat16" if device == "cuda" else "float32"})
+    engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
+    log.info("engine %s is ready on %s in %s", engine, device, section.dtype)
+    return engine
+
+
+def _serve_requests(engine: Engine, channel: Channel, first: Generate | Drop) -> FromClient | None:
+    """Answer these requests and those that come meanwhile. Returns the first message that is something else: nothing
+    that came after it was taken."""
+    message: FromClient | None = first
+
+    def take() -> list[tuple[int, GenerateRequest | None]]:
+        nonlocal message
+        taken: list[tuple[int, GenerateRequest | None]] = []
+        message = message or _try_receive(channel)
+        while isinstance(message, Generate | Drop):
+            if isinstance(message, Generate):
+                taken += [(each.number, each.request) for each in message.requests]
+            else:
+                taken += [(number, None) for number in message.numbers]
+            message = _try_receive(channel)
+        return taken
+
+    def give(number: int, generation: Generation) -> None:
+        channel.send(FROM_SERVER.encode(Generated(number, generation)))
+
+    engine.serve(take, give)
+    return message
+
+
+def _try_receive(channel: Channel) -> FromClient | None:
+    plain = channel.try_receive()
+    return None if plain is None else FROM_CLIENT.decode(plain)
