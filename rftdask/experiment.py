@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rftdask.buffer.log import open_log
-from rftdask.cluster.base import Layout
-from rftdask.cluster.factory import plan_cluster, start_cluster
+from rftdask.cluster.base import Layout, plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError
 from rftdask.monitor.events import Evaluated, Event, Note, Step

@@ -10,16 +10,22 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 from distributed import Client
 
 from rftdask.config import Config
+from rftdask.config.plugins import find_part
+from rftdask.config.schema.cluster import registered_clusters
 from rftdask.errors import UserError
+from rftdask.storage import Storage
 
 CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
+ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+"""Roles that have workers of their own."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _CLOSE_S = 60.0
 """Longer than the start of a worker on a busy machine: one that is starting has to be up before it can be stopped. Dask
@@ -117,14 +123,35 @@ def _asked_ranks(stage: Config) -> int | None:
 class Cluster(ABC):
     """A running set of workers. Use as a context manager; `close` is idempotent and leaves no process.
 
+    A kind of cluster is a subclass with `plan`, `start`, `scale`, `num_asked` and `close`; what a configuration says to
+    it beside the common keys is in `cluster.options`.
     Example: cluster.scale(EXPLORER_RESOURCE, 4)
     """
+
+    cluster_type: ClassVar[str] = ""
+    """Name in a configuration. A class without one is named as `package.module.Name`."""
+    is_one_machine: ClassVar[bool] = False
+    """Its workers are processes of the driver's machine."""
+    required_package: ClassVar[str | None] = None
+    """Optional package that it imports."""
+    required_extra: ClassVar[str | None] = None
+    """The extra of rftdask that installs it."""
 
     client: Client
     worker_deadline_s: float = 300.0
     """How long the workers of a role may take to join; on a batch system that is the time in its queue."""
     may_return: bool = False
     """Set before `close`: the run may go on in a moment, so workers that others started are not told it is over."""
+
+    @classmethod
+    @abstractmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """The workers of a run. Raises: UserError: they cannot be had, with the arithmetic; nothing is started."""
+
+    @classmethod
+    @abstractmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """The running cluster of a run; workers of a batch system join later. Raises: UserError, WaitTimeout."""
 
     @abstractmethod
     def scale(self, role: str, num_workers: int) -> None:
@@ -150,6 +177,27 @@ class Cluster(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def find_cluster(cluster_type: str, plugin_dirs: Sequence[str] = ()) -> type[Cluster]:
+    """The class that `cluster.type` names. Raises: UserError: there is none, or it lacks its optional package."""
+    cluster: type[Cluster] = find_part("cluster", cluster_type, registered_clusters(), plugin_dirs)
+    if cluster.required_package is not None and find_spec(cluster.required_package) is None:
+        raise UserError(
+            f"cluster.type {cluster_type} needs the package {cluster.required_package}: pip install "
+            f"'rftdask[{cluster.required_extra}]'"
+        )
+    return cluster
+
+
+def plan_cluster(config: Config, stages: list[Config]) -> Layout:
+    """The workers of a run. Raises: UserError: they cannot be had, with the arithmetic; nothing is started."""
+    return find_cluster(config.cluster.type, config.explorer.plugin_dirs).plan(config, stages)
+
+
+def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:
+    """The running cluster of a run; workers of a batch system join later. Raises: UserError, WaitTimeout."""
+    return find_cluster(config.cluster.type, config.explorer.plugin_dirs).start(config, layout, storage)
 
 
 def close_in_turn(*parts: Any) -> None:
@@ -178,6 +226,11 @@ def count_gpus(config: Config) -> int:
     if wanted > there:
         raise UserError(f"cluster.gpu_per_node is {wanted}, and {there} GPUs can be seen here; 0 takes what there is")
     return wanted or there
+
+
+def num_cores() -> int:
+    """Cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layout:

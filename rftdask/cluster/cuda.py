@@ -7,22 +7,28 @@ dask-cuda is used: no tensor passes through Dask, so there is nothing to spill, 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
+from rftdask.cluster import preloads
 from rftdask.cluster.base import Layout, visible_gpus
-from rftdask.cluster.local import LocalCluster, preloads
+from rftdask.cluster.local import LocalCluster, grace
 from rftdask.errors import UserError
 
 
 class LocalCudaCluster(LocalCluster):
     """Example: with LocalCudaCluster(layout) as cluster: cluster.client.submit(...)"""
 
+    cluster_type: ClassVar[str] = "local-cuda"
+    required_package: ClassVar[str] = "dask_cuda"
+    required_extra: ClassVar[str] = "gpu"
+
     def __init__(self, layout: Layout, dashboard_address: str | None = None, base: Any = None) -> None:
         """base: dask_cuda.LocalCUDACluster, or what takes its place in a test.
 
-        Raises: UserError: dask-cuda is not installed, or a role has no GPU.
+        Raises: UserError: a role has no GPU.
         """
-        self._base = base or _local_cuda_cluster()
+        self._base = base or import_module("dask_cuda").LocalCUDACluster  # late: an extra
         gpus = visible_gpus()
         if len(layout.workers) > len(gpus):
             raise UserError(
@@ -66,19 +72,12 @@ def placed(base: Any, layout: Layout) -> Any:
                 "name": worker.name,
                 "resources": dict.fromkeys(worker.resources, 1),
                 # Not dask-cuda's own, which takes GPU memory for the worker.
-                "preload": preloads(worker.resources),
+                "preload": [preloads.MODULE],
                 "preload_argv": [],
                 "dashboard": False,
                 "dashboard_address": None,
             }
-            return {device: {**spec, "options": {**spec["options"], **own}}}
+            env = {**spec["options"]["env"], **grace(worker.resources)}
+            return {device: {**spec, "options": {**spec["options"], **own, "env": env}}}
 
     return Placed
-
-
-def _local_cuda_cluster() -> Any:
-    try:
-        from dask_cuda import LocalCUDACluster  # late: an extra
-    except ImportError as error:
-        raise UserError(f"cluster.type local-cuda needs the extra gpu: rftdask[gpu] ({error})") from None
-    return LocalCUDACluster

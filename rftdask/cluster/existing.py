@@ -7,16 +7,26 @@ If none does, roles are given out in the order of the workers' names; a worker t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 from distributed import Client, Worker
 from distributed.security import Security
 
-from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, close_in_turn
+from rftdask.cluster.base import (
+    CONTROL_RESOURCE,
+    EXPLORER_RESOURCE,
+    ROLES,
+    TRAINER_RESOURCE,
+    Cluster,
+    Layout,
+    close_in_turn,
+    plan_jobs,
+)
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import Config
 from rftdask.errors import UserError
+from rftdask.storage import Storage
 
 _CONNECT_S = 60.0
 _OPTIONS = ("address", "scheduler_file", "tls_ca_file", "tls_cert", "tls_key")
@@ -24,6 +34,18 @@ _OPTIONS = ("address", "scheduler_file", "tls_ca_file", "tls_cert", "tls_key")
 
 class ExistingCluster(Cluster):
     """Example: with ExistingCluster(config, layout) as cluster: cluster.client.submit(...)"""
+
+    cluster_type: ClassVar[str] = "existing"
+
+    @classmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        section = config.cluster
+        num_gpus = section.node_num * section.gpu_per_node or None
+        return plan_jobs(stages, dict.fromkeys(ROLES, section.num_cpus or 1), num_gpus)
+
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        return cls(config, layout)
 
     def __init__(self, config: Config, layout: Layout) -> None:
         """Raises: UserError: it is not named well, does not answer, or has too few workers."""
@@ -73,11 +95,10 @@ def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str
 
     Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.
     """
-    roles = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
-    needed = {role: sum(role in worker.resources for worker in layout.workers) for role in roles}
-    there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in roles}
+    needed = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+    there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in ROLES}
     if any(there.values()):
-        for role in roles:
+        for role in ROLES:
             if there[role] < needed[role]:
                 raise UserError(
                     f"cluster: {needed[role]} workers for role {role} are needed, and {there[role]} of the "
@@ -89,7 +110,7 @@ def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str
             f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers = "
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
-    order: Sequence[str] = [role for role in roles for _ in range(needed[role])]
+    order: Sequence[str] = [role for role in ROLES for _ in range(needed[role])]
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
     given: dict[str, dict[str, float]] = {}
     for address, role in zip(addresses, order, strict=False):

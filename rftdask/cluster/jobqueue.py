@@ -1,25 +1,27 @@
-"""Batch: a head whose workers are jobs of a batch system, one job for each, submitted through dask-jobqueue.
+"""Workers that are jobs of a batch system, one job for each, submitted through dask-jobqueue.
 
 A thread keeps as many jobs of each role as were asked for: a job that ended is replaced, one that the system requeued
-is waited for. Nothing needs to survive it: the next start cancels the jobs that this one noted and submits its own. The
-batch systems differ in the class of dask-jobqueue's job and in how one asks which jobs live.
+is waited for. Nothing needs to survive it: the next start cancels the jobs that this one noted and submits its own. A
+batch system is a subclass: the class of dask-jobqueue's job, how a script names its job, and, where there is a command
+for it, how one asks which jobs live.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from distributed import SchedulerPlugin
 
 from rftdask.cluster import slurm
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
+from rftdask.cluster.base import ROLES, Cluster, Layout, find_cluster, plan_jobs
 from rftdask.cluster.jobs import (
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
@@ -30,21 +32,20 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
-from rftdask.cluster.join import LEAVING
-from rftdask.cluster.remote_scheduler import HeadCluster
+from rftdask.cluster.preloads import LEAVING
+from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
-from rftdask.config.schema.model import JobConfig
 from rftdask.errors import RftError, RoleError, UserError
 from rftdask.storage import Storage
 
-ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
 _LOOK_S = 2.0
 _SOON_S = 0.25
 """After a worker was lost: its job ends a moment later, and then there is to be another one. The pauses grow again."""
 _MISSING_S = 120.0
 """Of a worker that was there, before its job counts as lost where the batch system is not asked."""
 _SUBMIT_S = 120.0
+_NO_REASON = "its batch system does not say why"
 _MAX_PAUSE_S = 60.0
 _DEATH_TIMEOUT_S = 600
 """A worker that cannot reach its scheduler for so long ends, and with it its job."""
@@ -66,14 +67,91 @@ class _OnLoss(SchedulerPlugin):
         self._call()
 
 
-class BatchCluster(HeadCluster):
-    """Example: with BatchCluster(config, layout, folder, storage) as cluster: cluster.scale("explorer", 8)"""
+class JobQueueCluster(RemoteWorkersCluster):
+    """Example: with PbsCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""
+
+    cluster_type: ClassVar[str] = ""
+    required_package: ClassVar[str] = "dask_jobqueue"
+    required_extra: ClassVar[str] = "slurm"
+    job_class: ClassVar[str]
+    """Dotted path of dask-jobqueue's class of a job."""
+    job_number: ClassVar[str]
+    """How a script of the batch system names its job."""
+
+    @classmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        section = config.cluster
+        options = {role: {**section.options, **section.options.get(role, {})} for role in ROLES}
+        cores = {role: int(given.get("cores", section.num_cpus or 1)) for role, given in options.items()}
+        return plan_jobs(stages, cores, section.node_num * section.gpu_per_node or None)
+
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        return cls(config, layout, PrivateFolder.of(config, storage), storage)
+
+    @classmethod
+    def states(cls, job_ids: Sequence[str]) -> dict[str, str] | None:
+        """State (PENDING, RUNNING, ...) of those jobs that have not ended; None: the batch system is not asked."""
+        return None
+
+    @classmethod
+    def reason(cls, job_id: str) -> str:
+        """How a job ended, as far as its batch system remembers; empty: not known."""
+        return ""
+
+    @classmethod
+    def cancel(cls, job_id: str) -> None:
+        """Idempotent. Raises: RoleError: the batch system fails."""
+        slurm.call(*cls.load_job_class().cancel_command.split(), job_id)
+
+    @classmethod
+    def load_job_class(cls) -> Any:
+        """dask-jobqueue's class of a job. Imported late: an extra, and it reads its configuration when imported."""
+        module, _, name = cls.job_class.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+    @classmethod
+    def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
+        """Arguments of dask-jobqueue's job class for one worker."""
+        given = {key: value for key, value in config.cluster.options.items() if key not in ROLES}
+        return {
+            **cls.common_options(config, role, folder),
+            "log_directory": str(log_path),
+            "name": f"{name}-{cls.job_number}-0",
+            **given,
+            **config.cluster.options.get(role, {}),
+        }
+
+    @classmethod
+    def common_options(cls, config: Config, role: str, folder: PrivateFolder) -> dict[str, Any]:
+        """Those arguments that are the same on all batch systems."""
+        return {
+            # Its command is what a shell reads.
+            "scheduler": shlex.join(folder.worker_options(config.cluster.tls, config.cluster.interface)),
+            "job_name": f"rftdask-{role}",
+            "processes": 1,
+            "nanny": True,
+            "death_timeout": _DEATH_TIMEOUT_S,
+            "local_directory": "${TMPDIR:-/tmp}",
+            "worker_extra_args": [
+                "--resources",
+                f"{role}=1",
+                "--no-dashboard",
+                # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
+                "--nthreads",
+                "1",
+                "--memory-limit",
+                "0",
+                *LEAVING,
+            ],
+            # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
+            "python": f"exec {shlex.quote(sys.executable)}",
+        }
 
     def __init__(self, config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> None:
         self._config = config
         self._storage = storage
         self._file = jobs_file(config.mode)
-        self._system = config.cluster.type
         self._asked = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
         self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
         self._failed_starts = dict.fromkeys(ROLES, 0)
@@ -83,7 +161,7 @@ class BatchCluster(HeadCluster):
         self._pause_s = _LOOK_S
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._job_class = job_class(self._system)
+        self._job_class = self.load_job_class()
         slurm.forget_restarts()
         self._cancel_left_over()
         super().__init__(config, layout, folder)
@@ -148,7 +226,7 @@ class BatchCluster(HeadCluster):
             ]
             change = plan_change(jobs, self._alive(jobs, now_s), self._asked[role], self._failed_starts[role])
             for job in change.lost:
-                log.warning("job %s (%s) ended: %s", job.job_id, job.name, self._reason(job))
+                log.warning("job %s (%s) ended: %s", job.job_id, job.name, self.reason(job.job_id) or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}
             self._jobs[role] = [job for job in jobs if job.job_id not in gone]
             self._failed_starts[role] = change.num_failed_starts
@@ -163,19 +241,17 @@ class BatchCluster(HeadCluster):
             self._note()
 
     def _alive(self, jobs: list[JobRecord], now_s: float) -> frozenset[str]:
-        if self._system == "slurm":
-            return frozenset(slurm.states([job.job_id for job in jobs]))
+        states = self.states([job.job_id for job in jobs])
+        if states is not None:
+            return frozenset(states)
         return frozenset(
             job.job_id for job in jobs if job.missing_since_s is None or now_s - job.missing_since_s < _MISSING_S
         )
 
-    def _reason(self, job: JobRecord) -> str:
-        return (slurm.reason(job.job_id) if self._system == "slurm" else "") or "its batch system does not say why"
-
     def _submit(self, role: str) -> JobRecord:
         name = f"{role}-{self._number}"
         self._number += 1
-        job = self._job_class(**self.job_options(role, name))
+        job = self._job_class(**self.job_options(self._config, role, name, self._folder, self._log_folder()))
         # Its script is written and submitted in the loop of the cluster, as its class wants it.
         try:
             self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
@@ -185,17 +261,17 @@ class BatchCluster(HeadCluster):
                 raise _GivenUp(f"cluster: the batch system refuses the job of {name}: {error}") from error
             raise RoleError(f"the job of {name} could not be submitted: {error}") from error
         log.info("submitted job %s (%s)", job.job_id, name)
-        return JobRecord(role, name, str(job.job_id), self._system, time.time())
+        return JobRecord(role, name, str(job.job_id), self.cluster_type, time.time())
 
     def _cancel(self, jobs: list[JobRecord] | tuple[JobRecord, ...]) -> None:
         for job in jobs:
-            cancel_job(job)
+            self.cancel(job.job_id)
 
     def _cancel_left_over(self) -> None:
         """Jobs of an earlier start, whose scheduler is no more; it was killed, or it would have cancelled them."""
         for job in read_jobs(self._storage, self._file):
             log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
-            cancel_job(job)
+            system_of(job).cancel(job.job_id)
 
     def _note(self) -> None:
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
@@ -203,100 +279,52 @@ class BatchCluster(HeadCluster):
     def _log_folder(self) -> Path:
         return log_folder(self._storage, self._folder)
 
-    def job_options(self, role: str, name: str) -> dict[str, Any]:
-        """Arguments of dask-jobqueue's job class."""
-        return job_options(self._config, role, name, self._folder, self._log_folder())
+
+class PbsCluster(JobQueueCluster):
+    """PBS, OpenPBS and Torque."""
+
+    cluster_type: ClassVar[str] = "pbs"
+    job_class: ClassVar[str] = "dask_jobqueue.pbs.PBSJob"
+    job_number: ClassVar[str] = "${PBS_JOBID%%.*}"
 
 
-def job_class(system: str) -> Any:
-    """Raises: UserError: dask-jobqueue is not installed."""
-    try:
-        # Late: an extra, and it reads its configuration when it is imported.
-        import dask_jobqueue
-        from dask_jobqueue import htcondor, lsf, oar, pbs, sge
-        from dask_jobqueue import slurm as jobqueue_slurm
-    except ImportError as error:
-        raise UserError(
-            f"cluster.type {system} needs the extra slurm: pip install 'rftdask[slurm]' ({error})"
-        ) from None
-    assert dask_jobqueue
-    return {
-        "slurm": jobqueue_slurm.SLURMJob,
-        "pbs": pbs.PBSJob,
-        "lsf": lsf.LSFJob,
-        "sge": sge.SGEJob,
-        "htcondor": htcondor.HTCondorJob,
-        "oar": oar.OARJob,
-    }[system]
+class LsfCluster(JobQueueCluster):
+    """IBM Spectrum LSF."""
+
+    cluster_type: ClassVar[str] = "lsf"
+    job_class: ClassVar[str] = "dask_jobqueue.lsf.LSFJob"
+    job_number: ClassVar[str] = "${LSB_JOBID}"
 
 
-def job_options(config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
-    """Arguments of dask-jobqueue's job class for one worker."""
-    cluster = config.cluster
-    common: dict[str, Any] = {
-        # Its command is what a shell reads.
-        "scheduler": shlex.join(folder.worker_options(cluster.tls, cluster.interface)),
-        "job_name": f"rftdask-{role}",
-        "processes": 1,
-        "nanny": True,
-        "death_timeout": _DEATH_TIMEOUT_S,
-        "local_directory": "${TMPDIR:-/tmp}",
-        "worker_extra_args": [
-            "--resources",
-            f"{role}=1",
-            "--no-dashboard",
-            # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
-            "--nthreads",
-            "1",
-            "--memory-limit",
-            "0",
-            *LEAVING,
-        ],
-        # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
-        "python": f"exec {shlex.quote(sys.executable)}",
-    }
-    if cluster.type == "slurm":
-        job: JobConfig = getattr(cluster.slurm, role)
-        return {
-            **common,
-            # The job's number is in the name, because a name that is still known is refused; so is that of its start.
-            "name": f"{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}",
-            "cores": job.cpus,
-            "memory": job.memory,
-            "queue": job.partition,
-            "account": job.account,
-            "walltime": job.walltime or "",
-            "job_directives_skip": () if job.walltime else ("-t ",),
-            "job_extra_directives": [
-                *(f"--{key}={value}" for key, value in (("gres", job.gres), ("constraint", job.constraint)) if value),
-                "--requeue",
-                "--open-mode=append",
-                f"--output={log_path}/{name}-%j.log",
-                *job.directives,
-            ],
-            "job_script_prologue": list(job.prologue),
-        }
-    given = {key: value for key, value in cluster.options.items() if key not in ROLES}
-    own = dict(cluster.options.get(role, {}))
-    return {**common, "log_directory": str(log_path), "name": f"{name}-{JOB_NUMBER[cluster.type]}-0", **given, **own}
+class SgeCluster(JobQueueCluster):
+    """Grid Engine."""
+
+    cluster_type: ClassVar[str] = "sge"
+    job_class: ClassVar[str] = "dask_jobqueue.sge.SGEJob"
+    job_number: ClassVar[str] = "${JOB_ID}"
 
 
-JOB_NUMBER: Mapping[str, str] = {
-    "pbs": "${PBS_JOBID%%.*}",
-    "lsf": "${LSB_JOBID}",
-    "sge": "${JOB_ID}",
-    "htcondor": "${JOB_ID%%.*}",
-    "oar": "${OAR_JOB_ID}",
-}
-"""How a script of each batch system names its job."""
+class HTCondorCluster(JobQueueCluster):
+    """HTCondor."""
+
+    cluster_type: ClassVar[str] = "htcondor"
+    job_class: ClassVar[str] = "dask_jobqueue.htcondor.HTCondorJob"
+    job_number: ClassVar[str] = "${JOB_ID%%.*}"
 
 
-def cancel_job(job: JobRecord) -> None:
-    """Idempotent. Raises: RoleError: its batch system fails."""
-    if job.system == "slurm":
-        slurm.cancel([job.job_id])
-    else:
-        slurm.call(*job_class(job.system).cancel_command.split(), job.job_id)
+class OarCluster(JobQueueCluster):
+    """OAR."""
+
+    cluster_type: ClassVar[str] = "oar"
+    job_class: ClassVar[str] = "dask_jobqueue.oar.OARJob"
+    job_number: ClassVar[str] = "${OAR_JOB_ID}"
+
+
+def system_of(job: JobRecord) -> type[JobQueueCluster]:
+    """The batch system of a job."""
+    found = find_cluster(job.system)
+    assert issubclass(found, JobQueueCluster), job
+    return found
 
 
 def log_folder(storage: Storage, folder: PrivateFolder) -> Path:

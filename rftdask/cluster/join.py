@@ -13,16 +13,12 @@ import socket
 import subprocess
 import sys
 
+from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import RoleError
 from rftdask.processes.poll import wait_for
 
-LEAVING = (
-    *("--preload", "rftdask.cluster.sigint_preload", "--preload", "rftdask.cluster.preemption_preload"),
-    *("--preload-nanny", "rftdask.cluster.preemption_preload"),
-)
-"""Options of `dask worker`: it says when it is told to end, and leaves Ctrl-C to others."""
 _LOOK_S = 0.5
 _KNOCK_S = 5.0
 MAX_FAILURES = 3

@@ -5,13 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from rftdask.cluster.base import EXPLORER_RESOURCE, Cluster, Layout, WorkerPlan, close_in_turn, scaled, visible_gpus
-from rftdask.errors import WaitTimeout
+from rftdask.cluster import preloads
+from rftdask.cluster.base import (
+    EXPLORER_RESOURCE,
+    Cluster,
+    Layout,
+    WorkerPlan,
+    close_in_turn,
+    count_gpus,
+    num_cores,
+    plan_layout,
+    scaled,
+    visible_gpus,
+)
+from rftdask.config import Config
+from rftdask.errors import UserError, WaitTimeout
+from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
 
@@ -31,10 +45,11 @@ DASK_CONFIG: dict[str, Any] = {
 }
 
 
-def preloads(resources: Collection[str]) -> list[str]:
-    """Of a worker process that this one starts. Explorers end at once when they are told to: nothing needs them."""
-    outlasts = [] if EXPLORER_RESOURCE in resources else ["rftdask.cluster.sigterm_preload"]
-    return ["rftdask.cluster.sigint_preload", *outlasts]
+def grace(resources: Collection[str]) -> dict[str, str]:
+    """Environment of a worker that this process starts: how long it outlives SIGTERM (preloads.py). Explorers end at
+    once: nothing needs them.
+    """
+    return {preloads.GRACE_VARIABLE: "0" if EXPLORER_RESOURCE in resources else str(preloads.GRACE_S)}
 
 
 class LocalCluster(Cluster):
@@ -42,6 +57,20 @@ class LocalCluster(Cluster):
 
     Example: with LocalCluster(layout) as cluster: cluster.client.submit(...)
     """
+
+    cluster_type: ClassVar[str] = "local"
+    is_one_machine: ClassVar[bool] = True
+
+    @classmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        section = config.cluster
+        if section.node_num > 1:
+            raise UserError(f"cluster.node_num is {section.node_num}, and cluster.type {section.type} is one machine")
+        return plan_layout(stages, section.num_cpus or num_cores(), count_gpus(config))
+
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        return cls(layout, config.cluster.dashboard_address)
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
@@ -73,7 +102,7 @@ class LocalCluster(Cluster):
     @staticmethod
     def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
         # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
-        env = {}
+        env = grace(worker.resources)
         if worker.gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus])
         return {
@@ -87,7 +116,7 @@ class LocalCluster(Cluster):
                 # The data is in child processes, which the nanny does not see.
                 "memory_limit": 0,
                 "silence_logs": logging.CRITICAL,
-                "preload": preloads(worker.resources),
+                "preload": [preloads.MODULE],
                 "resources": dict.fromkeys(worker.resources, 1),
                 "env": env,
             },

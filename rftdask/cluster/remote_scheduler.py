@@ -1,32 +1,46 @@
-"""Head: a scheduler in the driver's process and one worker for the light roles; all other workers join from elsewhere.
+"""A scheduler in the driver's process and one worker for the light roles; all other workers join from elsewhere.
 
-They find the scheduler by the run's private folder, and talk TLS with its keys. A head knows neither who starts those
-workers nor where; see batch.py for jobs, join.py for workers that a script starts.
+They find the scheduler by the run's private folder, and talk TLS with its keys. It knows neither who starts those
+workers nor where; see jobqueue.py for jobs, join.py for workers that a script starts.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.utils import get_ip, get_ip_interface
 
-from rftdask.cluster.base import CONTROL_RESOURCE, Cluster, Layout, close_in_turn
-from rftdask.cluster.local import DASK_CONFIG, preloads
+from rftdask.cluster import preloads
+from rftdask.cluster.base import CONTROL_RESOURCE, ROLES, Cluster, Layout, close_in_turn, plan_jobs
+from rftdask.cluster.local import DASK_CONFIG, grace
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
+from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
 
 
-class HeadCluster(Cluster):
-    """Scheduler and control worker; `scale` is for subclasses that can start workers.
+class RemoteWorkersCluster(Cluster):
+    """Scheduler and control worker; `rftdask join` brings the other workers. `scale` is for subclasses that start them.
 
-    Example: with HeadCluster(config, layout, PrivateFolder.of(config, storage)) as cluster: cluster.client.submit(...)
+    Example: with RemoteWorkersCluster.start(config, layout, storage) as cluster: cluster.client.submit(...)
     """
+
+    cluster_type: ClassVar[str] = "joined"
+
+    @classmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        section = config.cluster
+        cpus = {role: section.num_cpus or getattr(section.slurm, role).cpus for role in ROLES}
+        return plan_jobs(stages, cpus, section.node_num * section.gpu_per_node or None)
+
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        return cls(config, layout, PrivateFolder.of(config, storage))
 
     def __init__(self, config: Config, layout: Layout, folder: PrivateFolder) -> None:
         cluster = config.cluster
@@ -57,7 +71,8 @@ class HeadCluster(Cluster):
                 "dashboard_address": None,
                 "memory_limit": 0,
                 "silence_logs": logging.CRITICAL,
-                "preload": preloads((CONTROL_RESOURCE,)),
+                "preload": [preloads.MODULE],
+                "env": grace((CONTROL_RESOURCE,)),
                 "resources": {CONTROL_RESOURCE: 1},
             },
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dask.utils import parse_bytes
 
-from rftdask.config.schema.model import JobConfig
+from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import RoleError, UserError
 
 _COMMAND_S = 60.0

@@ -14,7 +14,7 @@ from os import kill
 from pathlib import Path
 from socket import gethostname
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster import slurm
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs
@@ -23,6 +23,9 @@ from rftdask.errors import DataError, RftError, UserError, WaitTimeout
 from rftdask.processes.poll import wait_for
 from rftdask.run.run_folder import RUN_FILE, lease_holder, read_end, read_run
 from rftdask.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from rftdask.cluster.jobqueue import JobQueueCluster  # only for its type: it loads Dask
 
 _DRIVERS = ("controller", "explore", "train")
 """Jobs that hold a driver; the others are its workers."""
@@ -63,7 +66,7 @@ def read_run_jobs(url: str) -> RunJobs:
         read_run(storage)  # raises, with the words for it
     has_begun = storage.exists(RUN_FILE)
     try:
-        alive = slurm.states([job.job_id for job in records if job.system == "slurm"])
+        alive = _states(records)
     except RftError as error:  # the files tell the rest
         told = f"not known: {error}"
         return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
@@ -71,10 +74,28 @@ def read_run_jobs(url: str) -> RunJobs:
     return RunJobs(jobs, why_not_running(storage, jobs), has_begun)
 
 
-def _job_status(job: JobRecord, alive: dict[str, str]) -> JobStatus:
-    state = alive.get(job.job_id)
-    told = state or (slurm.reason(job.job_id) if job.system == "slurm" else "not asked") or "ended"
-    return JobStatus(job.role, job.name, job.job_id, told, state is not None)
+def _states(jobs: list[JobRecord]) -> dict[str, str | None]:
+    """State by job id of those jobs that are in a queue; None where the batch system is not asked."""
+    found: dict[str, str | None] = {}
+    for system in {job.system for job in jobs}:
+        own = [job for job in jobs if job.system == system]
+        states = _system_of(own[0]).states([job.job_id for job in own])
+        found.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
+    return found
+
+
+def _job_status(job: JobRecord, alive: dict[str, str | None]) -> JobStatus:
+    if job.job_id in alive:
+        state = alive[job.job_id]
+        return JobStatus(job.role, job.name, job.job_id, state or "not asked", state is not None)
+    return JobStatus(job.role, job.name, job.job_id, _system_of(job).reason(job.job_id) or "ended", False)
+
+
+def _system_of(job: JobRecord) -> type[JobQueueCluster]:
+    # Late: it loads Dask, which the status of a run without jobs does without.
+    from rftdask.cluster.jobqueue import system_of
+
+    return system_of(job)
 
 
 def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
@@ -100,7 +121,6 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     Raises: WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it runs on another machine
     without a batch system.
     """
-    from rftdask.cluster.jobqueue import cancel_job  # late, as all that loads Dask: status does without
     from rftdask.cluster.secrets_folder import PrivateFolder
 
     storage = open_storage(url)
@@ -123,7 +143,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     in_time = wait_for(lambda: not slurm.states([job.job_id for job in drivers]), deadline_s, _LOOK_S)
     # Its workers, if it could not cancel them itself.
     for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in _DRIVERS)):
-        cancel_job(job)
+        _system_of(job).cancel(job.job_id)
     if not in_time:
         raise WaitTimeout(f"the run had not ended after {deadline_s:.0f} s: its jobs were killed, its checkpoints stay")
 

@@ -18,8 +18,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.replayed_source import copied_entry
 from rftdask.buffer.lineage import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
 from rftdask.buffer.log import open_log
-from rftdask.cluster.base import TRAINER_RESOURCE
-from rftdask.cluster.factory import plan_cluster
+from rftdask.cluster.base import TRAINER_RESOURCE, plan_cluster
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, FencedError, RoleError, UserError
 from rftdask.experiment import Experiment

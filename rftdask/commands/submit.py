@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rftdask.cluster import slurm
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout
-from rftdask.cluster.factory import check_chain, plan_cluster
-from rftdask.cluster.jobqueue import job_class, job_options, log_folder
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, find_cluster
+from rftdask.cluster.jobqueue import log_folder
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.slurm_cluster import SlurmCluster, check_chain
 from rftdask.config import Config, make_plan, replace
-from rftdask.config.schema.model import JobConfig
+from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import FencedError, UserError
 from rftdask.run.run_folder import check_run
 from rftdask.storage import Storage, open_storage
@@ -89,7 +89,7 @@ class Submission:
                 self._write(self._path(script), script.text)
                 after = jobs[script.after].job_id if script.after else ""
                 job_id = slurm.submit(str(self._path(script)), *_dependency(script, after))
-                jobs[script.name] = JobRecord(script.role, script.name, job_id, "slurm", time.time())
+                jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
         except BaseException:
             slurm.cancel(job.job_id for job in jobs.values())
             raise
@@ -109,9 +109,9 @@ def plan_submission(
     config: Config, *, single_allocation: bool = False, offline: bool = False, rounds: int = 1, explore_jobs: int = 1
 ) -> Submission:
     """The scripts of a run. Raises: UserError: an impossible layout; FencedError: it runs or is queued."""
-    if config.cluster.type == "local":
-        config = replace(config, {"cluster.type": "slurm"})
-    if config.cluster.type != "slurm":
+    if find_cluster(config.cluster.type).is_one_machine:
+        config = replace(config, {"cluster.type": SlurmCluster.cluster_type})
+    if config.cluster.type != SlurmCluster.cluster_type:
         raise UserError(f"cluster.type is {config.cluster.type}, and rftdask submit is for slurm; use rftdask run")
     stages = config.stage_configs()
     storage = open_storage(config.checkpoint_job_dir)
@@ -123,7 +123,7 @@ def plan_submission(
         check_chain(config)
         scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
         return Submission(config, storage, folder, scripts)
-    layout = plan_cluster(config, stages)
+    layout = SlurmCluster.plan(config, stages)
     if single_allocation:
         # The run is to find as many ranks as there are parts for.
         ranks = sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers)
@@ -277,15 +277,15 @@ def _worker_scripts(config: Config, layout: Layout, folder: PrivateFolder, stora
     for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
         count = sum(role in worker.resources for worker in layout.workers)
         if count:
-            of_cluster = PrivateFolder.of(config, storage)
-            options = job_options(config, role, f"{role}-<number>", of_cluster, log_folder(storage, folder))
-            text = job_class("slurm")(**options).job_script()
+            of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
+            options = SlurmCluster.job_options(config, role, f"{role}-<number>", of_cluster, logs)
+            text = SlurmCluster.load_job_class()(**options).job_script()
             scripts.append(Script(f"{count} x {role}", role, text))
     return tuple(scripts)
 
 
 def _check_not_queued(storage: Storage) -> None:
-    jobs = [job for job in read_jobs(storage) if job.system == "slurm"]
+    jobs = [job for job in read_jobs(storage) if job.system == SlurmCluster.cluster_type]
     alive = slurm.states([job.job_id for job in jobs])
     if alive:
         told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)

@@ -5,13 +5,15 @@ tests and the documentation read it from there. A key without a mark does what i
 no key. Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from rftdask.config.plugins import RegisteredPart
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,27 @@ class Aliases:
     reason: str
 
 
-Mark = Later | Ignored | Derived | Secret | Filled | Renamed | Aliases
+@dataclass(frozen=True)
+class Named:
+    """The key names a part by the one rule of plugins.py: a registered name, package.module.Name, or a plug-in."""
+
+    kind: str
+    """What the part is, in messages: "cluster"."""
+    registered: Callable[[], Mapping[str, RegisteredPart]] = field(hash=False)
+    """The package's own parts by name."""
+    arguments: str = ""
+    """Key beside it with the part's arguments; "": it has none that are checked."""
+    default_from: str = ""
+    """Key beside it that names another part, whose class attribute called as this key is the name in place of None."""
+    supplied: int = 0
+    """Leading arguments that are no configuration's: the response, truth and task of a reward function."""
+    complete: bool = True
+    """Whether an argument that the part requires has to be among those given."""
+    needed: bool = False
+    """Whether checks of a configuration read class attributes of the part, so that a plug-in is imported for them."""
+
+
+Mark = Later | Ignored | Derived | Secret | Filled | Renamed | Aliases | Named
 
 
 class FrozenDict(dict[str, Any]):

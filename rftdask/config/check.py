@@ -18,6 +18,7 @@ from rftdask.config.base import (
     Ignored,
     Later,
     Mark,
+    Named,
     Renamed,
     Secret,
     Section,
@@ -27,8 +28,10 @@ from rftdask.config.base import (
     plain,
 )
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
+from rftdask.config.plugins import find_part
 from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
+from rftdask.errors import UserError
 
 Schema = TypeVar("Schema", bound=Section)
 MarkType = TypeVar("MarkType", bound=Mark)
@@ -45,9 +48,13 @@ class Checker(Generic[Schema]):
         self.schema = schema
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
+        self.plugin_dirs: list[str] = []
 
     def clean(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `tree` with old names replaced, and without what was reported."""
+        explorer = tree.get("explorer")
+        folders = explorer.get("plugin_dirs") if isinstance(explorer, Mapping) else None
+        self.plugin_dirs = [str(folder) for folder in folders] if isinstance(folders, list | tuple) else []
         return self._section(self.schema, tree, "", None)
 
     def validate(self, tree: dict[str, Any]) -> Schema:
@@ -139,11 +146,28 @@ class Checker(Generic[Schema]):
         if secret:
             return f"{_NO_SECRETS}: {secret.instead}"
         if later and later.refuses(value, default):
-            allowed = allowed_values(info.annotation) if later.values else []
+            allowed = _known_values(info) if later.values else []
             instead = f"use {one_of(allowed)}" if allowed else f"leave it out or set {show(default)}"
             return f"{show(value)} is not available in this release ({later.feature}); {instead}"
+        named = _mark(info, Named)
+        if named and isinstance(value, str):
+            return self._unknown_part(named, value)
         if isinstance(value, bool) and is_number(info):
             return f"{show(value)} is not a number"
+        return ""
+
+    def _unknown_part(self, named: Named, name: str) -> str:
+        """Why `name` names no part, or an empty text. Plug-ins that the checks do not need are not imported here."""
+        registered = named.registered()
+        if name in registered or (not named.needed and ("." in name or self.plugin_dirs)):
+            return ""
+        if "." not in name and not self.plugin_dirs:
+            hint = nearest(name, registered)
+            return f"{show(name)} is not {one_of(sorted(registered))}" + (f"; did you mean {hint}?" if hint else "")
+        try:
+            find_part(named.kind, name, registered, self.plugin_dirs)
+        except UserError as error:
+            return str(error)
         return ""
 
     def _without_secrets(self, value: Any, path: str) -> Any:
@@ -177,6 +201,12 @@ class Checker(Generic[Schema]):
 
 def _mark(info: FieldInfo, kind: type[MarkType]) -> MarkType | None:
     return next((mark for mark in marks_of(info) if isinstance(mark, kind)), None)
+
+
+def _known_values(info: FieldInfo) -> list[Any]:
+    """The values of a Literal, or the registered names of a part; empty for other keys."""
+    named = _mark(info, Named)
+    return sorted(named.registered()) if named else allowed_values(info.annotation)
 
 
 def _means_absent(info: FieldInfo, value: Any) -> bool:

@@ -293,7 +293,7 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
     found: dict[str, RegisteredPart] = {}
     for attribute, (module, node) in classes.items():
         own = _constants(node).get(label)  # its own: a subclass has another name or none
-        for name in (own,) if isinstance(own, str) else own or ():
+        for name in (own,) if own and isinstance(own, str) else own or ():
             line = [known for _, known in _line_of(node, classes)]
             traits = {key: value for known in reversed(line) for key, value in _constants(known).items()}
             found[name] = RegisteredPart(name, module, attribute, _read_parameters(line), traits)

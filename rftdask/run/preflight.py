@@ -238,7 +238,7 @@ def check_owners(storage: Storage, stage: Config) -> None:
     if storage.has_create_only:
         return
     apart = stage.algorithm.schema_type == "experience" and stage.mode in ("explore", "train")
-    if not apart and stage.cluster.type == "local":
+    if not apart and stage.cluster.is_one_machine:
         log.warning("%s cannot keep a second command from this run: start none before this one has ended", storage.url)
         return
     setup = f"mode {stage.mode}, which shares a run with another command" if apart else f"cluster {stage.cluster.type}"

@@ -1,4 +1,4 @@
-"""Sections `model` and `cluster`: what is trained, with which lengths and sampling, and on which machines."""
+"""Section `model`: what is trained, with which lengths and sampling."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,10 +12,8 @@ from rftdask.config.base import (
     Ignored,
     Later,
     Natural,
-    Seconds,
     Section,
     absent,
-    no_items,
 )
 
 
@@ -131,87 +129,3 @@ class ModelConfig(Section):
     external_model: ExternalModelConfig = ExternalModelConfig()
     """A model behind an API, evaluated in mode bench; its environment variables are also those of auxiliary models of
     engine external."""
-
-
-class JobConfig(Section):
-    """`cluster.slurm.<role>`: what each job of a role asks of SLURM."""
-
-    partition: str | None = None
-    """Partition. None: the site's default."""
-    account: str | None = None
-    """Account that pays."""
-    gres: str | None = None
-    """Generic resources of the job, such as gpu:1."""
-    constraint: str | None = None
-    """Features that its node must have."""
-    walltime: str | None = None
-    """Longest time, as SLURM writes it: 04:00:00. None: the partition's default."""
-    cpus: Count = 1
-    """Cores of the job."""
-    memory: str = "4GB"
-    """Memory of the job."""
-    directives: tuple[str, ...] = ()
-    """Further #SBATCH lines, without the #SBATCH."""
-    prologue: tuple[str, ...] = ()
-    """Lines of shell before the command: modules to load, variables, an environment to activate."""
-
-
-class SlurmConfig(Section):
-    """`cluster.slurm`: the jobs of a run on SLURM."""
-
-    controller: JobConfig = JobConfig()
-    """The one job of `rftdask submit`: scheduler, driver and the light roles. It needs no GPU."""
-    trainer: JobConfig = JobConfig()
-    """A job for each rank of the trainer."""
-    explorer: JobConfig = JobConfig()
-    """A job for each engine; good for preemptible partitions."""
-
-
-_OTHER_KINDS = ("moab", "kubernetes", "ssh")
-
-
-class ClusterConfig(Section):
-    """`cluster`: where the Dask workers live. How roles are placed on them follows from the other sections."""
-
-    type: Annotated[
-        Literal["local", "local-cuda", "slurm", "pbs", "lsf", "sge", "htcondor", "oar", "joined", "existing"],
-        Later("this kind of cluster", _OTHER_KINDS),
-    ] = "local"
-    """local: processes on this machine. local-cuda: the same, started by dask-cuda (extra gpu). slurm, pbs, lsf, sge,
-    htcondor, oar: a job for each worker, through dask-jobqueue (extra slurm). joined: workers that `rftdask join`
-    brings. existing: a Dask scheduler that is there already, see `options`."""
-    options: Free = no_items()
-    """existing: {address} or {scheduler_file}, and {tls_ca_file, tls_cert, tls_key} where it has TLS. pbs to oar:
-    arguments for dask-jobqueue's job class, for all roles, and below `trainer` and `explorer` for one."""
-    slurm: SlurmConfig = SlurmConfig()
-    """slurm: what the jobs of each role ask for."""
-    interface: str | None = None
-    """Network interface of the machine of the scheduler that the workers reach. None: the one that leads outside."""
-    private_folder: str | None = None
-    """Folder that all machines see and only its owner may read, for the scheduler's address and the TLS keys. None:
-    inside the run folder, or below ~/.rftdask where that is not a local path."""
-    tls: bool = True
-    """Encrypt and authenticate what the machines of a cluster say to each other. A scheduler without it obeys anybody
-    who reaches its port."""
-    dashboard_address: str | None = None
-    """host:port of Dask's dashboard, such as 127.0.0.1:8787; it has no password. None: no dashboard."""
-    max_queue_s: Seconds = 7 * 86400.0
-    """How long the workers of a role may wait in the queue of a batch system before the run fails."""
-    node_num: Natural = 0
-    """Number of machines to place roles on. 0: detect; slurm: those of the partition."""
-    gpu_per_node: Natural = 0
-    """GPUs of each machine. 0: detect, which may find none."""
-    num_cpus: Count | None = None
-    """CPU cores to share out among the roles as threads. None: all cores of the machine."""
-    ray_address: Annotated[str, Ignored("there is no Ray; see cluster.type")] = "auto"
-    """Address of a Ray cluster."""
-    total_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    rollout_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    auxiliary_model_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    explorer_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    trainer_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""

@@ -14,8 +14,9 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from rftdask.config.base import Count, Free, Ignored, Later, Section, no_items, plain
 from rftdask.config.schema.algorithm import AlgorithmConfig
 from rftdask.config.schema.buffer import BufferConfig
+from rftdask.config.schema.cluster import ClusterConfig
 from rftdask.config.schema.explorer import ExplorerConfig
-from rftdask.config.schema.model import ClusterConfig, ModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
 from rftdask.config.yaml_source import escape, to_yaml
 

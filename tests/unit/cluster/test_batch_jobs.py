@@ -18,19 +18,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from distributed.security import Security
 
-from rftdask.cluster.base import plan_jobs
-from rftdask.cluster.jobqueue import job_class, job_options
+from rftdask.cluster.base import find_cluster, plan_jobs
 from rftdask.cluster.jobs import JobRecord, jobs_file, note_workers, plan_change, read_jobs, write_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import Capacity, check_fit, count_gres, directives, limit, megabytes
+from rftdask.cluster.slurm_cluster import SlurmCluster
 from rftdask.commands.submit import CANCELLED_FILE, allocation_script, controller_text, driver_shell, offline_scripts
 from rftdask.config import Config, load_config
-from rftdask.config.schema.model import JobConfig
+from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
 
@@ -150,8 +151,8 @@ def test_every_key_of_a_role_becomes_a_directive() -> None:
 
 def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None:
     config = configured(tmp_path, "cluster.slurm.trainer.prologue=[module load cuda]", "cluster.interface=ib0")
-    options = job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log")
-    script = job_class("slurm")(**options).job_script()
+    options = SlurmCluster.job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log")
+    script = SlurmCluster.load_job_class()(**options).job_script()
     for text in (
         "#SBATCH --gres=gpu:1\n",
         "#SBATCH --cpus-per-task=2\n",
@@ -176,7 +177,9 @@ def test_other_batch_systems_get_the_same_worker(tmp_path: Path, system: str) ->
     if system == "oar":
         options = "{cores: 4, memory: 8GB, memory_per_core_property_name: not_applicable}"
     config = configured(tmp_path, f"cluster.type={system}", f"cluster.options={options}")
-    made = job_class(system)(**job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log"))
+    batch_system: Any = find_cluster(system)
+    options = batch_system.job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log")
+    made = batch_system.load_job_class()(**options)
     assert "--resources trainer=1" in made.job_script()
     assert "--scheduler-file" in made.job_script()
     if system in ("pbs", "sge"):

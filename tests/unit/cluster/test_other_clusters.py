@@ -16,7 +16,7 @@ import pytest
 from rftdask.cluster.base import Layout, WorkerPlan, close_in_turn
 from rftdask.cluster.cuda import LocalCudaCluster, placed
 from rftdask.cluster.existing import ExistingCluster, assign
-from rftdask.cluster.local import preloads
+from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.config import load_config
 from rftdask.errors import UserError
 
@@ -89,8 +89,8 @@ def test_dask_cuda_places_each_role_on_a_gpu_of_its_own() -> None:
     assert [each["resources"] for each in options] == [{"trainer": 1, "control": 1}, {"trainer": 1}, {"explorer": 1}]
     assert [each["env"]["CUDA_VISIBLE_DEVICES"][0] for each in options] == ["0", "1", "2"]
     # Never dask-cuda's own; and trainers outlast a SIGTERM that reaches all processes at once.
-    assert [each["preload"] for each in options] == [preloads(worker.resources) for worker in LAYOUT.workers]
-    assert [len(each["preload"]) for each in options] == [2, 2, 1]
+    assert [each["preload"] for each in options] == [[MODULE]] * 3
+    assert [each["env"][GRACE_VARIABLE] for each in options] == ["30.0", "30.0", "0"]
 
 
 def test_fewer_gpus_than_roles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Preload of all worker processes, and of the nannies of those that a batch system gives and takes: what signals do.
+
+- SIGINT is ignored: Ctrl-C reaches the whole terminal group, and only the driver is to act on it.
+- SIGTERM ends a worker beside the driver at once if nothing needs it (explorers), else after GRACE_S: a batch system
+  that ends a job may send it to all processes, and the driver then writes a checkpoint, which takes a living trainer.
+- SIGTERM to a worker that a batch system takes (preempted, cancelled, at its walltime) is announced by its nanny before
+  it goes: then nobody suspects the task that it runs. Invariant: who was killed in any other way says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from typing import Any
+
+from distributed import Nanny
+
+from rftdask.processes.dask_task import LEAVING_TOPIC
+
+MODULE = __name__
+"""What Dask is given to load."""
+GRACE_VARIABLE = "RFTDASK_SIGTERM_GRACE_S"
+"""Environment of a worker that this driver starts: seconds from SIGTERM to its end; 0: at once."""
+GRACE_S = 30.0
+"""SLURM's own, from SIGTERM to SIGKILL, where a site has not set another (KillWait)."""
+_LEAVING_S = 5.0
+"""From SIGTERM to the end of a worker whose nanny does not end it before."""
+_SAY_S = 1.0
+LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
+"""Options of `dask worker` on a machine of a batch system: it says when it is told to end, and ignores Ctrl-C."""
+
+
+def dask_setup(server: Any) -> None:
+    """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
+    if isinstance(server, Nanny):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
+    if grace_s:
+        signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
+
+
+def _end_after(grace_s: float) -> None:
+    timer = threading.Timer(grace_s, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
+
+
+async def dask_teardown(server: Any) -> None:
+    """Called when either closes: the nanny for a signal, or because the run is over, when nobody listens.
+
+    It is the nanny that says it, since the worker may be busy, and then kills the worker, which may have got the signal
+    at the same moment and waits for that.
+    """
+    address = server.worker_address if isinstance(server, Nanny) else None
+    if address:
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(server.scheduler.log_event(topic=LEAVING_TOPIC, msg=address), _SAY_S)
+        if server.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server.pid, signal.SIGKILL)
