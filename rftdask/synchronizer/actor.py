@@ -1,7 +1,10 @@
 """Synchronizer: a Dask actor that watches the pointer and answers who waits for a version.
 
+Consumes: the pointer on storage, looked at every `synchronizer.poll_interval_s` and at every hint. Produces: answers to
+`wait_for_version`. What unblocks who waits: a version that is new enough, or the deadline, which every wait has.
+
 It keeps nothing that is not on storage, so a new one is as good as the old. It shortens waits and is never needed: the
-handle falls back to reading the pointer itself. Every wait has a deadline.
+handle falls back to reading the pointer itself. It knows neither the sync styles nor what the weights are for.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
+
+from distributed import Client, Future
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage, open_storage
@@ -20,10 +25,14 @@ from rftdask.weights.published import Published, latest_published
 log = logging.getLogger(__name__)
 
 ACTOR_NAME = "rftdask-synchronizer"
+"""Name of the Dask dataset that is the actor of the newest generation."""
 _LONGEST_CALL_S = 20.0
+"""Longest wait inside one call of the actor."""
 _SLICE_S = 1.0
-"""Of a wait: as often it looks whether it was called off, and whether the actor missed the pointer."""
+"""A handle's wait is cut into slices: between two it looks whether it was called off, and whether the actor missed the
+pointer."""
 _ANSWER_GRACE_S = 5.0
+"""Beyond a call's own deadline: for the actor to be found, and for the answer to travel."""
 
 
 class Synchronizer:
@@ -41,7 +50,7 @@ class Synchronizer:
         self._closed = False
 
     async def latest(self) -> Published | None:
-        """The newest published version known here."""
+        """The newest published version known here; None: none yet."""
         await self._start()
         return self._published
 
@@ -59,7 +68,7 @@ class Synchronizer:
         return self._published
 
     async def hint(self) -> None:
-        """Somebody says that the pointer moved: look now."""
+        """Look now: somebody says that the pointer moved."""
         await self._start()
         assert self._nudge is not None
         self._nudge.set()
@@ -74,7 +83,8 @@ class Synchronizer:
         return self._published is not None and self._published.version >= version
 
     async def _start(self) -> None:
-        # Not in __init__, which runs in a thread without an event loop. The lock: several may be the first to call.
+        # Not in __init__, which runs in a thread without an event loop. The lock: several may be the first to call, and
+        # there must not be two watchers.
         async with self._starting:
             if self._task is None and not self._closed:
                 self._storage = open_storage(self._url)
@@ -97,13 +107,39 @@ class Synchronizer:
     async def _look(self) -> None:
         assert self._storage is not None and self._changed is not None
         try:
-            found = await asyncio.to_thread(latest_published, self._storage)
+            published = await asyncio.to_thread(latest_published, self._storage)
         except StorageError:
             return  # no news; who waits has a deadline of its own
-        if found is not None and (self._published is None or found != self._published):
+        if published is not None and published != self._published:
             async with self._changed:
-                self._published = found
+                self._published = published
                 self._changed.notify_all()
+
+
+class Answer(Protocol):
+    """What a call of the actor gives at once: a distributed.ActorFuture."""
+
+    def result(self, timeout: float) -> Published | None: ...
+
+
+class ActorProxy(Protocol):
+    """The actor as other processes see it."""
+
+    def hint(self) -> object: ...
+
+    def wait_for_version(self, version: int, timeout_s: float) -> Answer: ...
+
+
+class DatasetFuture(Protocol):
+    """What a name in Dask's datasets stands for."""
+
+    def result(self, timeout: float) -> ActorProxy: ...
+
+
+class DatasetClient(Protocol):
+    """What a handle uses of a distributed.Client."""
+
+    def get_dataset(self, name: str, /) -> DatasetFuture: ...
 
 
 class SyncHandle:
@@ -112,72 +148,76 @@ class SyncHandle:
     Example: SyncHandle(storage, client).wait_for_version(12, deadline_s=3600)
     """
 
-    def __init__(self, storage: Storage, client: Any, poll_interval_s: float = 0.05) -> None:
-        """client: a distributed.Client, or None to read the pointer only."""
+    def __init__(self, storage: Storage, client: DatasetClient | None, poll_interval_s: float = 0.05) -> None:
+        """client: None: the pointer is read, and no actor asked."""
         self._storage = storage
         self._client = client
         self._poll_interval_s = poll_interval_s
-        self._actor: Any = None
+        self._actor: ActorProxy | None = None
+        """None: not found yet, or it failed the last call."""
 
     def latest(self) -> Published | None:
+        """The newest published version, read from storage."""
         return latest_published(self._storage)
 
     def wait_for_version(
         self, version: int, deadline_s: float, called_off: Callable[[], bool] = lambda: False
     ) -> Published:
-        """The newest version once `version` or a newer one is published.
+        """Wait until `version` or a newer one is published; the newest.
 
         Raises: WaitTimeout: not in `deadline_s`; RoleError: `called_off` said meanwhile that nobody wants it any more.
         """
-        end = time.monotonic() + deadline_s
-        found = self.latest()
-        while found is None or found.version < version:
-            left = end - time.monotonic()
+        deadline = time.monotonic() + deadline_s
+        newest = self.latest()
+        while newest is None or newest.version < version:
+            left_s = deadline - time.monotonic()
             if called_off():
                 raise RoleError(f"the wait for policy version {version} was called off")
-            if left <= 0:
-                newest = "none yet" if found is None else str(found.version)
+            if left_s <= 0:
+                there = "none yet" if newest is None else str(newest.version)
                 raise WaitTimeout(
-                    f"policy version {version} was not published in {deadline_s:.0f} s; newest: {newest}. "
+                    f"policy version {version} was not published in {deadline_s:.0f} s; newest: {there}. "
                     "Is the trainer alive? (synchronizer.sync_timeout)"
                 )
-            found = self._ask(version, left) or self.latest()
-        return found
+            newest = self._ask_actor(version, left_s) or self.latest()
+        return newest
 
     def hint(self) -> None:
         """Tell the actor that the pointer moved; lost hints cost one poll interval."""
         try:
-            self._connect()
-            self._actor.hint()
-        except Exception:
+            self._find_actor().hint()
+        except Exception:  # see _ask_actor
             self._actor = None
 
-    def _ask(self, version: int, left_s: float) -> Published | None:
+    def _ask_actor(self, version: int, left_s: float) -> Published | None:
+        """One slice of a wait; None: the version is not there yet, or the actor cannot be asked."""
         try:
-            self._connect()
             timeout_s = min(left_s, _SLICE_S)
-            answer: Published | None = self._actor.wait_for_version(version, timeout_s).result(
-                timeout=timeout_s + _ANSWER_GRACE_S
-            )
-            return answer
+            answer = self._find_actor().wait_for_version(version, timeout_s)
+            return answer.result(timeout=timeout_s + _ANSWER_GRACE_S)
         except Exception:
             # The decision: whatever ails the actor (lost worker, new generation, closed client), storage has the
-            # answer.
+            # answer. The pause keeps a handle without an actor from reading the pointer without end.
             self._actor = None
             time.sleep(min(self._poll_interval_s, left_s))
             return None
 
-    def _connect(self) -> None:
+    def _find_actor(self) -> ActorProxy:
         if self._actor is None:
             if self._client is None:
                 raise RuntimeError("no Dask client: the pointer is read directly")
+            # By name each time it was lost: by then another generation may have it.
             self._actor = self._client.get_dataset(ACTOR_NAME).result(timeout=_ANSWER_GRACE_S)
+        return self._actor
 
 
-def start_synchronizer(client: Any, url: str, poll_interval_s: float, generation: str, workers: list[str]) -> Any:
+def start_synchronizer(
+    client: Client, url: str, poll_interval_s: float, generation: str, workers: list[str]
+) -> Future[Synchronizer]:
     """Start the actor of this generation and publish it by name; the future, whose status tells of its death.
 
-    A new key for each generation: a lost actor's key must not be used again. Raises: WaitTimeout.
+    generation: makes the Dask key a new one, since a lost actor's must not be used again; workers: addresses of those
+    that it should run on. Raises: WaitTimeout: no worker took it in a minute.
     """
     future = client.submit(
         Synchronizer,
