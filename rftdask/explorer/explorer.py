@@ -71,60 +71,15 @@ _TICK_S = 0.25
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
 _RESULT_LOOK_S = 1.0
+"""Part of it, after which a run that was cancelled waits no longer."""
 _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
+"""Pause before workers that were asked for and are missing are asked for again."""
 _EVAL_PRIORITY = 1_000_000
 """Above every explore step's, which is minus its number."""
 
 log = logging.getLogger(__name__)
-
-
-class UnitFuture(Protocol):
-    """What the loop uses of a distributed.Future."""
-
-    @property
-    def key(self) -> object:
-        """What `submit` was given."""
-        ...
-
-    @property
-    def status(self) -> str | None:
-        """pending, finished, error, cancelled or lost."""
-        ...
-
-    def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> object: ...
-
-    def exception(self) -> BaseException | None: ...
-
-    def result(self, timeout: float) -> RolloutResult:
-        """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
-        ...
-
-
-class DaskClient(Protocol):
-    """What the loop uses of a distributed.Client; testing/fake_dask.py has another."""
-
-    def submit(
-        self,
-        func: Callable[[RolloutTask], RolloutResult],
-        unit: RolloutTask,
-        /,
-        *,
-        key: str,
-        resources: dict[str, int],
-        priority: int,
-        pure: bool,
-        retries: int,
-    ) -> UnitFuture: ...
-
-    def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object: ...
-
-    def scheduler_info(self, *, n_workers: int) -> Mapping[str, Any]: ...
-
-    def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object: ...
-
-    def unsubscribe_topic(self, topic: str, /) -> object: ...
 
 
 class Explorer:
@@ -220,11 +175,6 @@ class Explorer:
         self._num_quarantined = 0
         self._audited_s = 0.0
 
-    def wake(self, version: int = 0) -> None:
-        """Look again, for something happened: `version` was published. From any thread."""
-        self._newest = max(self._newest, version)
-        self._ended.put("")
-
     def run(self) -> None:
         """Run until all steps and evaluations are done, or `cancelled`.
 
@@ -241,8 +191,9 @@ class Explorer:
                 num_engines = self._num_engines()
                 window = math.ceil(1.5 * num_engines) + 1
 
-                # Choose. Evaluations first, on half of the engines at most while there is training to go on with (one
-                # engine alone does both in turn); then what a failure left; then the next units of the schedule.
+                # Choose what enters the window. Evaluations first, on half of the engines at most while there is
+                # training to go on with (one engine alone does both in turn); then units that failed; then the next
+                # ones of the schedule.
                 self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
                 while self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
@@ -258,7 +209,8 @@ class Explorer:
                     break
                 self._ask_for_workers(num_engines)
 
-                # Meanwhile the workers roll out and commit. Record what has ended, or find out who is to blame.
+                # Meanwhile the workers roll out and commit. Record what has ended; what was lost runs again, and tells
+                # whether a task of it is to blame.
                 for unit, future in self._wait_for_ended():
                     result, error = self._fetch(future)
                     if result is not None:
@@ -272,6 +224,11 @@ class Explorer:
                     self._audit()
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
+
+    def wake(self, version: int = 0) -> None:
+        """Look again, for something happened: `version` was published. From any thread."""
+        self._newest = max(self._newest, version)
+        self._ended.put("")
 
     @contextmanager
     def _listening_to_workers(self) -> Iterator[None]:
@@ -469,16 +426,20 @@ class Explorer:
             was_running, cause = error is not None, f"RoleError: {error}"
             if isinstance(error, KilledWorker):
                 address = error.last_worker.address
-                was_running, cause = self._poison.was_running(str(future.key), on=address), f"worker {address} was lost"
+                was_running, cause = (
+                    self._poison.was_running(str(future.key), on=address),
+                    f"its worker {address} was lost",
+                )
             elif error is None:
                 finished = future.status == "finished"
                 cause = "its worker was lost with the result" if finished else f"the task is {future.status}"
             trial = self._poison.lost(unit, was_running, cause)
             log.warning("%s runs again: %s (%s)", name, cause, trial)
             first_line = cause.partition("\n")[0]
-            if was_running and trial.is_whole:
-                self._emit(Note(f"{name} runs again ({trial.strikes} of {STRIKES} losses in a row): {first_line}"))
-            elif was_running:
+            if was_running and trial.strikes:
+                what = name if trial.is_whole else f"a task of {name}, alone,"
+                self._emit(Note(f"{what} runs again ({trial.strikes} of {STRIKES} losses in a row): {first_line}"))
+            elif was_running and not trial.poisonous:
                 text = f"{name} runs task by task, to find out whether one of them ends workers: {first_line}"
                 self._emit(Note(text))
             self._roll_out_rest(unit, trial)
@@ -575,3 +536,53 @@ class Explorer:
     def _look_for_weights(self) -> None:
         published = latest_published(self._storage)
         self._newest = max(self._newest, published.version if published is not None else 0)
+
+
+# ---- what the loop uses of Dask; testing/fake_dask.py has another client
+
+
+class UnitFuture(Protocol):
+    """What the loop uses of a distributed.Future."""
+
+    @property
+    def key(self) -> object:
+        """What `submit` was given."""
+        ...
+
+    @property
+    def status(self) -> str | None:
+        """pending, finished, error, cancelled or lost."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> object: ...
+
+    def exception(self) -> BaseException | None: ...
+
+    def result(self, timeout: float) -> RolloutResult:
+        """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
+        ...
+
+
+class DaskClient(Protocol):
+    """What the loop uses of a distributed.Client."""
+
+    def submit(
+        self,
+        func: Callable[[RolloutTask], RolloutResult],
+        unit: RolloutTask,
+        /,
+        *,
+        key: str,
+        resources: dict[str, int],
+        priority: int,
+        pure: bool,
+        retries: int,
+    ) -> UnitFuture: ...
+
+    def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object: ...
+
+    def scheduler_info(self, *, n_workers: int) -> Mapping[str, Any]: ...
+
+    def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object: ...
+
+    def unsubscribe_topic(self, topic: str, /) -> object: ...

@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.config import load_config
 from rftdask.errors import StorageError
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
@@ -65,6 +66,16 @@ def test_a_unit_whose_workers_die_without_a_word_runs_task_by_task() -> None:
     client = FakeClient(*[died] * STRIKES)
     assert "task by task" in explore(client, "died")[-1]
     assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, (0,), (1,)]
+
+
+def test_a_task_that_ends_its_workers_is_set_aside_and_its_sibling_runs() -> None:
+    client = FakeClient(*[died] * STRIKES, *[died] * STRIKES)  # the unit, then its first task alone
+    notes = explore(client, "poison")
+    assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, *[(0,)] * STRIKES, (1,)]
+    assert all(", alone, runs again (" in note for note in notes[STRIKES : 2 * STRIKES - 1]), notes
+    assert notes[-1].startswith("task taskset_0/0/0 is poisonous and was set aside"), notes
+    (shard,) = ParquetLog(open_storage("memory://lost-workers/poison")).shards()
+    assert shard.part is not None and shard.part.slots == (0,), "the sibling's rollouts are its worker's to commit"
 
 
 def test_a_unit_that_raises_is_tried_a_few_times() -> None:
