@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -60,7 +61,7 @@ def run(
     from rich.console import Console
 
     from rftdask.experiment import Experiment
-    from rftdask.monitor.summary import render_summary
+    from rftdask.run.summary import render_summary
 
     experiment = Experiment(checked)
     if with_parent:
@@ -212,21 +213,19 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     """
     # Late: the other commands do not need Dask's scheduler.
     from rftdask.commands.jobs import read_run_jobs
-    from rftdask.commands.status import read_status, to_json
+    from rftdask.commands.status import read_status
 
     found = read_run_jobs(run)
     stages = read_status(run) if found.has_begun else []
     if as_json:
-        typer.echo(json.dumps({**found.to_json(), "stages": to_json(stages)}, indent=1))
+        typer.echo(json.dumps({**found.to_json(), "stages": [asdict(stage) for stage in stages]}, indent=1))
     else:
         for job in found.jobs:
             typer.echo(f"job {job.job_id:<8} {job.name:<14} {job.state}")
         if found.why:
             typer.echo(f"not running: {found.why}")
-    for stage in stages if not as_json else ():
-        typer.echo(f"{stage.name}  {stage.mode}  {stage.algorithm}  {stage.state}  {stage.folder}")
-        for label, value in _status_lines(stage):
-            typer.echo(f"  {label:<12}{value}")
+        for stage in stages:
+            typer.echo(stage.render())
     if any(stage.problems for stage in stages):
         raise typer.Exit(EXIT_FAILED)
 
@@ -234,9 +233,9 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
 @app.command()
 def report(run: Run) -> None:
     """Write the report of a run, one self-contained HTML page, and print where it is."""
-    from rftdask.experiment import Experiment
+    from rftdask.run.report import report_run
 
-    typer.echo(Experiment.open(run).report())
+    typer.echo(report_run(run))
 
 
 @app.command()
@@ -384,32 +383,6 @@ def crashtest(
     typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.render())
     if found.failures:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _status_lines(stage: object) -> list[tuple[str, str]]:
-    from rftdask.commands.status import StageStatus
-
-    assert isinstance(stage, StageStatus)
-    if stage.state == "not started":
-        return []
-    counts = ", ".join(f"{number:,} {name}" for name, number in stage.experiences.items())
-    lines = [
-        (
-            "step",
-            f"{stage.step or 0} in the ledger, checkpoint {stage.checkpoint or 'none'}, published "
-            f"{stage.published or 'none'}",
-        ),
-        (
-            "explored",
-            f"{stage.explore_step or 0} steps{', complete' if stage.sealed else ''}; {counts}" if counts else "",
-        ),
-        ("reward", "" if stage.reward is None else f"{stage.reward:.3f}"),
-        ("accuracy", "" if stage.accuracy is None else f"{stage.accuracy:.1%}"),
-        ("roles", ", ".join(f"{role}: {who}" for role, who in stage.roles.items())),
-        ("last sign", "" if stage.last_sign_s is None else f"{stage.last_sign_s:.0f} s ago"),
-        ("PROBLEMS", "; ".join(stage.problems)),
-    ]
-    return [(label, text) for label, text in lines if text]
 
 
 @contextlib.contextmanager

@@ -26,14 +26,14 @@ from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
-from rftdask.monitor.report import write_report
-from rftdask.monitor.summary import RunSummary
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
+from rftdask.run.report import report_run, stage_metrics, write_report
 from rftdask.run.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
 from rftdask.run.stage import StageResult, StageRun
-from rftdask.run.summary import StageFolder, summarize
+from rftdask.run.summary import RunSummary, summarize
+from rftdask.run.view import Stage
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
@@ -116,7 +116,7 @@ class Experiment:
         logs = LogFolder(storage)
         setup_logging("driver", self.config.log.level, logs.path)
         layout = plan_cluster(self.config, stages)
-        folders: list[StageFolder] = []
+        folders: list[Stage] = []
         status, error = "failed", ""
         try:
             with ProgressView.create(progress) as view, start_cluster(self.config, layout, storage) as cluster:
@@ -130,10 +130,8 @@ class Experiment:
             note_end(storage, status, error)
             logs.close()
             if folders:
-                self.summary, frames = summarize(
-                    self.config, self.url, folders, status=status, began_s=began_s, error=error
-                )
-                write_report(storage, self.summary, frames)
+                self.summary = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
+                write_report(storage, self.summary, stage_metrics(self.summary, folders))
         assert self.summary is not None
         return self.summary
 
@@ -237,11 +235,7 @@ class Experiment:
 
     def report(self) -> str:
         """Write `report.html` from the files of the run; its URL."""
-        storage = open_storage(self.url)
-        folders = [StageFolder(s, open_storage(s.checkpoint_job_dir)) for s in self.config.stage_configs()]
-        began_s = time.time()
-        summary, frames = summarize(self.config, self.url, folders, status="as found", began_s=began_s)
-        return write_report(storage, summary, frames)
+        return report_run(self.url)
 
     def model_path(self) -> str:
         """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
@@ -254,7 +248,7 @@ class Experiment:
         cluster: Cluster,
         layout: Layout,
         view: ProgressView,
-        folders: list[StageFolder],
+        folders: list[Stage],
     ) -> str:
         """Run the stages in order; "finished" or "stopped"."""
         model_path = ""
@@ -277,7 +271,7 @@ class Experiment:
         cluster: Cluster,
         layout: Layout,
         view: ProgressView,
-        folders: list[StageFolder],
+        folders: list[Stage],
         ahead: HeadStart,
     ) -> StageResult:
         began = time.monotonic()
@@ -307,7 +301,7 @@ class Experiment:
             self._stage = None
             feed.close()
             logs.close()
-            folders.append(StageFolder(stage, storage, time.monotonic() - began))
+            folders.append(Stage(stage, storage, time.monotonic() - began))
 
     def _exploring_stage(self) -> Config:
         exploring = [s for s in self.config.stage_configs() if s.algorithm.schema_type == "experience"]

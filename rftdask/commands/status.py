@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replay_priority import max_uses
-from rftdask.buffer.lineage import lineage_of
-from rftdask.buffer.log import open_log
-from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError
-from rftdask.monitor.metrics import read_metrics
-from rftdask.run.run_folder import lease_holder, read_run
-from rftdask.storage import open_storage
+from rftdask.run.run_folder import lease_holder
+from rftdask.run.view import Stage, open_stages
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
 
@@ -50,61 +42,59 @@ class StageStatus:
     last_sign_s: float | None = None
     """Seconds since a role last wrote metrics."""
 
+    def render(self) -> str:
+        """One line of what it is, and one for each thing that is known of it."""
+        lines = [f"{self.name}  {self.mode}  {self.algorithm}  {self.state}  {self.folder}"]
+        if self.state == "not started":
+            return lines[0]
+        checkpoint, published = self.checkpoint or "none", self.published or "none"
+        counts = ", ".join(f"{number:,} {name}" for name, number in self.experiences.items())
+        complete = ", complete" if self.sealed else ""
+        facts = {
+            "step": f"{self.step or 0} in the ledger, checkpoint {checkpoint}, published {published}",
+            "explored": f"{self.explore_step or 0} steps{complete}; {counts}" if counts else "",
+            "reward": "" if self.reward is None else f"{self.reward:.3f}",
+            "accuracy": "" if self.accuracy is None else f"{self.accuracy:.1%}",
+            "roles": ", ".join(f"{role}: {who}" for role, who in self.roles.items()),
+            "last sign": "" if self.last_sign_s is None else f"{self.last_sign_s:.0f} s ago",
+            "PROBLEMS": "; ".join(self.problems),
+        }
+        return "\n".join([*lines, *(f"  {label:<12}{text}" for label, text in facts.items() if text)])
+
 
 def read_status(url: str) -> list[StageStatus]:
     """The stages of the run in the folder `url`. Raises: DataError: it is no run folder."""
-    storage = open_storage(url)
-    config = load_config(read_run(storage)["config"])
-    return [_stage_status(stage) for stage in config.stage_configs()]
+    return [stage_status(stage) for stage in open_stages(url)]
 
 
-def to_json(stages: list[StageStatus]) -> list[dict[str, Any]]:
-    return [asdict(stage) for stage in stages]
-
-
-def _stage_status(config: Config) -> StageStatus:
-    storage = open_storage(config.checkpoint_job_dir)
-    name = config.name.rpartition("/")[2]
-    base = {"name": name, "folder": storage.url, "mode": config.mode, "algorithm": config.algorithm.algorithm_type}
-    if not storage.exists("run.json"):
-        return StageStatus(**base, state="not started")
+def stage_status(stage: Stage) -> StageStatus:
+    storage, config = stage.storage, stage.config
+    base = {"folder": storage.url, "mode": config.mode, "algorithm": config.algorithm.algorithm_type}
+    if not stage.has_begun:
+        return StageStatus(stage.name, **base, state="not started")
     roles = {
         role: f"process {holder['pid']} on {holder['host']}"
         for role in ("trainer", "explorer")
         if (holder := lease_holder(storage, role)) is not None
     }
-    experiences = open_log(storage, config)
-    ledger = Ledger(storage, lineage_of(storage))
-    shards = experiences.shards()
-    audit, damage = None, ""
-    if config.algorithm.schema_type == "experience":
-        try:
-            audit = audit_log(experiences, ledger, config.tasks_per_unit, max_uses(config))
-        except DamagedError as error:  # of the books: the rest can be told all the same
-            damage = f"the experiences cannot be counted: {error}"
-    metrics = read_metrics(storage)
-    newest = float(metrics["time_s"].max()) if len(metrics) else None
+    try:
+        experiences, problems = stage.counts, stage.audit.problems if stage.audit else ()
+    except DamagedError as error:  # of the ledger: the rest can be told all the same
+        experiences, problems = {}, (f"the experiences cannot be counted: {error}",)
+    metrics = stage.metrics
     return StageStatus(
+        stage.name,
         **base,
         state="running" if roles else "not running",
-        step=ledger.last_step() or None,
+        step=stage.ledger.last_step() or None,
         checkpoint=read_pointer(storage, CHECKPOINT_POINTER),
         published=read_pointer(storage, WEIGHTS_POINTER),
-        explore_step=max((shard.explore_step for shard in shards), default=None),
-        sealed=experiences.sealed_at() is not None,
-        experiences={}
-        if audit is None
-        else {"committed": audit.committed, "trained": audit.trained, "waiting": audit.waiting, **audit.dropped},
-        problems=audit.problems if audit is not None else (damage,) * bool(damage),
-        reward=_last(metrics, "trainer", "reward"),
-        accuracy=_last(metrics, "eval", "accuracy"),
+        explore_step=max((shard.explore_step for shard in stage.log.shards()), default=None),
+        sealed=stage.log.sealed_at() is not None,
+        experiences=experiences,
+        problems=problems,
+        reward=next(reversed(stage.values("trainer", "reward")), None),
+        accuracy=next(reversed(stage.values("eval", "accuracy")), None),
         roles=roles,
-        last_sign_s=None if newest is None else max(0.0, time.time() - newest),
+        last_sign_s=max(0.0, time.time() - float(metrics["time_s"].max())) if len(metrics) else None,
     )
-
-
-def _last(metrics: Any, role: str, name: str) -> float | None:
-    if not len(metrics) or name not in metrics:
-        return None
-    values = metrics[metrics["role"] == role].sort_values("step")[name].dropna()
-    return float(values.iloc[-1]) if len(values) else None

@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 
 from rftdask.buffer.log.schema import runs_to_mask
 from rftdask.errors import DamagedError, DataError, NotFoundError
-from rftdask.provenance.tables import RunTables, Stage
+from rftdask.provenance.tables import RunTables
+from rftdask.run.view import Stage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ Invariant: a row says where it is from: `stage`, and for experiences and ledger 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,12 +22,10 @@ from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
 from rftdask.buffer.log.schema import SCHEMA
 from rftdask.buffer.log.shard import ShardName, repeated_shards
-from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.monitor.metrics import read_metrics
 from rftdask.provenance.states import LostShard, row_states
-from rftdask.run.run_folder import RUN_FILE, read_run
-from rftdask.storage import Storage, open_storage
+from rftdask.run.view import Stage, open_stages
 from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 from rftdask.weights.manifest import Manifest, read_manifest
@@ -94,33 +91,6 @@ WEIGHTS_SCHEMA = pa.schema(
 _Read = TypeVar("_Read")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a run, and its folder."""
-
-    name: str
-    config: Config
-    storage: Storage
-
-
-def open_stages(url: str | Path) -> list[Stage]:
-    """The stages of the run at `url`, one for a run without stages. They are looked for below `url`, not where run.json
-    says that they were, so that a copied or moved run can be read. Raises: DataError: `url` is no run folder.
-    """
-    storage = open_storage(url)
-    config = load_config(read_run(storage)["config"])
-    if not config.stages:
-        return [Stage(_last_name(config), config, storage)]
-    home = storage.url.rstrip("/")
-    return [_stage(stage, open_storage(f"{home}/{_last_name(stage)}")) for stage in config.stage_configs()]
-
-
-def _stage(config: Config, storage: Storage) -> Stage:
-    """The stage with the config it ran with: its model is what the stage before it made."""
-    began = storage.exists(RUN_FILE)
-    return Stage(_last_name(config), load_config(read_run(storage)["config"]) if began else config, storage)
-
-
 class RunTables:
     """The tables of one run, each read when it is first asked for.
 
@@ -170,7 +140,7 @@ class RunTables:
         there = set(self.table("experiences")["shard"].unique().to_pylist())
         named = set(self.table("ledger")["shard"].unique().to_pylist())
         for stage in self.stages:
-            log = open_log(stage.storage, stage.config)
+            log = stage.log
             kept = {*log.shards(0), *log.removed(0)}
             damaged = {name for name in log.quarantined() or () if name.text in named and name not in kept}
             # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
@@ -293,10 +263,6 @@ def as_published(checkpoint: Manifest) -> Manifest:
     """The manifest that publishing the policy of a checkpoint gives, and so the hash its experiences carry."""
     files = {MODEL_FILE: checkpoint.files[CHECKPOINT_MODEL_FILE]}
     return Manifest(checkpoint.lineage, checkpoint.version, files)
-
-
-def _last_name(config: Config) -> str:
-    return config.name.rpartition("/")[2]
 
 
 def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:

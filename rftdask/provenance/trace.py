@@ -21,8 +21,9 @@ from rftdask.buffer.batches.selection import staleness
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.provenance.states import DROPPED, TRAINED, row_states
-from rftdask.provenance.tables import RunTables, Stage
+from rftdask.provenance.tables import RunTables
 from rftdask.provenance.text import cell, printable
+from rftdask.run.view import Stage
 
 _STEP_METRICS = ("loss", "reward", "grad_norm", "ppo_kl", "clip_frac", "staleness", "lr")
 _NUM_NEAREST = 5

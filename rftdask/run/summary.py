@@ -1,25 +1,25 @@
-"""Summaries of a run from its files alone: what was learned, sample answers, counts, where the time went."""
+"""Summary: what a finished (or failed, or stopped) run has to tell a person, and how a terminal shows it.
+
+Plain values, filled in from the files of the run; the same `RunSummary` makes the terminal's last words and the HTML
+report.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import pandas as pd
-
-from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replay_priority import max_uses
-from rftdask.buffer.lineage import lineage_of
 from rftdask.buffer.log import open_log
-from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
-from rftdask.monitor.metrics import read_metrics
-from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary
+from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
-from rftdask.storage import Storage
+from rftdask.run.view import Stage
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NUM_SAMPLES = 5
 
@@ -39,23 +39,121 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class StageFolder:
-    """One stage and where it is."""
+class StageSummary:
+    """One stage. Accuracies are those of its first and last evaluation, 0 to 1; None when there was none."""
 
-    config: Config
-    storage: Storage
+    name: str
+    mode: str = ""
+    algorithm: str = ""
+    steps: int = 0
     seconds: float = 0.0
+    first_accuracy: float | None = None
+    last_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """One eval task and what the policy answered before and after training."""
+
+    prompt: str
+    truth: str = ""
+    before: str = ""
+    after: str = ""
+    reward_before: float | None = None
+    reward_after: float | None = None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """All of a run that is not a curve.
+
+    Example: RunSummary(run_name="countdown", run_url="/scratch/runs/demo/countdown", status="finished", seconds=812.0)
+    """
+
+    run_name: str
+    run_url: str
+    status: str
+    """"finished", "stopped" or "failed"."""
+    mode: str = ""
+    started_at_s: float = 0.0
+    """Unix seconds."""
+    seconds: float = 0.0
+    stages: tuple[StageSummary, ...] = ()
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    samples: tuple[SampleAnswer, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
+    time_split: Mapping[str, float] = field(default_factory=dict)
+    """What the time went to -> seconds, such as generating, training, both, neither."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """More to show in large print: label -> text, such as "tokens per second" -> "5,120"."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    config_yaml: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path below the run -> what it is."""
+    next_commands: Mapping[str, str] = field(default_factory=dict)
+    """Command -> what it does."""
+    error: str = ""
+    """Why it failed or stopped."""
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Reason -> experiences."""
+        return {name: count for name, count in self.counts.items() if name not in ("committed", "trained", "waiting")}
+
+    @property
+    def adds_up(self) -> bool:
+        """committed = trained + dropped + waiting."""
+        return 2 * self.counts.get("committed", 0) == sum(self.counts.values())
+
+
+def percent(value: float | None) -> str:
+    """Example: "61.5%"; "-" for None and NaN."""
+    return "-" if value is None or value != value else f"{value:.1%}"
+
+
+def learned(summary: RunSummary) -> str:
+    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points)"."""
+    before, after = summary.accuracy_before, summary.accuracy_after
+    if before is None or after is None:
+        return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
+    return f"accuracy {percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
+
+
+def shorten(text: str, max_chars: int = 160) -> str:
+    """In one line, at most `max_chars`; the middle goes, because an answer's end holds its result."""
+    text = " ".join(text.split())
+    half = (max_chars - 5) // 2
+    return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def summarize(
-    config: Config, url: str, stages: Sequence[StageFolder], *, status: str, began_s: float, error: str = ""
-) -> tuple[RunSummary, list[tuple[str, pd.DataFrame]]]:
-    """The summary of a run and the metrics of its stages, by name."""
-    frames = [(_stage_name(stage, config), read_metrics(stage.storage)) for stage in stages]
-    rows = [_stage_summary(stage, name, frame) for stage, (name, frame) in zip(stages, frames, strict=True)]
+    config: Config, url: str, stages: Sequence[Stage], *, status: str, began_s: float, error: str = ""
+) -> RunSummary:
+    """Read the summary of a run from the files of its stages.
+
+    began_s: when this process began with it, Unix seconds. Raises: DamagedError: the experiences cannot be counted.
+    """
+    rows = []
+    for stage in stages:
+        accuracies = stage.values("eval", "accuracy")
+        rows.append(
+            StageSummary(
+                name=stage.name if config.stages else config.algorithm.algorithm_type,
+                mode=stage.config.mode,
+                algorithm=stage.config.algorithm.algorithm_type,
+                steps=int(stage.rows("trainer")["step"].max()) if len(stage.rows("trainer")) else 0,
+                seconds=stage.seconds,
+                first_accuracy=accuracies[0] if accuracies else None,
+                last_accuracy=accuracies[-1] if accuracies else None,
+            )
+        )
     measured = [row for row in rows if row.first_accuracy is not None]
-    counts = _counts(stages)
-    summary = RunSummary(
+    counts: Counter[str] = Counter()
+    for stage in stages:
+        counts.update(stage.counts)
+    return RunSummary(
         run_name=config.name,
         run_url=url,
         status=status,
@@ -66,109 +164,62 @@ def summarize(
         accuracy_before=measured[0].first_accuracy if measured else None,
         accuracy_after=measured[-1].last_accuracy if measured else None,
         samples=_samples(stages),
-        counts=counts,
-        time_split=_time_split(stages, frames),
+        counts=dict(counts),
+        time_split=_time_split(stages),
         versions=package_versions(),
         config_yaml=config.to_yaml(),
-        files={path: meaning for path, meaning in FILES.items()},
-        next_commands=_next_commands(url, config),
+        files=FILES,
+        next_commands={
+            f"rftdask status {url}": "where the run stands, from its files",
+            f"rftdask report {url}": "write the report again",
+            f"tensorboard --logdir {url}": "all metrics as curves",
+        },
         error=error,
     )
-    return summary, frames
 
 
-def _stage_name(stage: StageFolder, config: Config) -> str:
-    return (
-        stage.config.name.removeprefix(f"{config.name}/")
-        if stage.config.name != config.name
-        else config.algorithm.algorithm_type
-    )
-
-
-def _stage_summary(stage: StageFolder, name: str, frame: pd.DataFrame) -> StageSummary:
-    evals = _role(frame, "eval")
-    accuracies = evals["accuracy"].dropna().tolist() if "accuracy" in evals else []
-    steps = _role(frame, "trainer")["step"]
-    return StageSummary(
-        name=name,
-        mode=stage.config.mode,
-        algorithm=stage.config.algorithm.algorithm_type,
-        steps=int(steps.max()) if len(steps) else 0,
-        seconds=stage.seconds,
-        first_accuracy=accuracies[0] if accuracies else None,
-        last_accuracy=accuracies[-1] if accuracies else None,
-    )
-
-
-def _role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
-    return frame[frame["role"] == role].sort_values("step") if len(frame) else frame.reindex(columns=["role", "step"])
-
-
-def _counts(stages: Sequence[StageFolder]) -> ExperienceCounts | None:
-    audits = [
-        audit_log(
-            open_log(s.storage, s.config),
-            Ledger(s.storage, lineage_of(s.storage)),
-            s.config.tasks_per_unit,
-            max_uses(s.config),
-        )
-        for s in stages
-        if s.config.algorithm.schema_type == "experience"
-    ]
-    if not audits:
-        return None
-    reasons = sorted({reason for audit in audits for reason in audit.dropped})
-    return ExperienceCounts(
-        committed=sum(a.committed for a in audits),
-        trained=sum(a.trained for a in audits),
-        waiting=sum(a.waiting for a in audits),
-        dropped={reason: sum(a.dropped.get(reason, 0) for a in audits) for reason in reasons},
-    )
-
-
-def _samples(stages: Sequence[StageFolder]) -> tuple[SampleAnswer, ...]:
+def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     """Answers to the first evaluation tasks by the first and the last version evaluated, in the last stage with any."""
+    columns = ["task_index", "rollout", "prompt_text", "response_text", "truth", "reward"]
     for stage in reversed(stages):
         for taskset in stage.config.buffer.explorer_input.eval_tasksets:
             log = open_log(stage.storage, stage.config, f"eval/{taskset.name}")
             shards = [name for name in log.shards(0) if name.batch == 0]
-            if shards:
-                before, after = (_answers(log, name) for name in (shards[0], shards[-1]))
-                return tuple(_sample(before[i], after[i]) for i in list(before)[:NUM_SAMPLES] if i in after)
+            if not shards:
+                continue
+            before, after = (
+                {row["task_index"]: row for row in log.read(name).select(columns).to_pylist() if row["rollout"] == 0}
+                for name in (shards[0], shards[-1])
+            )
+            return tuple(
+                SampleAnswer(
+                    prompt=before[task]["prompt_text"],
+                    truth=before[task]["truth"],
+                    before=before[task]["response_text"],
+                    after=after[task]["response_text"],
+                    reward_before=before[task]["reward"],
+                    reward_after=after[task]["reward"],
+                )
+                for task in list(before)[:NUM_SAMPLES]
+                if task in after
+            )
     return ()
 
 
-def _answers(log: ExperienceLog, name: Any) -> dict[int, dict[str, Any]]:
-    columns = ["task_index", "rollout", "prompt_text", "response_text", "truth", "reward"]
-    rows = log.read(name).select(columns).to_pylist()
-    return {row["task_index"]: row for row in rows if row["rollout"] == 0}
-
-
-def _sample(before: dict[str, Any], after: dict[str, Any]) -> SampleAnswer:
-    return SampleAnswer(
-        before["prompt_text"],
-        before["truth"],
-        before["response_text"],
-        after["response_text"],
-        before["reward"],
-        after["reward"],
-    )
-
-
-def _time_split(stages: Sequence[StageFolder], frames: Sequence[tuple[str, pd.DataFrame]]) -> dict[str, float]:
+def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
     """Seconds of wall time in which the trainer trained, engines generated, both, and neither (start-up, waiting)."""
     total = sum(stage.seconds for stage in stages)
     if total <= 0:
         return {}
     training: list[Interval] = []
     generating: list[Interval] = []
-    for _, frame in frames:
-        trainer, explorer = _role(frame, "trainer"), _role(frame, "explorer")
+    for stage in stages:
+        trainer, explorer = stage.rows("trainer"), stage.rows("explorer")
         if "train_s" in trainer:
             ends = trainer["time_s"] - trainer["publish_s"] - trainer["checkpoint_s"]
             training += zip(ends - trainer["train_s"], ends, strict=True)
         if "generate_s" in explorer:
-            # The row is written when the last batch of the step is in, just after it was generated.
+            # The row is written when the last work unit of the step is in, just after it was generated.
             generating += zip(explorer["time_s"] - explorer["generate_s"], explorer["time_s"], strict=True)
     either = covered_s(training + generating)
     train, generate = covered_s(training), covered_s(generating)
@@ -186,9 +237,71 @@ def covered_s(intervals: Sequence[Interval]) -> float:
     return covered
 
 
-def _next_commands(url: str, config: Config) -> dict[str, str]:
-    return {
-        f"rftdask status {url}": "where the run stands, from its files",
-        f"rftdask report {url}": "write the report again",
-        f"tensorboard --logdir {url}": "all metrics as curves",
-    }
+def render_summary(summary: RunSummary, max_samples: int = 5) -> RenderableType:
+    """What a terminal shows at the end: what was learned, sample answers, where the files are, what to type next."""
+    # Late, as below: who reads a summary in a program draws nothing.
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    def pairs(texts: Mapping[str, str]) -> list[RenderableType]:
+        table = Table.grid(padding=(0, 2))
+        for left, right in texts.items():
+            table.add_row(Text(left, style="cyan"), Text(right, style="dim"))
+        return [Padding(table, (0, 0, 0, 2))] if texts else []
+
+    color = {"finished": "green", "failed": "red"}.get(summary.status, "yellow")
+    head = Text.assemble(
+        (summary.run_name, "bold"), " ", (summary.status, f"bold {color}"), f" after {duration(summary.seconds)}"
+    )
+    parts: list[RenderableType] = [head]
+    if summary.error:
+        parts.append(Text(summary.error, style="red"))
+    parts.append(Text(learned(summary)))
+    if summary.stages:
+        parts.append(_stage_table(summary.stages))
+    if summary.samples:
+        parts.append(_sample_table(summary.samples[:max_samples]))
+    if summary.counts:
+        dropped = "".join(f", {count:,} dropped ({reason})" for reason, count in summary.dropped.items())
+        used = f"{summary.counts['trained']:,} trained{dropped}, {summary.counts['waiting']:,} waiting"
+        doubt = "" if summary.adds_up else " (these do NOT add up)"
+        parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
+    parts.append(Text(f"Files are in {summary.run_url}", style="bold"))
+    parts += pairs(summary.files)
+    if summary.next_commands:
+        parts += [Text(""), Text("Next you can type", style="bold"), *pairs(summary.next_commands)]
+    return Group(*parts)
+
+
+def _stage_table(stages: Sequence[StageSummary]) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("stage", "mode", "algorithm"):
+        table.add_column(name)
+    for name in ("steps", "time", "accuracy before", "after"):
+        table.add_column(name, justify="right")
+    for stage in stages:
+        accuracies = percent(stage.first_accuracy), percent(stage.last_accuracy)
+        table.add_row(stage.name, stage.mode, stage.algorithm, str(stage.steps), duration(stage.seconds), *accuracies)
+    return table
+
+
+def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    def answer(text: str, reward: float | None) -> RenderableType:
+        return Text.assemble(shorten(text), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
+    for name, ratio in (("task", 4), ("truth", 1), ("before", 4), ("after", 4)):
+        table.add_column(name, ratio=ratio, overflow="fold", min_width=len(name))
+    for sample in samples:
+        before, after = answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after)
+        table.add_row(Text(shorten(sample.prompt)), Text(shorten(sample.truth, 40)), before, after)
+    return table

@@ -35,7 +35,7 @@ LAYERS = (
     {"buffer", "synchronizer"},
     {"run.run_folder", "engines"},
     {"rollouts"},
-    {"explorer", "trainer"},
+    {"explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
     {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},
     {"commands.submit"},

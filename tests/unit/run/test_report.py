@@ -10,8 +10,9 @@ from rich.console import Console
 from rftdask.monitor.charts import CHARTS, chart_svg, compute_curves, plot_metrics, stage_edges
 from rftdask.monitor.explain import METRICS
 from rftdask.monitor.metrics import MetricsRow, rows_to_frame
-from rftdask.monitor.report import render_report, write_report
-from rftdask.monitor.summary import ExperienceCounts, RunSummary, SampleAnswer, StageSummary, render_summary, shorten
+from rftdask.run.report import render_report, write_report
+from rftdask.run.summary import RunSummary, SampleAnswer, StageSummary, render_summary, shorten
+from rftdask.storage.memory import MemoryStorage
 
 VOID = {"meta", "br", "path", "use", "rect", "line"}
 REWARD, ACCURACY = (next(chart for chart in CHARTS if chart.metric == name) for name in ("reward", "accuracy"))
@@ -42,7 +43,7 @@ SUMMARY = RunSummary(
     accuracy_before=0.1,
     accuracy_after=0.8,
     samples=tuple(SampleAnswer(f"task {n} <script>", "41", "wrong", "<answer>41</answer>", 0.0, 1.0) for n in range(7)),
-    counts=ExperienceCounts(1280, 1200, 16, {"too stale": 50, "group has no spread": 14}),
+    counts={"committed": 1280, "trained": 1200, "waiting": 16, "too stale": 50, "group has no spread": 14},
     time_split={"generating": 2000, "training": 1500, "neither": 500},
     versions={"rftdask": "0.1.0"},
     config_yaml="mode: both",
@@ -89,7 +90,8 @@ def html() -> str:
     return render_report(SUMMARY, STAGES)
 
 
-def test_the_report_is_one_file_at_the_root_of_the_run(storage, html):
+def test_the_report_is_one_file_at_the_root_of_the_run(html):
+    storage = MemoryStorage("memory://report")
     url = write_report(storage, SUMMARY, STAGES)
     assert url == f"{storage.url}/report.html"
     assert storage.get("report.html").decode() == html
@@ -129,7 +131,7 @@ def test_the_report_tells_the_numbers_of_the_run(html):
 
 
 def test_counts_that_do_not_add_up_are_called_out():
-    counts = ExperienceCounts(committed=10, trained=8, waiting=1)
+    counts = {"committed": 10, "trained": 8, "waiting": 1}
     page = render_report(RunSummary("r", "/r", "failed", counts=counts, error="trainer rank 1 died"), [])
     assert "does NOT hold" in page and "trainer rank 1 died" in page
 

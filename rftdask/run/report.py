@@ -7,15 +7,20 @@ metrics of each stage and can be written again at any time, also while the run g
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
+from rftdask.config import load_config
 from rftdask.monitor.charts import CHARTS, Stages, chart_svg
 from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric
 from rftdask.monitor.progress import duration
-from rftdask.monitor.summary import RunSummary, learned, percent
-from rftdask.storage.base import Storage
+from rftdask.run.run_folder import read_run
+from rftdask.run.summary import RunSummary, learned, percent, summarize
+from rftdask.run.view import Stage, open_stages
+from rftdask.storage import Storage, open_storage
 
 REPORT_NAME = "report.html"
 _NOT_METRICS = {"role", "step", "time_s"}
@@ -30,6 +35,22 @@ class _Drawing:
     unit: str
     direction: str
     svg: str
+
+
+def report_run(url: str | Path) -> str:
+    """Write the report of the run at `url` from its files, and return the URL of the page.
+
+    Raises: DataError: it is no run folder; DamagedError: its experiences cannot be counted; StorageError.
+    """
+    storage, stages = open_storage(url), open_stages(url)
+    config = load_config(read_run(storage)["config"])
+    summary = summarize(config, storage.url, stages, status="as found", began_s=time.time())
+    return write_report(storage, summary, stage_metrics(summary, stages))
+
+
+def stage_metrics(summary: RunSummary, stages: Sequence[Stage]) -> Stages:
+    """(name in the summary, metrics) of each stage."""
+    return [(row.name, stage.metrics) for row, stage in zip(summary.stages, stages, strict=True)]
 
 
 def write_report(storage: Storage, summary: RunSummary, stages: Stages, *, title: str | None = None) -> str:
@@ -48,7 +69,7 @@ def render_report(summary: RunSummary, stages: Stages, *, title: str | None = No
     from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only reports need it
 
     environment = Environment(
-        loader=PackageLoader("rftdask.monitor", ""),
+        loader=PackageLoader("rftdask.run", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -79,7 +100,7 @@ def _numbers(summary: RunSummary) -> dict[str, str]:
     if summary.stages:
         numbers["optimizer steps"] = f"{sum(stage.steps for stage in summary.stages):,}"
     if summary.counts:
-        numbers["experiences trained"] = f"{summary.counts.trained:,}"
+        numbers["experiences trained"] = f"{summary.counts['trained']:,}"
     return numbers | dict(summary.numbers)
 
 

@@ -1,0 +1,103 @@
+"""View: a run as its files tell it, for all that looks at one from outside: status, report, SQL, traces, pages.
+
+It starts nothing, writes nothing and asks no process, so it tells the same of a run that lives, rests or is dead.
+Invariant: what is read lies below the URL that was given, also where run.json names another place; a run that was
+copied or moved is read where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.replay_priority import max_uses
+from rftdask.buffer.lineage import lineage_of
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.log import ExperienceLog
+from rftdask.config import Config, load_config
+from rftdask.monitor.metrics import read_metrics
+from rftdask.run.run_folder import RUN_FILE, read_run
+from rftdask.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run and its folder. Each part is read when it is first asked for, and kept.
+
+    Example: open_stages("runs/demo/countdown")[-1].values("eval", "accuracy")
+    """
+
+    config: Config
+    storage: Storage
+    seconds: float = 0.0
+    """Wall time of the stage in this process; 0 where it did not run here."""
+
+    @property
+    def name(self) -> str:
+        """Last part of its name: "countdown", or "warmup" of "countdown/warmup"."""
+        return self.config.name.rpartition("/")[2]
+
+    @property
+    def has_begun(self) -> bool:
+        return self.storage.exists(RUN_FILE)
+
+    @cached_property
+    def log(self) -> ExperienceLog:
+        return open_log(self.storage, self.config)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The ledger of the lineage that the stage is in now."""
+        return Ledger(self.storage, lineage_of(self.storage))
+
+    @cached_property
+    def audit(self) -> Audit | None:
+        """Where each experience is; None of a stage that trains on a dataset. Raises: DamagedError: a ledger entry."""
+        if self.config.algorithm.schema_type != "experience":
+            return None
+        return audit_log(self.log, self.ledger, self.config.tasks_per_unit, max_uses(self.config))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Experiences: "committed", "trained", "waiting", then the dropped ones by reason; empty without an audit."""
+        audit = self.audit
+        if audit is None:
+            return {}
+        return {"committed": audit.committed, "trained": audit.trained, "waiting": audit.waiting, **audit.dropped}
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """One row for each row of metrics; columns "role", "step", "time_s", tags and metrics."""
+        return read_metrics(self.storage)
+
+    def rows(self, role: str) -> pd.DataFrame:
+        """The metrics of one role, by step."""
+        if not len(self.metrics):
+            return self.metrics.reindex(columns=["role", "step", "time_s"])
+        return self.metrics[self.metrics["role"] == role].sort_values("step")
+
+    def values(self, role: str, metric: str) -> list[float]:
+        """What one role measured, by step, without gaps; empty if it never did."""
+        rows = self.rows(role)
+        return [float(value) for value in rows[metric].dropna()] if metric in rows else []
+
+
+def open_stages(url: str | Path) -> list[Stage]:
+    """The stages of the run at `url`, one for a run without stages. Raises: DataError: `url` is no run folder."""
+    storage = open_storage(url)
+    config = load_config(read_run(storage)["config"])
+    if not config.stages:
+        return [Stage(config, storage)]
+    stages = []
+    for stage in config.stage_configs():
+        folder = open_storage(f"{storage.url.rstrip('/')}/{stage.name.rpartition('/')[2]}")
+        # Once it has begun, with the config it ran with: its model is what the stage before it made.
+        stages.append(Stage(load_config(read_run(folder)["config"]) if folder.exists(RUN_FILE) else stage, folder))
+    return stages

@@ -1,0 +1,60 @@
+"""Promises of the view of a run: it is read below the URL that is given, and each part once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rftdask.commands.status import read_status
+from rftdask.config import load_config
+from rftdask.errors import DataError
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.run.report import report_run
+from rftdask.run.run_folder import open_run
+from rftdask.run.view import open_stages
+from rftdask.storage import open_storage
+
+
+def begin_run(root: Path) -> Path:
+    """A run folder with three steps of metrics."""
+    tree = {
+        "checkpoint_root_dir": str(root),
+        "model": {"model_path": "tiny", "max_model_len": 64},
+        "algorithm": {"repeat_times": 2},
+        "buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+    }
+    config = load_config(tree)
+    storage = open_storage(config.checkpoint_job_dir)
+    open_run(storage, config)
+    with MetricsWriter(storage, "trainer") as metrics:
+        for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
+            metrics.write(step, {"reward": reward})
+    return Path(storage.url)
+
+
+def test_a_run_that_was_moved_is_read_where_it_is(tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.move(begin_run(tmp_path / "runs"), moved)
+    (status,) = read_status(str(moved))
+    assert (status.folder, status.state, status.reward) == (str(moved), "not running", 0.75)
+    assert report_run(moved) == f"{moved}/report.html" and (moved / "report.html").exists()
+    assert not list((tmp_path / "runs").rglob("*.json"))
+
+
+def test_values_are_those_of_a_role_by_step_without_gaps(tmp_path: Path) -> None:
+    (stage,) = open_stages(begin_run(tmp_path))
+    assert stage.values("trainer", "reward") == [0.25, 0.75]
+    assert stage.values("trainer", "loss") == stage.values("eval", "accuracy") == []
+
+
+def test_each_part_is_read_once(tmp_path: Path) -> None:
+    (stage,) = open_stages(begin_run(tmp_path))
+    assert stage.metrics is stage.metrics and stage.audit is stage.audit and stage.log is stage.log
+    assert stage.counts == {"committed": 0, "trained": 0, "waiting": 0}
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a run folder"):
+        open_stages(tmp_path)
