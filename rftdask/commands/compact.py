@@ -10,25 +10,22 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.batches.selection import Cursor
 from rftdask.buffer.lineage import read_parent
-from rftdask.buffer.log import open_log
 from rftdask.buffer.log.compaction import Compaction
-from rftdask.buffer.log.log import ExperienceLog
-from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, UserError
-from rftdask.run.run_folder import Lease, read_run
-from rftdask.storage import Storage, open_storage
+from rftdask.run.run_folder import Lease
+from rftdask.run.view import Stage, open_stages
+from rftdask.storage import open_storage
 
 _ROLES = ("trainer", "explorer")
 
 
 @dataclass(frozen=True)
 class CompactedStage:
-    """What was done for one stage."""
+    """Shards of one stage that were merged, and the audit that did not change."""
 
     folder: str
     done: Compaction
@@ -62,18 +59,14 @@ def compact_run(url: str) -> list[CompactedStage]:
     storage = open_storage(url)
     if read_parent(storage) is not None:
         raise UserError(f"{storage.url} has no experiences of its own; compact the run that it is in")
-    config = load_config(read_run(storage)["config"])
-    stages = []
-    for stage in config.stage_configs():
-        folder = _folder(storage, config, stage)
-        if stage.algorithm.schema_type == "experience" and folder.exists("run.json"):
-            kind = stage.buffer.trainer_input.experience_buffer.storage_type
-            if kind != "queue":
-                raise UserError(f"{folder.url}: storage_type {kind} has no Parquet shards, which compact merges")
-            stages.append((folder, load_config(read_run(folder)["config"])))
+    stages = [s for s in open_stages(url) if s.has_begun and s.config.algorithm.schema_type == "experience"]
     if not stages:
         raise UserError(f"{storage.url} has no experiences of its own: it trained from a dataset")
-    return [_compact_stage(folder, stage) for folder, stage in stages]
+    for stage in stages:
+        kind = stage.config.buffer.trainer_input.experience_buffer.storage_type
+        if kind != "queue":
+            raise UserError(f"{stage.storage.url}: storage_type {kind} has no Parquet shards, which compact merges")
+    return [_compact_stage(stage) for stage in stages]
 
 
 def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
@@ -85,25 +78,17 @@ def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
     return cursor.low
 
 
-def _folder(storage: Storage, config: Config, stage: Config) -> Storage:
-    """Of a stage: below the run's, which may have been moved."""
-    return open_storage(f"{storage.url.rstrip('/')}/{stage.name.rpartition('/')[2]}") if config.stages else storage
-
-
-def _compact_stage(storage: Storage, config: Config) -> CompactedStage:
+def _compact_stage(stage: Stage) -> CompactedStage:
+    storage, config = stage.storage, stage.config
     with ExitStack() as leases:
         for role in _ROLES:
             leases.enter_context(Lease(storage, role))
-        log, ledger = open_log(storage, config), Ledger(storage)
-        before = _audit(log, ledger, config)
-        end = settled_before(ledger, config.buffer.batch_size)
-        done = log.compact([name for name in log.loose_shards(0) if name.explore_step < end])
-        log = open_log(storage, config)  # one that remembers nothing
-        after = _audit(log, ledger, config)
+        before = stage.audit
+        end = settled_before(Ledger(storage), config.buffer.batch_size)
+        done = stage.log.compact([name for name in stage.log.loose_shards(0) if name.explore_step < end])
+        compacted = Stage(config, storage)  # which remembers nothing of before
+        after = compacted.audit
+        assert before is not None and after is not None
         if after != before:
             raise DamagedError(f"{storage.url}: the audit was {before} and is {after} after compaction")
-        return CompactedStage(storage.url, done, len(log.loose_shards(0)), after)
-
-
-def _audit(log: ExperienceLog, ledger: Ledger, config: Config) -> Audit:
-    return audit_log(log, ledger, config.tasks_per_unit, max_uses(config))
+        return CompactedStage(storage.url, done, len(compacted.log.loose_shards(0)), after)

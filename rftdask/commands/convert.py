@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load
 
 from rftdask.buffer.lineage import lineage_of
-from rftdask.config import Config, load_config
+from rftdask.config import Config
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
-from rftdask.run.run_folder import read_run
-from rftdask.storage import Storage, open_storage
+from rftdask.run.view import open_stages
+from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint
 from rftdask.trainer.model import dtype_at_rest, export_hf, load_policy
 from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
@@ -31,7 +31,7 @@ _STEP = "global_step_"
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
+    """A Hugging Face folder and the checkpoint that it was made from."""
 
     run: str
     step: int
@@ -79,14 +79,9 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
         if step not in (None, named):
             raise UserError(f"{source} is the checkpoint of step {named}, not of step {step}; leave one of them out")
         source, step = run or ".", named
-    storage = open_storage(source)
-    stages = load_config(read_run(storage)["config"]).stage_configs()
-    for stage in reversed(stages) if len(stages) > 1 else ():
-        folder = open_storage(stage.checkpoint_job_dir)
-        if checkpoint_steps(folder):
-            storage = folder
-            break
-    config = load_config(read_run(storage)["config"])
+    stages = open_stages(source)
+    stage = next((stage for stage in reversed(stages) if checkpoint_steps(stage.storage)), stages[0])
+    storage, config = stage.storage, stage.config
     found = newest_valid_checkpoint(storage) if step is None else step
     if found is None:
         raise UserError(f"{storage.url} has no checkpoint yet; trainer.save_interval says when there is one")

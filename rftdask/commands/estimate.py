@@ -13,8 +13,9 @@ from typing import Any
 
 from rftdask.config import Config
 from rftdask.config.algorithms import ALGORITHMS
+from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import UserError
-from rftdask.models.model_shape import ModelShape, read_shape
+from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 
 GPUS_GB = {
     "A100 40GB": 40,
@@ -37,12 +38,8 @@ GPUS_GB = {
 }
 """Memory by the makers' data sheets, GB of 10^9 bytes (which is a little less than what the driver shows)."""
 USABLE = 0.9
-"""Of a GPU's memory: the rest is the CUDA context, the kernels' work space and what the allocator cannot join."""
+"""Usable share of a GPU: the rest is the CUDA context, the kernels' work space and what the allocator cannot join."""
 GB = 1e9
-MAX_LOGITS = 2**27
-"""As in trainer/model.py, which loads torch."""
-ENGINE_TOKENS = 65_536
-"""Of the key-value cache that a transformers engine fills at once."""
 _MASTER = 4
 """Bytes of a weight, a gradient and each of the two moments of Adam, all in float32."""
 
@@ -58,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one role on each of its GPUs."""
+    """Memory of one role on each of its GPUs."""
 
     role: str
     num_gpus: int
@@ -71,28 +68,28 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TrainSizes:
-    """What the memory of a rank follows from, beside the shape of the model."""
+    """Sizes that the memory of a rank follows from, beside the shape of the model."""
 
     tokens: int
-    """Of a forward and backward pass."""
+    """Tokens of a forward and backward pass."""
     num_ranks: int = 1
     sharded: bool = False
     """fsdp2: each rank holds a part of weights, gradients and optimizer state."""
     offloaded: bool = False
-    """Those lie in host memory."""
+    """Weights, gradients and optimizer state lie in host memory."""
     checkpointing: bool = False
-    """gradient_checkpointing."""
+    """Each layer keeps its input only, and is computed again on the way back."""
     trained: int | None = None
-    """Trained weights, beside the frozen ones (LoRA); None: all of them."""
+    """Number of trained weights beside the frozen ones (LoRA); None: all are trained."""
     num_frozen: int = 0
     """Whole frozen models beside the policy: reference, teacher."""
     critic: bool = False
     compute_bytes: int = 2
-    """Of a number in a product: 2 on a GPU (bfloat16), 4 on a CPU."""
+    """Bytes of a number in a matrix product: 2 on a GPU (bfloat16), 4 on a CPU."""
 
 
 def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
-    """The memory of one rank."""
+    """Compute the memory of one rank, part by part."""
     held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
     count, trained = shape.num_parameters, shape.num_parameters if sizes.trained is None else sizes.trained
     adapters = 0 if sizes.trained is None else trained
@@ -115,7 +112,7 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
 
 
 def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
-    """What a pass keeps for its way back, without the logits.
+    """Compute the bytes that a pass keeps for its way back, without the logits.
 
     A layer keeps, for each token: in float32 the input and the normalized input of both norms (4 H), and those of the
     norms of queries and keys; in the type of products the inputs of all products (2 H, attention's output, the MLP's
@@ -136,7 +133,7 @@ def logit_bytes(shape: ModelShape, tokens: int) -> float:
 
 
 def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) -> tuple[Part, ...]:
-    """The memory of one engine with `tokens` in its cache, of `rows` responses at once."""
+    """Compute the memory of one engine with `tokens` in its cache, of `rows` responses at once."""
     cache = 2 * shape.num_layers * shape.key_size * dtype_bytes
     return (
         Part("weights", dtype_bytes * shape.num_parameters, f"{shape.num_parameters:,} of {dtype_bytes} bytes"),
@@ -161,7 +158,7 @@ def longest_part(config: Config) -> int:
 
 
 def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
-    """What the config says of a rank."""
+    """Read the sizes of a rank from the config."""
     trainer, info = config.trainer, ALGORITHMS[config.algorithm.algorithm_type]
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
@@ -189,7 +186,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
 
 
 def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
-    """Of the trainer and the explorer's engines, where the mode has them."""
+    """Estimate the memory of the trainer and of the explorer's engines, where the mode has them."""
     shape = shape or read_shape(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
     found = []
     if config.mode in ("both", "train"):
@@ -199,7 +196,7 @@ def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
         engine = config.explorer.rollout_model
         num_bytes = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
         rows = config.tasks_per_unit * config.algorithm.repeat_times
-        tokens = min(ENGINE_TOKENS, rows * config.model.max_model_len)
+        tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
         parts = engine_parts(shape, tokens, min(rows, tokens), num_bytes)
         found.append(Estimate(config.explorer.name, engine.engine_num, parts))
     return found
@@ -218,7 +215,7 @@ def gpu_bytes(name: str) -> float:
 
 
 def what_fits(config: Config, shape: ModelShape, memory_bytes: float) -> list[str]:
-    """For each role whether it fits, how large a pass may be, and what would make the trainer fit."""
+    """Say for each role whether it fits, how large a pass may be, and what would make the trainer fit."""
     usable = USABLE * memory_bytes
     lines = []
     for each in estimate(config, shape):

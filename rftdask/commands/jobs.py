@@ -1,4 +1,4 @@
-"""Control: a run on a batch system as its user sees it from elsewhere: its jobs, why it ended, its logs, its end.
+"""Jobs: a run on a batch system as its user sees it from elsewhere: its jobs, why it ended, its logs, its end.
 
 Reads storage and the batch system and nothing else, so it tells the same of a run that lives, waits or is dead.
 """
@@ -99,7 +99,7 @@ def _system_of(job: JobRecord) -> type[JobQueueCluster]:
 
 
 def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
-    """Why the run does not run, from its last words, else from what became of the job that drove it."""
+    """Say why the run does not run: its last words, else what became of the job that drove it."""
     if any(lease_holder(storage, role) for role in ("trainer", "explorer")):
         return ""
     drivers = [job for job in jobs if job.role in _DRIVERS]
@@ -173,7 +173,7 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
 
 
 def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) -> Iterator[tuple[str, list[str]]]:
-    """As `read_logs`, then the lines that come, also of logs that are new; until whoever reads has enough."""
+    """Yield what `read_logs` does, then the lines that come, also of new logs; ends when nobody asks for more."""
     folder, read = _logs_of(url), dict[Path, int]()
     last = num_lines
     while True:
@@ -205,7 +205,7 @@ def _log_files(folder: Path, role: str) -> list[Path]:
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Any:
-    """A distributed.Client of the run's scheduler, for a notebook on a machine that reaches it.
+    """Connect a distributed.Client to the run's scheduler, for a notebook on a machine that reaches it.
 
     Raises: UserError: the run has no cluster now, or its keys are another user's; WaitTimeout: it does not answer.
     """

@@ -37,7 +37,7 @@ _MAY_CHANGE = ("algorithm", "model", "trainer", "seed", "deterministic", "cluste
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two lineages have at the newest step of which both have a checkpoint."""
+    """Comparison of two lineages at the newest step of which both have a checkpoint."""
 
     lineage: str
     """The other one."""
@@ -106,7 +106,7 @@ def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) 
 
 
 def compare(theirs: Storage, ours: Storage) -> Comparison:
-    """Whether the newest checkpoints that both have of one step hold the same weights and optimizer state."""
+    """Compare weights and optimizer state of the newest step of which both have a checkpoint."""
     parent = read_parent(ours)
     begin = 0 if parent is None else parent.step
     common = [s for s in checkpoint_steps(theirs) if s in set(checkpoint_steps(ours)) and s > begin]

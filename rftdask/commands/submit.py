@@ -31,9 +31,9 @@ from rftdask.storage import Storage, open_storage
 WARNING_S = 180
 """Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
 MAX_RESTARTS = 100
-"""Of one job, for whatever reason: a run that is killed each time must not come back for ever."""
+"""Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 PATIENCE_S = 120
-"""For an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
+"""Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
 _CONTROLLER = "controller"
 
@@ -48,7 +48,7 @@ class Script:
     after: str | None = None
     """Name of the script that must have ended well before this one starts."""
     after_task: str = ""
-    """Of an array: only this task of it, "_0"."""
+    """Suffix of the one task of an array that must have ended well: "_0"; "": all of it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Submission:
     folder: PrivateFolder
     scripts: tuple[Script, ...]
     worker_scripts: tuple[Script, ...] = ()
-    """What the controller will submit; here only to be looked at."""
+    """Scripts that the controller will submit; here only to be looked at."""
 
     def render(self) -> str:
         """The exact scripts, each below a line with the command that submits it."""

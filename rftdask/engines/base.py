@@ -20,6 +20,9 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import RoleError
 
+MAX_BATCH_TOKENS = 65_536
+"""Tokens of prompts and responses that a transformers engine holds in its key-value cache at once."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
-from rftdask.engines.base import Engine, GenerateRequest, Give, Take
+from rftdask.engines.base import MAX_BATCH_TOKENS, Engine, GenerateRequest, Give, Take
 from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.sampling import MIN_TEMPERATURE
 from rftdask.errors import DataError, RoleError
@@ -59,7 +59,7 @@ class TransformersEngine(Engine):
         device: str = "cpu",
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
-        max_batch_tokens: int = 65536,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
         self.model_path = model_path
         self.dtype = dtype

@@ -26,12 +26,12 @@ _silence: tuple[str, float, str] = ("", 0.0, "")
 
 
 def is_model_name(path: str) -> bool:
-    """Whether `path`, where no folder is, can be the name of a model on the Hub: "owner/model"."""
+    """True for what can be the name of a model on the Hub, "owner/model", where `path` is no folder."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def local_model(path: str) -> str:
-    """The folder of a whole model: `path` if it is one, or its copy in the local cache; else `path`, a name.
+    """Find the folder of a whole model: `path` if it is one, or its copy in the local cache; else `path`, a name.
 
     Give it to `from_pretrained`, which asks the Hub about a name even where the files are in the cache.
     """
@@ -40,7 +40,7 @@ def local_model(path: str) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """The newest copy of a model in the local cache, with its config.json and maybe no more; None if there is none."""
+    """Find the newest copy of a model in the local cache, with its config.json and maybe no more."""
     if not is_model_name(name):
         return None
     # Late: 0.2 s, and models in folders do without it.

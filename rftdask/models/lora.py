@@ -26,7 +26,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _NAME = "default"
 _PREFIX = "base_model.model."
-"""Of all names in PEFT's files, for the two wrappers that it usually puts around a model."""
+"""Begins all names in PEFT's files, for the two wrappers that it usually puts around a model."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Lora:
     use_dora: bool = False
     """Magnitude and direction apart: arXiv:2402.09353."""
     dtype: str = "float32"
-    """Of the adapters."""
+    """Data type of the adapters."""
     path: str | None = None
     """Folder of an adapter to begin with, whose own settings win over those above; None: one that changes nothing."""
 
     def settings(self) -> dict[str, Any]:
-        """As `peft.LoraConfig` takes them. Raises: DataError: the folder of `path` holds no adapter."""
+        """Build the keywords of `peft.LoraConfig`. Raises: DataError: the folder of `path` holds no adapter."""
         if self.path is not None:
             return _read_settings(Path(self.path) / ADAPTER_CONFIG_FILE)
         exclude = self.exclude_modules

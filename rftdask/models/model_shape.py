@@ -1,4 +1,4 @@
-"""The shape of a model: what its sizes follow from, read from its config.json and the heads of its weight files.
+"""Model shape: what the sizes of a model follow from, read from its config.json and the heads of its weight files.
 
 It loads no weights. With the files at hand it needs neither torch nor transformers; for a name on the Hugging Face Hub
 it builds the model without memory (torch's meta device), which needs the configuration alone.
@@ -17,28 +17,30 @@ from typing import Any
 from rftdask.errors import DataError
 from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
 
+MAX_LOGITS = 2**27
+"""Logits that a trainer holds at a time: 512 MiB in float32, 1,024 positions of a vocabulary of 131,072."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a decoder."""
+    """Sizes of a decoder: what memory and FLOPs follow from."""
 
     weights: Mapping[str, tuple[int, ...]]
     """Name -> shape of every tensor, tied ones once."""
     hidden_size: int
     num_layers: int
     query_size: int
-    """Heads * size of a head."""
+    """Width of the queries: heads * size of a head."""
     key_size: int
-    """The same of keys, or of values."""
+    """Width of the keys, which is that of the values."""
     intermediate_size: int
-    """Of the MLP; of a mixture of experts, what its active experts have in sum."""
+    """Width of the MLP; in a mixture of experts, the sum over the experts that a token takes."""
     normalizes_heads: bool
-    """Whether queries and keys pass a norm of their own."""
+    """True where queries and keys pass a norm of their own."""
     vocab_size: int
     bytes_at_rest: int
-    """Of each number in the model's files."""
+    """Bytes of a number in the model's files."""
 
     @property
     def num_parameters(self) -> int:
@@ -52,7 +54,7 @@ class ModelShape:
         *,
         use_dora: bool = False,
     ) -> int:
-        """Weights of adapters of the layers that PEFT would take for these names: rank * (in + out) each."""
+        """Count the weights of adapters on the layers that PEFT would take for these names: rank * (in + out) each."""
         total = 0
         for name, shape in self.weights.items():
             layer = name.removesuffix(".weight")
@@ -72,7 +74,10 @@ def _means(names: str | tuple[str, ...], layer: str) -> bool:
 
 
 def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of a model's folder, or of a name on the Hub. Raises: DataError: there is none, or of another kind."""
+    """Read the shape of the model in a folder, or of a name on the Hub.
+
+    Raises: DataError: there is none, or it is no decoder.
+    """
     folder = Path(model_path)
     is_whole = True
     if not folder.exists() and is_model_name(model_path):

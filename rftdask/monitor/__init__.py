@@ -1,1 +1,4 @@
-"""What a run tells: metrics on storage, trackers fed from them, progress views, the HTML report, logs."""
+"""Monitoring: metrics on storage, trackers fed from them, charts, progress views, logs and the events of roles.
+
+It knows how a number is stored and shown, and nothing of configurations, logs of experiences or ledgers.
+"""

@@ -1,4 +1,4 @@
-"""What each metric means: the one place that names the metrics which plots, reports and documentation know.
+"""Explanations of metrics: the one place that names those which plots, reports and documentation know.
 
 Roles may write more metrics than these; such metrics are stored and tracked all the same, but nobody explains them.
 """
@@ -21,7 +21,7 @@ class Metric:
     direction: Direction
     """Where it should go; "watch": neither is better, but a jump tells something."""
     advice: str = ""
-    """What an odd value tells."""
+    """How to read an odd value."""
 
 
 METRICS: dict[str, Metric] = {

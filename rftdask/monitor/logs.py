@@ -19,7 +19,7 @@ NUM_BACKUPS = 3
 COPY_EVERY_S = 20.0
 _START = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 MAX_COPY_BYTES = 4_000_000
-"""Of the end of a file, to remote storage each time it has grown."""
+"""Bytes of the end of a file that go to remote storage each time it has grown."""
 
 
 def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | None = None) -> Path | None:

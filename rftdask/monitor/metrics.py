@@ -33,7 +33,7 @@ _RESERVED = ("role", "step", "time_s")
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """What one role measured at one step.
+    """Numbers that one role measured at one step.
 
     Example: MetricsRow("eval", 40, 1760000000.0, {"taskset": "gsm8k"}, {"accuracy": 0.61})
     """
@@ -45,7 +45,7 @@ class MetricsRow:
     time_s: float
     """When it was written, Unix seconds."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """What tells apart rows of one step, such as taskset or stage."""
+    """Tell apart rows of one step: taskset, stage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """NaN and infinities come back as NaN."""
 

@@ -48,7 +48,7 @@ class Progress:
     """Time left of this stage."""
     workers: int = 0
     notes: tuple[str, ...] = ()
-    """What holds now, such as "explorers wait for the trainer". Events go to `ProgressView.note`."""
+    """Present conditions, such as "explorers wait for the trainer". Events go to `ProgressView.note`."""
 
     def columns(self) -> list[tuple[str, str]]:
         """(label, text) of what is shown, in order; the text is "-" for what is not known."""
@@ -139,7 +139,12 @@ class ProgressView:
         """The view of that kind; "auto" looks at where the output goes. Raises: ValueError."""
         if kind == "auto":
             kind = "jupyter" if _in_jupyter() else "terminal" if _in_terminal() else "plain"
-        views = {"terminal": TerminalView, "plain": PlainView, "jupyter": JupyterView, "none": ProgressView}
+        views: dict[str, type[ProgressView]] = {
+            "terminal": TerminalView,
+            "plain": PlainView,
+            "jupyter": JupyterView,
+            "none": ProgressView,
+        }
         if kind not in views:
             raise ValueError(f"progress view {kind!r} is unknown: use auto, {', '.join(views)}")
         return views[kind]()
@@ -279,7 +284,7 @@ class _Page:
 
 
 def _in_terminal() -> bool:
-    """Whether output goes to a terminal that can move its cursor."""
+    """True where output goes to a terminal that can move its cursor."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

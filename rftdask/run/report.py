@@ -29,7 +29,7 @@ _CUSTOM = Metric("", "not explained here: written by a workflow, a reward functi
 
 @dataclass(frozen=True)
 class _Drawing:
-    """What the template shows of one chart."""
+    """One chart as the template shows it."""
 
     title: str
     unit: str

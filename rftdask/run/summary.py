@@ -85,7 +85,7 @@ class RunSummary:
     counts: Mapping[str, int] = field(default_factory=dict)
     """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
     time_split: Mapping[str, float] = field(default_factory=dict)
-    """What the time went to -> seconds, such as generating, training, both, neither."""
+    """Seconds of wall time by what they went to: "training", "generating", "both", "neither"."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """More to show in large print: label -> text, such as "tokens per second" -> "5,120"."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def learned(summary: RunSummary) -> str:
 
 
 def shorten(text: str, max_chars: int = 160) -> str:
-    """In one line, at most `max_chars`; the middle goes, because an answer's end holds its result."""
+    """Cut to one line of at most `max_chars`; the middle goes, because an answer's end holds its result."""
     text = " ".join(text.split())
     half = (max_chars - 5) // 2
     return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"
@@ -238,7 +238,7 @@ def covered_s(intervals: Sequence[Interval]) -> float:
 
 
 def render_summary(summary: RunSummary, max_samples: int = 5) -> RenderableType:
-    """What a terminal shows at the end: what was learned, sample answers, where the files are, what to type next."""
+    """Draw what a terminal shows at the end: what was learned, sample answers, the files, what to type next."""
     # Late, as below: who reads a summary in a program draws nothing.
     from rich.console import Group
     from rich.padding import Padding

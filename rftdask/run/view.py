@@ -84,7 +84,7 @@ class Stage:
         return self.metrics[self.metrics["role"] == role].sort_values("step")
 
     def values(self, role: str, metric: str) -> list[float]:
-        """What one role measured, by step, without gaps; empty if it never did."""
+        """List what one role measured, by step, without gaps; empty if it never did."""
         rows = self.rows(role)
         return [float(value) for value in rows[metric].dropna()] if metric in rows else []
 

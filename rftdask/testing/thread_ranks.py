@@ -51,7 +51,7 @@ class ThreadRanks(Ranks):
 
 
 def in_threads(size: int, target: Callable[..., Any], num_groups: int = 1, deadline_s: float = 30.0) -> list[Any]:
-    """What `target` returns for each rank, called with `num_groups` gangs of the same ranks.
+    """Call `target` once for each rank and return what each gives; called with `num_groups` gangs of the same ranks.
 
     Raises: the error of the first rank that has one of its own; a rank that others wait for in vain breaks their wait.
     """

@@ -23,11 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
+from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.packing import PackedRows
 
-MAX_LOGITS = 2**27
-"""Logits held at a time: 512 MiB in float32, 1024 positions of a vocabulary of 131,072."""
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
 

@@ -42,7 +42,7 @@ _KINDS = {
     "pointer": r"[^/]*\.txt",
 }
 _NEXT_SEED = 1_000_003
-"""Of the life after the damage: none that a run was made with."""
+"""Seed of the life after the damage: none that a run was made with."""
 _FOLDERS = r"(global_step_|weights/)\d+"
 
 Tree = dict[str, bytes]
@@ -55,7 +55,7 @@ class _Case:
     what: str
     tree: Tree
     paths: tuple[str, ...]
-    """What was damaged."""
+    """Files or folders that were damaged."""
     kind: str
 
 

@@ -224,7 +224,7 @@ def _copy_folder(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
 
 
 def _tear(file: _File, share_kept: float, rng: random.Random) -> bytes:
-    """What is left of bytes that were not synced."""
+    """Draw what is left of bytes that were not synced."""
     if rng.random() < share_kept:
         return file.data
     cut = rng.randrange(len(file.data) + 1)

@@ -44,7 +44,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run of the same plan comes to when nothing happens to it."""
+    """Result of a run of the same plan to which nothing happens."""
 
     weights: bytes
     batches: dict[int, str]

@@ -18,7 +18,7 @@ class Figures:
 
     part: str
     what: str
-    """What was tried, in words: the unit of `num_tried`."""
+    """The unit of `num_tried`, in words."""
     num_tried: int = 0
     num_kills: int = 0
     num_operations: int = 0
@@ -40,7 +40,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class ProtectionFigures:
-    """What the same test finds when one protection is taken away; it must find something."""
+    """Findings of the same test with one protection taken away; there must be some."""
 
     protection: str
     num_tried: int

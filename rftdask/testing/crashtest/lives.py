@@ -54,7 +54,7 @@ class Life:
         return self.status == -signal.SIGKILL
 
     def error(self) -> str:
-        """What it raised, in one line; "" if nothing."""
+        """Read what it raised, in one line; "" if nothing."""
         text = self.error_file.read_text() if self.error_file.exists() else ""
         return text.strip().rpartition("\n")[2]
 
@@ -83,6 +83,6 @@ def kill_myself() -> None:
 
 
 def stop_if_alone(parent: int) -> None:
-    """For loops of a life. Raises: RoleError: the process that forked it is gone."""
+    """Check, in the loops of a life. Raises: RoleError: the process that forked it is gone."""
     if os.getppid() != parent:
         raise RoleError("the crash test has ended")

@@ -75,7 +75,7 @@ def _moments(disk: SimulatedDisk, plan: Plan, parts: Parts, seed: int) -> list[_
 def _go_on(
     disk: SimulatedDisk, plan: Plan, parts: Parts, witness: Witness, undisturbed: Undisturbed, seed: int
 ) -> Ending:
-    """From what the power loss has left to the end of the run."""
+    """Go on from what the power loss has left, to the end of the run."""
 
     def storage() -> LocalStorage:
         return LocalStorage(_ROOT, disk)

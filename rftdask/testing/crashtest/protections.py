@@ -91,7 +91,7 @@ def _unguarded(storage: Storage) -> Storage:
 
 
 def take_away(name: str, every: int = 1) -> ProtectionFigures:
-    """Whether the test finds anything without the protection; `every` as in `PROTECTIONS`."""
+    """Run the test of a protection without it; `every` as in `PROTECTIONS`."""
     figures = PROTECTIONS[name](every)
     return ProtectionFigures(
         name, figures.num_tried, len(figures.problems), figures.problems[0] if figures.problems else ""

@@ -32,10 +32,10 @@ _NUM_POWER_SEEDS = 3
 
 @dataclass(frozen=True)
 class CrashTestOptions:
-    """What to run, and how much of it."""
+    """Parts to run, and how thoroughly."""
 
     num_kills: int = 100
-    """Of the part "kills", at least."""
+    """Kills of the part "kills", at least."""
     seed: int = 1
     parts: tuple[str, ...] = PARTS
     every: int = 1

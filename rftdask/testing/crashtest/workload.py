@@ -113,7 +113,7 @@ class Parts:
 
 @dataclass
 class Witness:
-    """What the lives of a run have seen, kept out of reach of the crash: in memory, or in a file beside the run."""
+    """Record of what the lives of a run have seen, out of reach of a crash: in memory, or in a file beside the run."""
 
     file: Path | None = None
     lines: list[str] = field(default_factory=list)

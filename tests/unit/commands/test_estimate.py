@@ -30,7 +30,7 @@ from rftdask.commands.estimate import (
 from rftdask.config import load_config
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import Lora, adapter_names, begin
-from rftdask.models.model_shape import ModelShape, read_shape
+from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 from rftdask.trainer import model as trainer_model
 from rftdask.trainer.attention import pack_if_equal
 from rftdask.trainer.packing import pack_rows
@@ -106,7 +106,7 @@ def test_logits_are_what_a_pass_holds_at_most(saved: tuple[Any, ModelShape, Path
     """Of each chunk: logits, logprobs and, on the way back, the gradient."""
     _, shape, _ = saved
     assert logit_bytes(shape, 1000) == 3 * 4 * 96 * 1000
-    assert logit_bytes(shape, 10**9) == 3 * 4 * trainer_model.MAX_LOGITS
+    assert logit_bytes(shape, 10**9) == 3 * 4 * MAX_LOGITS
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_configuration_alone_gives_the_same_shape(saved: tuple[Any, ModelSha
 def test_files_at_hand_are_read_without_torch(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
     code = (
-        "import sys, rftdask.commands.estimate; from rftdask.models.model_shape import read_shape; "
+        "import sys, rftdask.commands.estimate; from rftdask.models.model_shape import MAX_LOGITS, read_shape; "
         f"read_shape({str(tmp_path)!r}); "
         "print(*sorted({'torch', 'transformers'} & sys.modules.keys()))"
     )
@@ -151,12 +151,6 @@ def test_files_at_hand_are_read_without_torch(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be sized"):
         read_shape(str(tmp_path))
-
-
-def test_its_constants_are_those_of_the_trainer() -> None:
-    from rftdask.commands import estimate as module
-
-    assert module.MAX_LOGITS == trainer_model.MAX_LOGITS
 
 
 class TestStrategies:
