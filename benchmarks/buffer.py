@@ -33,10 +33,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from rftdask.buffer.batches.batch import batch_from_table
-from rftdask.buffer.batches.entry_reader import EntryReader
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.log_source import EntryReader, LogSource
 from rftdask.buffer.batches.selection import Cursor, SampleRule
-from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.schema import Experience, experiences_to_table
@@ -195,14 +194,13 @@ def measure_share(folder: Path, num_ranks: int = 8) -> None:
         rows = [row for task in range(8) for row in make_group(random, batch * 8 + task)]
         log.commit(rows, explore_step=1, batch=batch)
     rule = SampleRule(groups_per_batch=512, tasks_per_step=512, ordered=True)
-    options = LogOptions(rule, tasks_per_batch=8, max_read_timeout_s=60)
-    entry = LogSource(log, Ledger(counted), options).entry(1)
+    entry = LogSource(log, Ledger(counted), rule, tasks_per_unit=8, max_read_timeout_s=60).entry(1)
     assert entry is not None
     num_rows = sum(len(rows.rows) for rows in entry.use)
     share = num_rows // num_ranks
     counted.num_bytes = 0
     began = time.perf_counter()
-    LogSource(log, Ledger(counted), options).read(entry, range(share, 2 * share))
+    LogSource(log, Ledger(counted), rule, tasks_per_unit=8, max_read_timeout_s=60).read(entry, range(share, 2 * share))
     took_s = time.perf_counter() - began
     stored = sum(counted.sizes.values())
     show(
@@ -248,7 +246,7 @@ class CountingStorage(Storage):
 
 def reader_of(storage: Storage, num_tasks: int) -> LogSource:
     rule = SampleRule(groups_per_batch=1, tasks_per_step=num_tasks, ordered=False)
-    return LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, num_tasks, max_read_timeout_s=60))
+    return LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=num_tasks, max_read_timeout_s=60)
 
 
 def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
@@ -271,7 +269,7 @@ def measure_visibility(folder: Path, num: int) -> None:
     writer.start()
     rule = SampleRule(groups_per_batch=8, tasks_per_step=8, ordered=True)
     log = SeenLog(storage)
-    source = LogSource(log, Ledger(storage), LogOptions(rule, 8, max_read_timeout_s=60))
+    source = LogSource(log, Ledger(storage), rule, tasks_per_unit=8, max_read_timeout_s=60)
     source.entry(1)  # the writer has started
     began, began_cpu = time.perf_counter(), time.thread_time()
     for step in range(2, num + 1):
@@ -429,7 +427,7 @@ def measure_long_log(num_shards: int, place: str, latency_s: float, page: int, e
         rows = [row for task in range(4) for row in make_group(random, task, last + 1)]
         log.commit(rows, explore_step=last + 1, batch=batch)
     rule = SampleRule(groups_per_batch=64, tasks_per_step=64, ordered=True)
-    source = LogSource(log, Ledger(storage), LogOptions(rule, 4, max_read_timeout_s=60))
+    source = LogSource(log, Ledger(storage), rule, tasks_per_unit=4, max_read_timeout_s=60)
     source.load_state_dict(Cursor(last + 1, set()).state_dict())
     measure("plans a batch of 16 new shards:", lambda: source.entry(last + 1))
     measure("looks for new ones:", lambda: (log.sealed_at(), log.shards(last + 2)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replayed_source import copied_entry
+from rftdask.buffer.batches.source import copied_entry
 from rftdask.buffer.lineage import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
 from rftdask.buffer.log import open_log
 from rftdask.cluster.base import TRAINER_RESOURCE, plan_cluster

@@ -270,7 +270,7 @@ def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
 
 
-def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_batch: int | None) -> pa.Table:
+def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_unit: int | None) -> pa.Table:
     """With the columns that say where a row is; its slot, if it is known how many tasks a rollout batch has."""
     size = table.num_rows
     place = {
@@ -278,9 +278,9 @@ def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_batch: i
         "shard": pa.array([name.text] * size, pa.string()),
         "row": pa.array(range(size), pa.int32()),
         "slot": pa.array(
-            np.zeros(size, np.int64) if tasks_per_batch is None else group_slots(table, name, tasks_per_batch),
+            np.zeros(size, np.int64) if tasks_per_unit is None else group_slots(table, name, tasks_per_unit),
             pa.int32(),
-            mask=np.full(size, tasks_per_batch is None),
+            mask=np.full(size, tasks_per_unit is None),
         ),
     }
     columns = {**place, **dict(zip(table.column_names, table.columns, strict=True))}

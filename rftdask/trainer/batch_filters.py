@@ -1,7 +1,7 @@
 """What the algorithm and the operators of the config drop of a batch, and the rewards they make of those recorded.
 
 It looks at rewards and statistics of the rows alone, never at a model, so that the ledger can name every drop before
-the batch is trained. Invariant: as of `Curation`; only `reward_shaping_mapper` changes rewards, row by row.
+the batch is trained. Invariant: that of `BatchFilter`; only `reward_shaping_mapper` changes rewards, row by row.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import Operator, RewardShapingMapper
 from rftdask.buffer.batches.batch import batch_from_table
-from rftdask.buffer.batches.filters import BASELINE, Curation, with_rewards
 from rftdask.buffer.batches.operator_pipeline import run_pipeline
+from rftdask.buffer.batches.source import BASELINE, BatchFilter, with_rewards
 from rftdask.trainer.engines.padding import PaddedRows
 
 NO_BASELINE = "no_baseline"
 """Reason of rollouts whose greedy sibling failed."""
 
 
-class AlgorithmCuration(Curation):
+class AlgorithmFilter(BatchFilter):
     """The greedy baselines, then the operators in order, then the algorithm's advantage function."""
 
     def __init__(self, algorithm: Algorithm, operators: Sequence[Operator], baseline_rollout: int | None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.buffer.batches.demonstrations import Demonstrations, ReadRows, RowOrder
+from rftdask.buffer.batches.dataset_source import Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.config import Config
 from rftdask.config.schema.buffer import ExperienceBufferConfig
@@ -15,7 +15,7 @@ from rftdask.data.preference_rows import PairRows
 from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows, Tokenizer
 from rftdask.data.text_rows import TextRows
 from rftdask.errors import UserError
-from rftdask.trainer.batch_filters import AlgorithmCuration
+from rftdask.trainer.batch_filters import AlgorithmFilter
 
 _PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
 
@@ -36,11 +36,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return algorithm
 
 
-def curation_of(config: Config, algorithm: Algorithm) -> AlgorithmCuration:
+def batch_filter_of(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
     """What is dropped when a batch is formed."""
     baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
     at_commit = config.data_processor.experience_pipeline.stage == "commit"  # then the explorer has run them
-    return AlgorithmCuration(algorithm, [] if at_commit else operators_of(config), baseline)
+    return AlgorithmFilter(algorithm, [] if at_commit else operators_of(config), baseline)
 
 
 def reader_of(

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
+from rftdask.buffer.batches.dataset_source import DatasetSource
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replay_priority import replay_rule
-from rftdask.buffer.batches.replayed_source import ReplayedSource
-from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import BatchSource, DatasetSource, LogOptions, LogSource
+from rftdask.buffer.batches.log_source import LogSource
+from rftdask.buffer.batches.replay_priority import make_replay
+from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
+from rftdask.buffer.batches.source import BatchSource, ReplayedSource
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
@@ -35,7 +36,7 @@ from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.background_checkpoints import Saver
-from rftdask.trainer.build import algorithm_of, curation_of, demonstrations_of, order_seed, reader_of
+from rftdask.trainer.build import algorithm_of, batch_filter_of, demonstrations_of, order_seed, reader_of
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.lr_schedule import LearningRate
@@ -291,28 +292,28 @@ def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watc
 
 def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm, watch: _Watch) -> LogSource:
     rules = make_sync_rules(config)
-    finished = open_log(storage, config).sealed_at() is not None
+    strategy = make_sample_strategy(config)
+    log = open_log(storage, config)
+    # A finished log is read in order, whatever style made it: the same files, the same batches.
+    in_order = rules.style is SyncStyle.FIXED or (config.mode == "train" and log.sealed_at() is not None)
     rule = SampleRule(
         groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
         tasks_per_step=config.buffer.batch_size,
-        # A finished log is read in order, whatever style made it: the same files, the same batches.
-        ordered=rules.style is SyncStyle.FIXED or (config.mode == "train" and finished),
+        ordered=in_order and strategy.follows_schedule,
         max_staleness=rules.staleness_bound if config.mode == "both" else config.synchronizer.max_staleness,
-    )
-    options = LogOptions(
-        rule=rule,
-        tasks_per_batch=config.tasks_per_unit,
-        max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
-        poll_interval_s=config.synchronizer.poll_interval_s,
-        replay=replay_rule(config),
-        note_settled=unread_limit(config) is not None,
+        strategy=strategy,
     )
     return LogSource(
-        open_log(storage, config),
+        log,
         ledger,
-        options,
-        watch.should_stop,
-        curation=curation_of(config, algorithm),
+        rule,
+        tasks_per_unit=config.tasks_per_unit,
+        max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
+        poll_interval_s=config.synchronizer.poll_interval_s,
+        replay=make_replay(config),
+        notes_settled=unread_limit(config) is not None,
+        should_stop=watch.should_stop,
+        batch_filter=batch_filter_of(config, algorithm),
         demonstrations=demonstrations_of(config, load_tokenizer(config)) if config.num_demonstrations else None,
     )
 

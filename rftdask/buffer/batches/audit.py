@@ -37,7 +37,7 @@ class Audit:
     problems: tuple[str, ...] = ()
 
 
-def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses: int | None = 1) -> Audit:
+def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses: int | None = 1) -> Audit:
     """Account for every row. Only shards of repeated batches are read; the others are known by their names, also those
     that retention removed, which count as committed.
 
@@ -52,7 +52,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_batch: int, max_uses
     shards = sorted({*kept, *damaged})
     readable = set(present)
     repeated = [name for name in repeated_shards(shards) if name in readable]  # of the others one copy was taken
-    books.dropped[REPEAT] += _count_repeats(log, repeated, books, tasks_per_batch)
+    books.dropped[REPEAT] += _count_repeats(log, repeated, books, tasks_per_unit)
     return books.close(shards)
 
 
@@ -132,7 +132,7 @@ def _repeated_within(entry: LedgerEntry) -> list[str]:
     return [f"step {entry.step} trains row {twice[0][1]} of {twice[0][0]} more than once"] if twice else []
 
 
-def _count_repeats(log: ExperienceLog, repeated: Sequence[ShardName], books: _Books, tasks_per_batch: int) -> int:
+def _count_repeats(log: ExperienceLog, repeated: Sequence[ShardName], books: _Books, tasks_per_unit: int) -> int:
     """Rows of groups that stand in several shards, less the copy that was taken or will be."""
     count = 0
     taken = set(books.settled)
@@ -146,7 +146,7 @@ def _count_repeats(log: ExperienceLog, repeated: Sequence[ShardName], books: _Bo
             books.problems.append(str(error))
             continue
         used = books.used.get(name.text, Counter())
-        for group in groups_of_shard(table, name, tasks_per_batch):
+        for group in groups_of_shard(table, name, tasks_per_unit):
             rows = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
             if used.keys().isdisjoint(rows):
                 count += len(rows) if group.position in taken else 0

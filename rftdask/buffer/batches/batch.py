@@ -66,7 +66,8 @@ class TrainingBatch:
         _, groups = np.unique(groups, return_inverse=True)
         counts = np.bincount(groups)
         means = np.bincount(groups, rewards) / counts
-        return np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+        stds: np.ndarray = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+        return stds
 
     def row_tokens(self) -> list[np.ndarray]:
         """[L_i] of every row, views."""

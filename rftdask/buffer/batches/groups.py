@@ -1,4 +1,4 @@
-"""Groups: which rows of a shard belong together, and rows of several shards as one table. Pure; no storage.
+"""Groups: which rows of a shard belong together, and where their task is in the explore step. Pure; no storage.
 
 Invariant: rows of a group lie together in one shard, and a group is found at the place of its task in the explore step,
 whichever shard it is in: so a group committed twice is known as such. No Python loop runs over rows.
@@ -6,15 +6,13 @@ whichever shard it is in: so a group committed twice is known as such. No Python
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
 
-from rftdask.buffer.batches.ledger import Rows
 from rftdask.buffer.batches.selection import Group
-from rftdask.buffer.log.schema import SCHEMA, Status
+from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
 
 _RowsByReason = tuple[tuple[str, tuple[int, ...]], ...]
@@ -22,8 +20,8 @@ _NO_ROWS: _RowsByReason = ()
 _TRAINABLE = frozenset(status.value for status in Status if status.trainable)
 
 
-def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> list[Group]:
-    """The groups of a shard, in the order of its tasks. tasks_per_batch: of a whole rollout batch."""
+def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> list[Group]:
+    """Find the groups of a shard, in the order of its tasks. tasks_per_unit: tasks of a whole work unit."""
     starts = _group_starts(table)
     if not len(starts):
         return []
@@ -31,6 +29,7 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> l
     names, codes = statuses.dictionary.to_pylist(), statuses.indices.to_numpy()
     good = np.isin(codes, [code for code, status in enumerate(names) if status in _TRAINABLE])
     versions = table.column("min_policy_version").to_numpy()
+    # Per group, in one sweep of numpy: the oldest version of its good rows, and how many are good.
     oldest = np.minimum.reduceat(np.where(good, versions, np.iinfo(np.int64).max), starts)
     num_good = np.add.reduceat(good.astype(np.int64), starts)
     ends = np.append(starts[1:], len(table))
@@ -40,20 +39,14 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_batch: int) -> l
         slots, starts.tolist(), ends.tolist(), num_good.tolist(), oldest.tolist(), strict=True
     ):
         rows, others = tuple(range(start, end)), _NO_ROWS
-        if count < end - start:
-            rows, others = _sort_out(good[start:end], codes[start:end], names, start)
-        position = (name.explore_step, name.batch * tasks_per_batch + slot)
+        if count < end - start:  # rare: most groups have no failed rollout
+            is_good, own = good[start:end], codes[start:end]
+            bad = sorted((names[code], code) for code in np.unique(own[~is_good]).tolist())
+            rows = tuple((np.flatnonzero(is_good) + start).tolist())
+            others = tuple((status, tuple((np.flatnonzero(own == code) + start).tolist())) for status, code in bad)
+        position = (name.explore_step, name.batch * tasks_per_unit + slot)
         groups.append(Group(position, name.text, rows, others, version if count else 0))
     return groups
-
-
-def _sort_out(
-    good: np.ndarray, codes: np.ndarray, names: Sequence[str], start: int
-) -> tuple[tuple[int, ...], _RowsByReason]:
-    """Of one group, the trainable rows, and the others by their status."""
-    bad = sorted((names[code], code) for code in np.unique(codes[~good]).tolist())
-    others = tuple((status, tuple((np.flatnonzero(codes == code) + start).tolist())) for status, code in bad)
-    return tuple((np.flatnonzero(good) + start).tolist()), others
 
 
 def _group_starts(table: pa.Table) -> np.ndarray:
@@ -66,18 +59,18 @@ def _group_starts(table: pa.Table) -> np.ndarray:
     return np.flatnonzero(changes)
 
 
-def batch_groups(table: pa.Table) -> np.ndarray:
+def group_numbers(table: pa.Table) -> np.ndarray:
     """[N] int64 number of each row's group within the shard; rows of a group lie together."""
     starts = np.zeros(len(table), np.int64)
     starts[_group_starts(table)[1:]] = 1
     return np.cumsum(starts)
 
 
-def group_slots(table: pa.Table, name: ShardName, tasks_per_batch: int) -> np.ndarray:
+def group_slots(table: pa.Table, name: ShardName, tasks_per_unit: int) -> np.ndarray:
     """[N] int64 place of each row's group in its explore step, as in `groups_of_shard`."""
-    numbers = batch_groups(table)
+    numbers = group_numbers(table)
     slots = numbers if name.part is None else np.asarray(name.part.slots, np.int64)[numbers]
-    return slots + name.batch * tasks_per_batch
+    return slots + name.batch * tasks_per_unit
 
 
 def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]:
@@ -85,25 +78,10 @@ def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]
     seen: set[tuple[int, int, int]] = set()
     tables = []
     for name, table in shards:
-        numbers = batch_groups(table)
+        numbers = group_numbers(table)
         slots = name.part.slots if name.part is not None else range(int(numbers[-1]) + 1 if len(numbers) else 0)
         keys = [(name.explore_step, name.batch, slot) for slot in slots]
         new = [number for number, key in enumerate(keys) if key not in seen]
         tables.append(table if len(new) == len(keys) else table.filter(pa.array(np.isin(numbers, new))))
         seen.update(keys)
     return tables
-
-
-def take_rows(parts: Sequence[Rows], table_of: Callable[[str], pa.Table]) -> pa.Table:
-    """The rows of several shards, one after another. Neighbors of one shard are taken at once; all of a shard costs
-    nothing.
-    """
-    tables = []
-    for source, run in groupby(parts, key=lambda part: part.source):
-        table = table_of(source)
-        rows = np.concatenate([np.asarray(part.rows, np.int64) for part in run])
-        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-            tables.append(table.slice(rows[0], len(rows)))
-        else:
-            tables.append(table.take(pa.array(rows)))
-    return pa.concat_tables(tables, promote_options="default") if tables else SCHEMA.empty_table()

@@ -1,8 +1,20 @@
-"""The ledger: which experiences were trained at which step, written before they are trained, one file a step.
+"""The ledger: which experiences each optimizer step trains, one file a step, written before the step is trained.
 
-`ledger/<lineage>/<step>.json` is created only once. If it exists, that is the batch of the step, for ever: a resumed
-trainer replays it, and a second trainer on the same lineage loses the race for it and stops. Everything else that one
-may ask (what is used, what is waiting) is derived from these files and the log.
+`ledger/<lineage>/<step>.json` is created once (`put_new`) and never changed. Invariant: if the file is there, it is the
+batch of that step, for ever. Everything else follows from that:
+
+- a trainer that resumes finds the files and trains the very same batches again;
+- two trainers on one lineage both try to create the next file; one wins, the other stops (`FencedError`);
+- shards carry no marks: what is trained, dropped or still waiting is derived from these files and the log (audit.py).
+
+A file holds one entry, here step 7, with a checksum over the rest (storage/checked_json.py):
+
+    {"step": 7, "lineage": "main",
+     "use":  [{"source": "00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", "rows": [0, 1, 2, 4], "reason": ""}],
+     "drop": [{"source": "00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", "rows": [3], "reason": "failed"}],
+     "positions": [[7, 0]], "notes": {}, "crc32": "5a3c0b12"}
+
+The ledger knows neither how a batch is chosen (selection.py) nor what its rows hold.
 """
 
 from __future__ import annotations
@@ -17,12 +29,17 @@ from rftdask.storage.checked_json import dump_checked, load_checked
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of one source. `reason` is empty for rows that are trained, else why they were dropped."""
+    """Some rows of one source.
+
+    Example: Rows("00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", (3,), "failed")
+    """
 
     source: str
     """A shard's name, or "dataset:<fingerprint>" for rows of a dataset."""
     rows: tuple[int, ...]
+    """Row numbers from 0."""
     reason: str = ""
+    """Why the rows were dropped: a status, "stale", an operator's or filter's reason. Empty: they are trained."""
 
     @property
     def of_dataset(self) -> bool:
@@ -34,11 +51,11 @@ class Rows:
 class LedgerEntry:
     """The batch of one optimizer step.
 
-    Example: LedgerEntry(step=7, lineage="main", use=(Rows("00000007-...parquet", (0, 1, 2)),), drop=(Rows("...", (3,),
-    "failed"),))
+    Example: LedgerEntry(7, "main", use=(Rows("00000007-...", (0, 1, 2, 4)),), positions=((7, 0),))
     """
 
     step: int
+    """Optimizer step, from 1."""
     lineage: str
     use: tuple[Rows, ...]
     """Trained at this step, in this order."""
@@ -47,57 +64,40 @@ class LedgerEntry:
     positions: tuple[tuple[int, int], ...] = ()
     """(explore step, slot) of every group this entry settles, trained or dropped."""
     notes: dict[str, float] = field(default_factory=dict)
+    """Numbers for who reads it later, such as "num_missing_groups"; no other batch depends on most of them."""
 
     def to_json(self) -> bytes:
+        """The content of the file."""
         return dump_checked(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> LedgerEntry:
+        """Inverse of `to_json`. Raises: ValueError, KeyError, TypeError: it is no entry, or not what was written."""
         tree = load_checked(data)
-        rows = {
-            key: tuple(Rows(r["source"], tuple(r["rows"]), r["reason"]) for r in tree[key]) for key in ("use", "drop")
-        }
+        use, drop = (tuple(Rows(r["source"], tuple(r["rows"]), r["reason"]) for r in tree[k]) for k in ("use", "drop"))
         positions = tuple((int(step), int(slot)) for step, slot in tree["positions"])
-        return cls(tree["step"], tree["lineage"], rows["use"], rows["drop"], positions, tree["notes"])
+        return cls(tree["step"], tree["lineage"], use, drop, positions, tree["notes"])
 
 
 class Ledger:
-    """The entries of one lineage."""
+    """The entries of one lineage.
+
+    Example:
+        ledger = Ledger(storage)
+        if (entry := ledger.read(7)) is None:
+            ledger.write(entry := form_entry(7))  # only now may anybody train it
+    """
 
     def __init__(self, storage: Storage, lineage: str = MAIN_LINEAGE) -> None:
         self._storage = storage
         self.lineage = lineage
 
     def path(self, step: int) -> str:
+        """Where the entry of `step` is, below the run folder."""
         return f"ledger/{self.lineage}/{step:08d}.json"
 
-    def last_step(self) -> int:
-        """The newest step written down; 0 if none. Lists them all."""
-        names = self._storage.list(f"ledger/{self.lineage}")
-        return max((int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdigit()), default=0)
-
-    def last_of_run(self, first: int) -> int:
-        """The last of the steps written down without a gap from `first` on; first - 1 if that is not there.
-
-        For whoever resumes: some twenty reads at most, where `last_step` lists every entry there is.
-        """
-        last, stride = first - 1, 1
-        while self._has(last + stride):
-            last, stride = last + stride, stride * 2
-        while stride := stride // 2:
-            if self._has(last + stride):
-                last += stride
-        return last
-
-    def _has(self, step: int) -> bool:
-        try:
-            self._storage.get(self.path(step))
-        except NotFoundError:
-            return False
-        return True
-
     def read(self, step: int) -> LedgerEntry | None:
-        """The batch of `step`, or None if it is not written yet.
+        """Read the batch of `step`; None if it is not written yet.
 
         Raises: DamagedError: the file is there but cannot be read. It is never guessed: the rows it names may be
         trained.
@@ -117,10 +117,78 @@ class Ledger:
         return entry
 
     def write(self, entry: LedgerEntry) -> None:
-        """Settle the batch of a step. Raises: FencedError: it is written already: another trainer is at work."""
+        """Settle the batch of a step, durably. Raises: FencedError: it is written already: another trainer is at work.
+
+        Killed before: the step has no batch, and the next life forms one. Killed after: the next life replays it.
+        """
         if not self._storage.put_new(self.path(entry.step), entry.to_json()):
             raise FencedError(
                 f"{self.path(entry.step)} was written by somebody else: another trainer works on lineage "
-                f"{self.lineage}; "
-                "stop it, or fork a lineage of your own"
+                f"{self.lineage}; stop it, or fork a lineage of your own"
             )
+
+    def last_step(self) -> int:
+        """The newest step written down; 0 if none. Lists them all."""
+        names = self._storage.list(f"ledger/{self.lineage}")
+        return max((int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdigit()), default=0)
+
+    def last_of_run(self, first: int) -> int:
+        """The last of the steps written down without a gap from `first` on; first - 1 if that is not there.
+
+        For who resumes: some twenty reads at most, where `last_step` lists every entry there is.
+        """
+
+        def is_written(step: int) -> bool:
+            try:
+                self._storage.get(self.path(step))
+            except NotFoundError:
+                return False
+            return True
+
+        # Strides double until one lands beyond the end, then halve back to it.
+        last, stride = first - 1, 1
+        while is_written(last + stride):
+            last, stride = last + stride, stride * 2
+        while stride := stride // 2:
+            if is_written(last + stride):
+                last += stride
+        return last
+
+
+class Fence:
+    """The ledger as its one trainer reads it, step after step: what was there when it began is replayed, and nothing
+    that it has not written itself may appear after that.
+
+    Example: Fence(ledger).read(7) is None   # mine to form and write
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._replay_until: int | None = None
+        """The last step that was written down before this trainer came; None until it asks for its first."""
+
+    def read(self, step: int) -> LedgerEntry | None:
+        """Read the batch of `step`; None: it is this trainer's to form.
+
+        Raises: FencedError: it appeared since this trainer began: another one is at work; DamagedError: it is damaged,
+        or it is missing and was there, for later ones are.
+        """
+        ledger = self._ledger
+        if self._replay_until is None:
+            self._replay_until = ledger.last_of_run(step)
+        entry, until = ledger.read(step), self._replay_until
+        if entry is not None:
+            if step > until:
+                raise FencedError(
+                    f"{ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
+                )
+            return entry
+        # A gap before the first new entry of this life is a lost file. Read again: another trainer may have written
+        # both entries between our two looks, which is its race to win or lose, and no damage.
+        gap = step == until + 1 and ledger.read(step + 1) is not None and ledger.read(step) is None
+        if step <= until or gap:
+            raise DamagedError(
+                f"{ledger.path(step)} is missing, and the ledger goes on to step {max(until, step + 1)}; restore it "
+                "from a backup: its rows may be trained, and a new batch could take them again"
+            )
+        return None

@@ -8,8 +8,10 @@ Source of the priorities: the replay buffer of Trinity-RFT, whose config keys th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,27 +27,96 @@ from rftdask.buffer.batches.selection import (
     staleness,
 )
 from rftdask.config import Config
+from rftdask.config.plugins import bind_arguments, find_part, read_parts
 
-_DEFAULT_USES = 3
-"""Of decay_limit_randomization, as in the reference."""
 TIME_NOTE = "time_s"
 """Note of a ledger entry: when it was formed, in Unix seconds. Cooldowns are measured between such stamps."""
 
 
-@dataclass(frozen=True)
-class ReplayRule:
-    """Which groups come first: those of the largest `policy_version - decay * num_uses + sigma * noise`.
+# ---- priority functions
 
-    Example: ReplayRule(decay=2.0, reuse_cooldown_s=30.0)   # linear_decay
+
+class PriorityFunction(ABC):
+    """Base of the priority functions (`replay_buffer.priority_fn`): which groups come first.
+
+    A function of your own is a class with `priorities`; its arguments are those of `__init__`, given as
+    `replay_buffer.priority_fn_args`.
+
+    Example:
+        class Newest(PriorityFunction):
+            def priorities(self, versions_N, uses_N, random):
+                return versions_N
     """
 
+    priority_fn: ClassVar[str | None] = None
+    """Name in the configuration; None: it is given as package.module.Name, or by its class name in a plug-in folder."""
+
+    @property
+    def max_uses(self) -> int | None:
+        """Times that a group may be trained in all; None: no limit."""
+        return None
+
+    @abstractmethod
+    def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Compute the priority of every candidate of a batch; the largest come first, equal ones in their order.
+
+        Args:
+            versions_N: [N] float64, oldest policy version of each group.
+            uses_N: [N] float64, how often each was trained.
+            random: of this batch: a function of the run's seed and the step, so a resumed run draws the same.
+        Returns: [N] float64.
+        """
+
+
+@dataclass(frozen=True)
+class LinearDecay(PriorityFunction):
+    """linear_decay: version - decay * uses."""
+
+    priority_fn = "linear_decay"
+
     decay: float = 2.0
-    use_count_limit: int | None = None
+    """Policy versions that a use costs."""
+
+    def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return versions_N - self.decay * uses_N
+
+
+@dataclass(frozen=True)
+class DecayLimitRandomization(PriorityFunction):
+    """decay_limit_randomization: version - decay * uses + sigma * noise, and a limit of uses."""
+
+    priority_fn = "decay_limit_randomization"
+
+    decay: float = 2.0
+    use_count_limit: int | None = 3
     """Times that a group is trained in all; None: no limit."""
     sigma: float = 0.0
     """Standard deviation of the noise, in policy versions."""
+
+    @property
+    def max_uses(self) -> int | None:
+        return self.use_count_limit
+
+    def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        values_N = versions_N - self.decay * uses_N
+        if self.sigma > 0:
+            values_N = values_N + self.sigma * random.standard_normal(len(values_N))
+        return values_N
+
+
+PRIORITY_FUNCTIONS = read_parts("rftdask.buffer.batches.replay_priority", "priority_fn")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How groups are used more than once.
+
+    Example: Replay(LinearDecay(decay=2.0), reuse_cooldown_s=30.0)
+    """
+
+    priority_fn: PriorityFunction = LinearDecay()
     reuse_cooldown_s: float | None = None
-    """Between the batches of two uses of a group; None: groups are used once, by priority."""
+    """Seconds between the batches of two uses of a group; None: groups are used once, by priority."""
     seed: int = 0
     after_the_end: bool = False
     """Whether used groups alone may make a batch when no fresh one can come any more."""
@@ -53,28 +124,28 @@ class ReplayRule:
     @property
     def max_uses(self) -> int | None:
         """Most entries that may train one row; None: any number."""
-        return 1 if self.reuse_cooldown_s is None else self.use_count_limit
+        return 1 if self.reuse_cooldown_s is None else self.priority_fn.max_uses
 
     def priorities(self, versions: Sequence[int], uses: Sequence[int], step: int) -> np.ndarray:
         """[N] float64 of the candidates of batch `step`; the noise is a function of (seed, step) and of their order."""
-        values = np.asarray(versions, np.float64) - self.decay * np.asarray(uses, np.float64)
-        if self.sigma > 0:
-            key = np.array([self.seed % 2**64, step], dtype=np.uint64)
-            values += self.sigma * np.random.Generator(np.random.Philox(key=key)).standard_normal(len(values))
-        return values
+        key = np.array([self.seed % 2**64, step], dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key))
+        return self.priority_fn.priorities(np.asarray(versions, np.float64), np.asarray(uses, np.float64), random)
 
 
-def replay_rule(config: Config) -> ReplayRule | None:
-    """How groups are used more than once; None without a replay buffer."""
+def make_replay(config: Config) -> Replay | None:
+    """Make the replay buffer of the config; None without one.
+
+    Raises: UserError: there is no such priority function, or it does not take the arguments.
+    """
     section = config.buffer.trainer_input.experience_buffer.replay_buffer
     if not section.enable:
         return None
-    args = section.priority_fn_args
-    limited = section.priority_fn == "decay_limit_randomization"
-    return ReplayRule(
-        decay=float(args.get("decay", 2.0)),
-        use_count_limit=int(args.get("use_count_limit", _DEFAULT_USES)) if limited else None,
-        sigma=float(args.get("sigma", 0.0)) if limited else 0.0,
+    part = find_part("priority function", section.priority_fn, PRIORITY_FUNCTIONS, config.explorer.plugin_dirs)
+    where = "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args"
+    bind_arguments(where, part, section.priority_fn_args)
+    return Replay(
+        part(**section.priority_fn_args),
         reuse_cooldown_s=section.reuse_cooldown_time,
         seed=config.seed,
         after_the_end=config.trainer.total_steps is not None,
@@ -83,8 +154,11 @@ def replay_rule(config: Config) -> ReplayRule | None:
 
 def max_uses(config: Config) -> int | None:
     """Most ledger entries that may train one experience; None: any number."""
-    rule = replay_rule(config)
-    return 1 if rule is None else rule.max_uses
+    replay = make_replay(config)
+    return 1 if replay is None else replay.max_uses
+
+
+# ---- use counts
 
 
 class UseCounts:
@@ -95,8 +169,8 @@ class UseCounts:
         uses.ready(policy_version=8, now_s=clock())
     """
 
-    def __init__(self, rule: ReplayRule, max_staleness: int | None) -> None:
-        self._rule = rule
+    def __init__(self, replay: Replay, max_staleness: int | None) -> None:
+        self._replay = replay
         self._max_staleness = max_staleness
         self._groups: dict[tuple[str, tuple[int, ...]], UsedGroup] = {}
         self.step = 0
@@ -114,21 +188,19 @@ class UseCounts:
     def fold(self, entry: LedgerEntry, version_of: Callable[[Rows], int]) -> None:
         """Count the uses in an entry; entries come in order. version_of: oldest version of some rows of the log."""
         self.step = entry.step
-        if self._rule.reuse_cooldown_s is None:
+        if self._replay.reuse_cooldown_s is None:
             return
         at_s = entry.notes.get(TIME_NOTE, 0.0)
         for rows in entry.use:
             if rows.of_dataset:
                 continue
             key = (rows.source, rows.rows)
-            was = self._groups.get(key)
-            if was is None:
-                was = UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
-            self._groups[key] = replace(was, num_uses=was.num_uses + 1, last_used_s=at_s)
+            group = self._groups.get(key) or UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
+            self._groups[key] = replace(group, num_uses=group.num_uses + 1, last_used_s=at_s)
         self._groups = {key: group for key, group in self._groups.items() if self._may_be_used(group, entry.step)}
 
     def ready(self, policy_version: int, now_s: float) -> list[UsedGroup]:
-        """Those that have cooled down and are within the bound, in an order that the ledger alone decides."""
+        """Return those that have cooled down and are within the bound, in an order that the ledger alone decides."""
         return [group for group in self._usable(policy_version) if self._is_cool(group, now_s)]
 
     def is_cooling(self, policy_version: int, now_s: float) -> bool:
@@ -140,13 +212,13 @@ class UseCounts:
         return [group for group in groups if self._may_be_used(group, policy_version)]
 
     def _may_be_used(self, group: UsedGroup, policy_version: int) -> bool:
-        limit, bound = self._rule.use_count_limit, self._max_staleness
+        limit, bound = self._replay.priority_fn.max_uses, self._max_staleness
         fresh = bound is None or staleness(policy_version, group.min_policy_version) <= bound
         return fresh and (limit is None or group.num_uses < limit)
 
     def _is_cool(self, group: UsedGroup, now_s: float) -> bool:
         # Written so that a clock that was set back cannot keep a group for longer than its cooldown from then on.
-        return not 0.0 <= now_s - group.last_used_s < (self._rule.reuse_cooldown_s or 0.0)
+        return not 0.0 <= now_s - group.last_used_s < (self._replay.reuse_cooldown_s or 0.0)
 
 
 def select_with_reuse(
@@ -155,10 +227,10 @@ def select_with_reuse(
     cursor: Cursor,
     policy_version: int,
     rule: SampleRule,
-    replay: ReplayRule,
+    replay: Replay,
     count: int | None = None,
 ) -> Selection | None:
-    """The groups of the next batch by priority, fresh ones and used ones; None while too few are there.
+    """Select the groups of the next batch by priority, fresh ones and used ones; None while too few are there.
 
     A fresh group that failed or is too stale is settled first and takes the place of a fresh one; only used groups may
     fill that place. In order, the fresh candidates are those positions that are next, whatever else is there.

@@ -329,11 +329,12 @@ def _finish(writer: pq.ParquetWriter, sink: io.BytesIO, groups: Sequence[tuple[s
 
 
 def _begin(group: pq.RowGroupMetaData) -> int:
-    """Of its first byte."""
+    """The place of its first byte in the file."""
     columns = (group.column(number) for number in range(group.num_columns))
-    return min(
+    begin: int = min(
         column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset for column in columns
     )
+    return begin
 
 
 def _span(data: bytes, begin: int, end: int) -> Span:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.file_log import FileLog, ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
@@ -221,11 +221,18 @@ def train(
 ) -> None:
     """One life of the trainer, from the newest checkpoint to the end of the log."""
     rule = SampleRule(plan.groups_per_batch, plan.tasks_per_step, plan.ordered, MAX_STALENESS)
-    options = LogOptions(rule, plan.tasks_per_batch, _MAX_READ_TIMEOUT_S, poll_interval_s=0.005)
     ledger = parts.ledger(storage)
     trainer = Trainer(
         WitnessedEngine(witness, getattr(ledger, "write_late", lambda: None)),
-        LogSource(parts.log(storage), ledger, options, should_stop),
+        LogSource(
+            parts.log(storage),
+            ledger,
+            rule,
+            tasks_per_unit=plan.tasks_per_batch,
+            max_read_timeout_s=_MAX_READ_TIMEOUT_S,
+            poll_interval_s=0.005,
+            should_stop=should_stop,
+        ),
         Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
         storage,
         _NoMetrics(),

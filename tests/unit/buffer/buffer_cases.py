@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
@@ -86,14 +86,12 @@ def make_source(
     return LogSource(
         log or ParquetLog(storage),
         Ledger(storage, lineage),
-        LogOptions(
-            rule=rule,
-            tasks_per_batch=options.pop("tasks_per_batch", 2),
-            max_read_timeout_s=options.pop("max_read_timeout_s", 0.02),
-            poll_interval_s=0.001,
-            replay=options.pop("replay", None),
-            note_settled=options.pop("note_settled", False),
-        ),
+        rule,
+        tasks_per_unit=options.pop("tasks_per_batch", 2),
+        max_read_timeout_s=options.pop("max_read_timeout_s", 0.02),
+        poll_interval_s=0.001,
+        replay=options.pop("replay", None),
+        notes_settled=options.pop("note_settled", False),
         **options,
     )
 

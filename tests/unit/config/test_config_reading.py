@@ -6,7 +6,13 @@ import pytest
 from config_cases import config, grpo, problems, sft
 
 from rftdask.buffer.batches.backpressure import UnreadLimit, unread_limit
-from rftdask.buffer.batches.replay_priority import ReplayRule, max_uses, replay_rule
+from rftdask.buffer.batches.replay_priority import (
+    DecayLimitRandomization,
+    LinearDecay,
+    Replay,
+    make_replay,
+    max_uses,
+)
 
 AT = "buffer.trainer_input.experience_buffer"
 ON = (f"{AT}.replay_buffer.enable=true", "synchronizer.sync_style=fully_async")
@@ -14,16 +20,16 @@ LIMITED = (*ON, f"{AT}.replay_buffer.priority_fn=decay_limit_randomization")
 
 
 def test_replay_is_off_by_default() -> None:
-    assert replay_rule(config(grpo())) is None
+    assert make_replay(config(grpo())) is None
     assert max_uses(config(grpo())) == 1
 
 
 def test_the_priority_functions_have_the_defaults_of_the_reference() -> None:
     cool = f"{AT}.replay_buffer.reuse_cooldown_time=30"
-    assert replay_rule(config(grpo(), *ON, cool)) == ReplayRule(2.0, None, 0.0, 30.0, seed=42)
+    assert make_replay(config(grpo(), *ON, cool)) == Replay(LinearDecay(2.0), 30.0, seed=42)
     assert max_uses(config(grpo(), *ON, cool)) is None
     limited = config(grpo(), *LIMITED, cool, f"{AT}.replay_buffer.priority_fn_args={{sigma: 0.5}}")
-    assert replay_rule(limited) == ReplayRule(2.0, 3, 0.5, 30.0, seed=42)
+    assert make_replay(limited) == Replay(DecayLimitRandomization(2.0, 3, 0.5), 30.0, seed=42)
     assert max_uses(limited) == 3
 
 
@@ -75,7 +81,7 @@ def test_datasets_are_not_replayed() -> None:
 
 
 def test_style_fixed_may_replay_without_a_clock() -> None:
-    assert replay_rule(config(grpo(), ON[0], f"{AT}.replay_buffer.reuse_cooldown_time=0")) is not None
+    assert make_replay(config(grpo(), ON[0], f"{AT}.replay_buffer.reuse_cooldown_time=0")) is not None
 
 
 @pytest.mark.parametrize(

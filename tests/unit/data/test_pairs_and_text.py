@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rftdask.buffer.batches.dataset_source import DatasetSource
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.source import DatasetSource
 from rftdask.data.preference_rows import PairRows
 from rftdask.data.sft_rows import SupervisedFormat
 from rftdask.data.text_rows import TextRows

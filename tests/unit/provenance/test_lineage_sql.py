@@ -104,7 +104,7 @@ def test_every_experience_is_in_one_state_and_the_counts_are_those_of_the_audit(
         ("trained", None, 7),
         ("waiting", None, 4),
     ]
-    audit = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_batch=2)
+    audit = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_unit=2)
     assert (audit.trained, audit.waiting, audit.dropped) == (7, 4, {"failed": 1, "repeat": 4})
 
 
@@ -113,7 +113,7 @@ def counts_of(url: str) -> Counter[str]:
 
 
 def audited(case: Case) -> Counter[str]:
-    found = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_batch=2)
+    found = audit_log(ParquetLog(case.storage), Ledger(case.storage), tasks_per_unit=2)
     return +Counter({"trained": found.trained, "waiting": found.waiting, **found.dropped})
 
 

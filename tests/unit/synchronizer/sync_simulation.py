@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rftdask.buffer.batches.backpressure import UnreadLimit
 from rftdask.buffer.batches.ledger import LedgerEntry, Rows
-from rftdask.buffer.batches.replay_priority import ReplayRule, UseCounts, select_with_reuse
+from rftdask.buffer.batches.replay_priority import Replay, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups, staleness
 from rftdask.synchronizer.styles import SyncRules, SyncStyle
 from tests.numerics import shifted_seed
@@ -47,7 +47,7 @@ class Simulation:
         empty_share: float = 0.0,
         sampling_ahead: bool = True,
         partial_share: float = 0.0,
-        replay: ReplayRule | None = None,
+        replay: Replay | None = None,
         unread_limit: UnreadLimit | None = None,
     ) -> None:
         """empty_share: of groups whose rollouts all fail; sampling_ahead False: the explorer moves when it must;
@@ -74,7 +74,7 @@ class Simulation:
         self.waiting: dict[Position, Group] = {}
         self.cursor = Cursor()
         self.published = self.requested = self.pinned = self.next_step = 0
-        self.uses = UseCounts(replay or ReplayRule(), rules.staleness_bound)
+        self.uses = UseCounts(replay or Replay(), rules.staleness_bound)
         self.outcome = Outcome()
 
     def run(self) -> Outcome:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sync_simulation import Simulation
 
 from rftdask.buffer.batches.backpressure import UnreadLimit
-from rftdask.buffer.batches.replay_priority import ReplayRule
+from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
 from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, SyncRules, SyncStyle, WeightRequirement
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle
@@ -217,7 +217,7 @@ def test_replay_stops_no_style_and_trains_nothing_beyond_the_bound(
         seed=seed,
         empty_share=empty_share,
         partial_share=partial_share,
-        replay=ReplayRule(decay, limit, sigma=0.3, reuse_cooldown_s=0.0),
+        replay=Replay(DecayLimitRandomization(decay, limit, sigma=0.3), reuse_cooldown_s=0.0),
     )
     outcome = simulation.run()
     assert outcome.stuck == ""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.monitor.events import Event
@@ -63,7 +63,7 @@ class Sink:
 def source_of(storage: Storage) -> LogSource:
     """Batches of one group each."""
     rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    return LogSource(ParquetLog(storage), Ledger(storage), LogOptions(rule, tasks_per_batch=1, max_read_timeout_s=0.0))
+    return LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=0.0)
 
 
 def make_trainer(

@@ -14,7 +14,7 @@ from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storag
 
 
 def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def test_what_was_trained_of_a_shard_in_quarantine_stays_trained() -> None:

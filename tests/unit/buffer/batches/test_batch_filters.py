@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table
-from rftdask.buffer.batches.demonstrations import Demonstrations, RowOrder
-from rftdask.buffer.batches.entry_reader import EntryReader
-from rftdask.buffer.batches.filters import BASELINE, Curation
+from rftdask.buffer.batches.dataset_source import Demonstrations, RowOrder
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.batches.log_source import EntryReader
+from rftdask.buffer.batches.source import BASELINE, BatchFilter
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
 from rftdask.storage import Storage
 from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage
 
 
-class DropRollout(Curation):
+class DropRollout(BatchFilter):
     """Drops one rollout of every task, and doubles and raises the rewards of the others."""
 
     def __init__(self, rollout: int | None, reason: str = "why") -> None:
@@ -55,24 +55,24 @@ def first(storage: Storage, **options: object) -> tuple[LedgerEntry, TrainingBat
 
 def test_what_is_dropped_is_in_the_ledger_with_its_reason() -> None:
     storage = filled()
-    entry, batch = first(storage, curation=DropRollout(0))
+    entry, batch = first(storage, batch_filter=DropRollout(0))
     assert [rows.rows for rows in entry.use] == [(1,), (3,)]
     assert [(rows.rows, rows.reason) for rows in entry.drop] == [((0,), "why"), ((2,), "why")]
     assert batch.uids == ("t/0/0/1/0", "t/0/1/1/0")
-    audit = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    audit = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
     assert (audit.trained, audit.dropped, audit.waiting, audit.problems) == (2, {"why": 2}, 4, ())
 
 
 def test_a_replay_trains_the_same_rewards() -> None:
     storage = filled()
-    _, batch = first(storage, curation=DropRollout(0))
-    _, again = first(storage, curation=DropRollout(0))
+    _, batch = first(storage, batch_filter=DropRollout(0))
+    _, again = first(storage, batch_filter=DropRollout(0))
     assert batch.rewards.tolist() == again.rewards.tolist() == [7.0, 7.0]
 
 
 def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
     storage = filled()
-    source = make_source(storage, curation=DropRollout(None))
+    source = make_source(storage, batch_filter=DropRollout(None))
     found = source.batch(1)
     assert found is not None
     assert (len(found[1]), found[1].sampled, found[0].use) == (0, False, ())
@@ -83,7 +83,7 @@ def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
 def test_the_baseline_of_a_task_is_the_reward_of_its_dropped_rollout() -> None:
     storage = filled()
     for _ in range(2):  # the second time from the ledger
-        _, batch = first(storage, curation=DropRollout(1, BASELINE))
+        _, batch = first(storage, batch_filter=DropRollout(1, BASELINE))
         assert batch.baselines is not None
         assert batch.baselines.tolist() == [7.0, 7.0], "curated like the rewards it is compared with"
         assert batch.uids == ("t/0/0/0/0", "t/0/1/0/0")
@@ -107,7 +107,7 @@ def test_demonstrations_are_written_down_and_come_after_the_rollouts() -> None:
     assert batch.rollouts.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert [row.tolist() for row in batch.row_tokens()[4:]] == [[1, 2, 0], [1, 2, 1], [1, 2, 2]]
     assert batch.uids[4:] == ("dataset:f1/0/0", "dataset:f1/1/1", "dataset:f1/2/2")
-    assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2).trained == 4
+    assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2).trained == 4
 
 
 def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> None:
@@ -146,10 +146,10 @@ def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], 
         lambda numbers: [((1, 2, n), 1, None) for n in numbers], "f", RowOrder(3, None), per_batch=2
     )
     curation = DropRollout(0, BASELINE if with_baseline else "why")
-    source = make_source(storage, groups_per_batch=4, curation=curation, demonstrations=demonstrations)
+    source = make_source(storage, groups_per_batch=4, batch_filter=curation, demonstrations=demonstrations)
     entry, whole = source.batch(1) or pytest.fail("no batch")
     at = sorted(place for place in places if place < len(whole))
-    reader = EntryReader(ParquetLog(storage), curation=curation, demonstrations=demonstrations)
+    reader = EntryReader(ParquetLog(storage), batch_filter=curation, demonstrations=demonstrations)
     part = reader.read(entry, at)
     assert part.uids == tuple(whole.uids[place] for place in at)
     for name in ("rewards", "lengths", "experts", "min_policy_versions", *(["baselines"] if with_baseline else [])):

@@ -30,7 +30,7 @@ def uids(*tasks: int) -> tuple[str, ...]:
 
 def audit(storage: Storage) -> Audit:
     """The audit, which must add up and find nothing wrong."""
-    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
     assert found.problems == ()
     assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
     return found
@@ -409,5 +409,5 @@ def test_the_audit_finds_what_was_planted(plant: Plant, problem: str) -> None:
     take(make_source(storage), [1])
     assert audit(storage).trained == 4
     plant(storage, entries(storage)[0])
-    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
     assert any(re.search(problem, line) for line in found.problems), found.problems

@@ -18,8 +18,8 @@ from rftdask.buffer.batches.operator_pipeline import filter_experiences, operato
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
-from rftdask.trainer.batch_filters import AlgorithmCuration
-from rftdask.trainer.build import curation_of
+from rftdask.trainer.batch_filters import AlgorithmFilter
+from rftdask.trainer.build import batch_filter_of
 
 
 def group(task: int, rewards: list[float | None], **fields: Any) -> list[Experience]:
@@ -101,7 +101,7 @@ OPERATORS = [
 def test_both_places_drop_the_same_rows(rewards: list[list[float]], chosen: list[tuple[str, dict[str, Any]]]) -> None:
     operators = [make_operator(*each) for each in chosen]
     rows = [e for task, some in enumerate(rewards) for e in group(task, list(some))]
-    at_batch = AlgorithmCuration(make_algorithm("grpo"), operators, None).reasons(experiences_to_table(rows), 1)
+    at_batch = AlgorithmFilter(make_algorithm("grpo"), operators, None).reasons(experiences_to_table(rows), 1)
     per_task = [
         e for task, some in enumerate(rewards) for e in filter_experiences(operators, group(task, list(some)), None)
     ]
@@ -115,7 +115,7 @@ def test_an_operator_that_fails_is_named_with_the_task(place: str) -> None:
         if place == "commit":
             filter_experiences([FailsAt(0.5)], rows, None)
         else:
-            curation = AlgorithmCuration(make_algorithm("grpo"), [FailsAt(0.5)], None)
+            curation = AlgorithmFilter(make_algorithm("grpo"), [FailsAt(0.5)], None)
             curation.reasons(experiences_to_table(rows), 1)
     assert str(caught.value) == "operator FailsAt failed on task t/0/4: ZeroDivisionError: division by zero"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -131,5 +131,5 @@ def test_operators_run_in_one_place() -> None:
     at_commit = load_config(at_batch.to_dict(), [f"{pipeline}.stage=commit"])
     assert operators_of(at_batch) == operators_of(at_commit) == [make_operator("reward_std_filter")]
     table = experiences_to_table(group(0, [1.0, 1.0]))
-    assert curation_of(at_batch, make_algorithm("grpo")).reasons(table, 1) == ["low_std"] * 2
-    assert curation_of(at_commit, make_algorithm("grpo")).reasons(table, 1) == ["", ""]
+    assert batch_filter_of(at_batch, make_algorithm("grpo")).reasons(table, 1) == ["low_std"] * 2
+    assert batch_filter_of(at_commit, make_algorithm("grpo")).reasons(table, 1) == ["", ""]

@@ -17,9 +17,15 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.batches.replay_priority import ReplayRule, UseCounts, select_with_reuse
+from rftdask.buffer.batches.log_source import LogSource
+from rftdask.buffer.batches.replay_priority import (
+    DecayLimitRandomization,
+    LinearDecay,
+    Replay,
+    UseCounts,
+    select_with_reuse,
+)
 from rftdask.buffer.batches.selection import Cursor, Group, SampleRule, UsedGroup
-from rftdask.buffer.batches.source import LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
@@ -29,7 +35,7 @@ from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storag
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""
 
-REUSE = ReplayRule(decay=2.0, reuse_cooldown_s=0.0)
+REUSE = Replay(LinearDecay(decay=2.0), reuse_cooldown_s=0.0)
 
 
 def uids(*tasks: int) -> tuple[str, ...]:
@@ -43,7 +49,7 @@ def committed(order: list[tuple[int, int]] = BATCHES, of_one_version: bool = Fal
     return storage
 
 
-def replaying(storage: Storage, rule: ReplayRule = REUSE, **options: Any) -> LogSource:
+def replaying(storage: Storage, rule: Replay = REUSE, **options: Any) -> LogSource:
     return make_source(storage, replay=rule, **{"ordered": False, **options})
 
 
@@ -54,21 +60,21 @@ def entries(storage: Storage) -> list[LedgerEntry]:
 
 
 def audit(storage: Storage, max_uses: int | None = None) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2, max_uses=max_uses)
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2, max_uses=max_uses)
 
 
 # ---- the rule
 
 
 def test_linear_decay_is_the_version_less_decay_times_uses() -> None:
-    assert ReplayRule(decay=2.0).priorities([5, 5, 9], [0, 3, 1], step=1).tolist() == [5.0, -1.0, 7.0]
+    assert Replay(LinearDecay(decay=2.0)).priorities([5, 5, 9], [0, 3, 1], step=1).tolist() == [5.0, -1.0, 7.0]
 
 
 def test_noise_is_a_function_of_seed_and_step() -> None:
-    rule = ReplayRule(decay=0.0, sigma=1.0, seed=7)
+    rule = Replay(DecayLimitRandomization(decay=0.0, sigma=1.0), seed=7)
     assert rule.priorities([0] * 4, [0] * 4, 3).tolist() == rule.priorities([0] * 4, [0] * 4, 3).tolist()
     assert rule.priorities([0] * 4, [0] * 4, 3).tolist() != rule.priorities([0] * 4, [0] * 4, 4).tolist()
-    other = ReplayRule(decay=0.0, sigma=1.0, seed=8)
+    other = Replay(DecayLimitRandomization(decay=0.0, sigma=1.0), seed=8)
     assert rule.priorities([0] * 4, [0] * 4, 3).tolist() != other.priorities([0] * 4, [0] * 4, 3).tolist()
 
 
@@ -88,7 +94,7 @@ def test_groups_that_cannot_be_trained_take_the_place_of_fresh_ones_alone() -> N
 
 def test_the_newest_come_first_and_used_ones_when_their_priority_is_higher() -> None:
     storage = committed()
-    source = replaying(storage, ReplayRule(decay=0.75, reuse_cooldown_s=0.0), max_staleness=9)
+    source = replaying(storage, Replay(LinearDecay(decay=0.75), reuse_cooldown_s=0.0), max_staleness=9)
     # Groups 4-7 are of version 1, 0-3 of version 0; a use costs 0.75.
     assert take(source, [1, 2]) == [uids(4, 5), uids(6, 7)]
     assert take(source, [3, 4]) == [uids(4, 5), uids(6, 7)], "1 - 0.75 is more than 0"
@@ -101,7 +107,7 @@ def test_the_newest_come_first_and_used_ones_when_their_priority_is_higher() -> 
 def test_without_a_cooldown_time_groups_are_used_once() -> None:
     storage = committed()
     ParquetLog(storage).seal(2)
-    source = replaying(storage, ReplayRule())
+    source = replaying(storage, Replay())
     assert take(source, [1, 2, 3, 4]) == [uids(4, 5), uids(6, 7), uids(0, 1), uids(2, 3)]
     assert source.batch(5) is None
     assert audit(storage, max_uses=1) == Audit(committed=16, trained=16, waiting=0)
@@ -110,7 +116,7 @@ def test_without_a_cooldown_time_groups_are_used_once() -> None:
 def test_a_group_is_trained_as_often_as_the_limit_says() -> None:
     storage = committed()
     ParquetLog(storage).seal(2)
-    rule = ReplayRule(decay=0.5, use_count_limit=3, reuse_cooldown_s=0.0, after_the_end=True)
+    rule = Replay(DecayLimitRandomization(decay=0.5, use_count_limit=3), reuse_cooldown_s=0.0, after_the_end=True)
     source = replaying(storage, rule)
     batches = take(source, range(1, 13))
     assert source.batch(13) is None
@@ -140,7 +146,7 @@ def test_a_group_is_not_used_again_beyond_the_staleness_bound() -> None:
 def test_a_cooldown_is_measured_between_the_stamps_of_the_ledger() -> None:
     storage = committed([(1, 0)])
     now = [100.0]
-    source = replaying(storage, ReplayRule(reuse_cooldown_s=30.0), clock=lambda: now[0])
+    source = replaying(storage, Replay(reuse_cooldown_s=30.0), clock=lambda: now[0])
     take(source, [1])
     now[0] = 129.0
     with pytest.raises(WaitTimeout):
@@ -152,7 +158,7 @@ def test_a_cooldown_is_measured_between_the_stamps_of_the_ledger() -> None:
 
 def test_a_use_trains_the_rows_that_were_trained_before() -> None:
     storage = committed(statuses=lambda task, rollout: Status.FAILED if (task, rollout) == (6, 1) else Status.OK)
-    source = replaying(storage, ReplayRule(decay=0.1, reuse_cooldown_s=0.0))
+    source = replaying(storage, Replay(LinearDecay(decay=0.1), reuse_cooldown_s=0.0))
     batches = take(source, range(1, 7))
     assert batches[1] == batches[3] == batches[5] == ("t/0/6/0/0", *uids(7))
     assert audit(storage).dropped == {"failed": 1}
@@ -183,7 +189,7 @@ def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
     saved_at: int,
     killed_at: int,
 ) -> None:
-    rule = ReplayRule(0.6, limit, sigma, reuse_cooldown_s=cooldown, seed=3, after_the_end=True)
+    rule = Replay(DecayLimitRandomization(0.6, limit, sigma), reuse_cooldown_s=cooldown, seed=3, after_the_end=True)
 
     def source_of(storage: Storage) -> LogSource:
         ledger = Ledger(storage)

@@ -28,9 +28,9 @@ from typer.testing import CliRunner
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.replay_priority import ReplayRule
+from rftdask.buffer.batches.log_source import LogSource
+from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.batches.source import LogOptions, LogSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import experiences_to_table
 from rftdask.buffer.log.shard import ShardName
@@ -90,10 +90,9 @@ def fill(storage: Storage, num_steps: int = NUM_STEPS // 2) -> None:
 def train(storage: Storage) -> bytes:
     """A trainer of its own process, to the end of the log; the weights it ends with."""
     rule = SampleRule(groups_per_batch=2, tasks_per_step=4, ordered=True)
-    options = LogOptions(rule, tasks_per_batch=2, max_read_timeout_s=0.0)
     trainer = Trainer(
         FakeTrainEngine(),
-        LogSource(ParquetLog(storage), Ledger(storage), options),
+        LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=2, max_read_timeout_s=0.0),
         Checkpoints(storage, "main"),
         storage,
         NoMetrics(),
@@ -107,7 +106,7 @@ def train(storage: Storage) -> bytes:
 
 
 def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 WHOLE = Audit(committed=16, trained=16, waiting=0)
@@ -384,7 +383,7 @@ def test_a_clock_that_jumps_holds_no_group_back_for_longer_than_its_cooldown(jum
     storage = new_storage()
     commit_batch(ParquetLog(storage), 1, 0)
     now = [10_000.0]
-    rule = ReplayRule(reuse_cooldown_s=30.0, use_count_limit=2, after_the_end=True)
+    rule = Replay(DecayLimitRandomization(use_count_limit=2), reuse_cooldown_s=30.0, after_the_end=True)
     source = make_source(storage, ordered=False, replay=rule, clock=lambda: now[0])
     (first,) = take(source, [1])
     now[0] += jump_s

@@ -50,7 +50,7 @@ def trained_run(storage: Storage, first: int = 1) -> None:
 
 
 def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def contents(storage: Storage) -> list[tuple[ShardName, pa.Table]]:

@@ -142,7 +142,7 @@ def resume_point(step: int) -> ResumePoint:
 
 
 def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_batch=2)
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def steps_of(storage: Storage) -> list[int]:

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.groups import take_rows
 from rftdask.buffer.batches.ledger import Ledger, Rows
+from rftdask.buffer.batches.log_source import EntryReader
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import SCHEMA, SCHEMA_VERSION, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.storage import Storage, open_storage
-from tests.unit.buffer.buffer_cases import experience, make_source
+from tests.unit.buffer.buffer_cases import experience, make_source, new_storage
 from tests.unit.buffer.log import golden_log
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -54,7 +54,7 @@ def test_every_column_of_a_golden_log_is_read(golden: Storage) -> None:
 def test_a_golden_log_adds_up_with_what_was_removed_of_it(golden: Storage) -> None:
     log = ParquetLog(golden)
     assert [name.explore_step for name in log.removed()] == [1]
-    found = audit_log(log, Ledger(golden), tasks_per_batch=2)
+    found = audit_log(log, Ledger(golden), tasks_per_unit=2)
     assert (found.committed, found.trained, found.waiting) == (12, 9, 2)
     assert (dict(found.dropped), found.problems) == ({"failed": 1}, ())
 
@@ -86,8 +86,11 @@ def of_a_later_version() -> tuple[ShardName, bytes]:
 
 
 def test_columns_of_a_later_minor_version_are_carried_along_and_null_where_there_are_none() -> None:
-    later = decode_shard(*of_a_later_version())
-    own = experiences_to_table([experience(2, 0)])
-    taken = take_rows([Rows("own", (0,)), Rows("later", (1, 0))], {"own": own, "later": later}.__getitem__)
+    later, data = of_a_later_version()
+    own = replace(later, explore_step=2, num_rows=1)
+    reader = EntryReader(ParquetLog(new_storage()))
+    reader.keep(later, decode_shard(later, data))
+    reader.keep(own, experiences_to_table([experience(2, 0)]))
+    taken = reader.rows([Rows(own.text, (0,)), Rows(later.text, (1, 0))])
     assert taken.column("mood").to_pylist() == [None, None, "calm"]
     assert taken.select(SCHEMA.names).column("uid").to_pylist() == ["t/0/2/0/0", "t/0/1/1/0", "t/0/1/0/0"]

@@ -241,7 +241,7 @@ class TestLog:
         while (found := after.batch(len(uids) // 4 + 1)) is not None:
             uids += found[1].uids
         assert len(uids) == len(set(uids)) == 16
-        audit = audit_log(backend.open(), Ledger(backend.storage), tasks_per_batch=2)
+        audit = audit_log(backend.open(), Ledger(backend.storage), tasks_per_unit=2)
         assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (20, 16, 0, ())
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.groups import batch_groups, first_copies
+from rftdask.buffer.batches.groups import first_copies, group_numbers
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
@@ -164,7 +164,7 @@ def test_of_groups_in_several_shards_the_first_copies_are_taken() -> None:
     names = [commit(log, *slots) for slots in ((1, 2), (0, 1), (0, 1, 2, 3))]
     tables = first_copies((name, log.read(name)) for name in names)
     assert [table.column("task_index").unique().to_pylist() for table in tables] == [[1, 2], [0], [3]]
-    assert batch_groups(log.read(names[2])).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group_numbers(log.read(names[2])).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_failed_rollouts_of_a_part_are_sorted_out_by_their_reason() -> None:

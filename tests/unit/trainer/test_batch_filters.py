@@ -17,7 +17,7 @@ from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.operators import make_operator
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
-from rftdask.trainer.batch_filters import AlgorithmCuration
+from rftdask.trainer.batch_filters import AlgorithmFilter
 
 
 def table(rewards: list[list[float]], **changes: dict[tuple[int, int], Any]) -> pa.Table:
@@ -45,8 +45,8 @@ def table(rewards: list[list[float]], **changes: dict[tuple[int, int], Any]) -> 
 
 def curation(
     name: str = "grpo", *operators: tuple[str, dict[str, Any]], baseline: int | None = None, **parts: Any
-) -> AlgorithmCuration:
-    return AlgorithmCuration(make_algorithm(name, **parts), [make_operator(n, a) for n, a in operators], baseline)
+) -> AlgorithmFilter:
+    return AlgorithmFilter(make_algorithm(name, **parts), [make_operator(n, a) for n, a in operators], baseline)
 
 
 def test_most_algorithms_drop_nothing() -> None:

@@ -1,0 +1,387 @@
+"""Log source: forms each batch from the groups that lie in the experience log, and reads the rows the ledger names.
+
+Forming batch k, top to bottom (`LogSource.entry`): what the ledger says already is replayed; else wait until enough
+groups are there (`_wait_for_groups`), drop of them what the filter drops and write the entry (`_form_entry`). Reading
+(`EntryReader`) decides nothing, so any rank may do it.
+
+Invariants: a batch is a function of the log, the ledger and the rule, and of no message; what is read follows from the
+entry, the log and the filter alone, so every rank and every replay trains the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+
+import numpy as np
+import pyarrow as pa
+
+from rftdask.buffer.batches.backpressure import SETTLED_NOTE
+from rftdask.buffer.batches.batch import BATCH_COLUMNS, TrainingBatch, batch_from_table, join_batches
+from rftdask.buffer.batches.dataset_source import Demonstrations
+from rftdask.buffer.batches.groups import groups_of_shard
+from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
+from rftdask.buffer.batches.replay_priority import TIME_NOTE, Replay, UseCounts, select_with_reuse
+from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups
+from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, with_rewards
+from rftdask.buffer.log.log import ExperienceLog
+from rftdask.buffer.log.schema import SCHEMA, Status
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError, DataError, RoleError, WaitTimeout
+from rftdask.storage.base import in_order
+
+MAX_KEPT_BYTES = 1 << 30
+"""Of shards kept in memory between indexing and training; others are read again, so a long log costs no more memory.
+The shards that one batch is made of are held beside them while it is read."""
+MISSING_NOTE = "num_missing_groups"
+"""Note of a ledger entry: groups that a partial batch is short of a whole one."""
+REUSED_NOTE = "num_reused_groups"
+"""Note of a ledger entry: groups in it that were trained before."""
+_MIN_POLL_S = 0.002
+_POLL_COST = 20.0
+"""Pauses are so many times as long as a look at the log takes, within bounds: waiting costs at most 5 % of a core, and
+on a local disk a shard is seen some milliseconds after its commit."""
+
+
+class LogSource(BatchSource):
+    """Batches from the experience log, by a `SampleRule`, less what the filter drops.
+
+    A batch may be without any row, if all are too stale or the filter leaves none: its step changes no weights.
+
+    When `max_read_timeout_s` passes, a batch is made of the whole groups that are there; its entry says how many are
+    missing. Not in order: there, batch k is the k-th run of positions, so a late one is waited for in vain.
+
+    Example: LogSource(log, Ledger(storage), SampleRule(8, 64, ordered=True), tasks_per_unit=16, max_read_timeout_s=60)
+    """
+
+    def __init__(
+        self,
+        log: ExperienceLog,
+        ledger: Ledger,
+        rule: SampleRule,
+        *,
+        tasks_per_unit: int,
+        max_read_timeout_s: float,
+        poll_interval_s: float = 0.05,
+        replay: Replay | None = None,
+        notes_settled: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+        batch_filter: BatchFilter | None = None,
+        demonstrations: Demonstrations | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            tasks_per_unit: of a whole work unit; gives the slot of a group from its shard.
+            poll_interval_s: longest pause between two looks at the log.
+            replay: how groups are used more than once; None: each is used once.
+            notes_settled: whether entries note how many groups are settled so far, for explorers held back by it.
+            should_stop: asked at every look; True ends the wait without a batch.
+            clock: Unix seconds, for the stamps that cooldowns are measured by.
+        """
+        self._log = log
+        self._ledger = ledger
+        self._fence = Fence(ledger)
+        self._rule = rule
+        self._tasks_per_unit = tasks_per_unit
+        self._max_read_timeout_s = max_read_timeout_s
+        self._poll_interval_s = poll_interval_s
+        self._replay = replay
+        self._notes_settled = notes_settled
+        self._should_stop = should_stop
+        self._filter = batch_filter or BatchFilter()
+        self._demonstrations = demonstrations
+        self._clock = clock
+        self._reader = EntryReader(log, batch_filter=self._filter, demonstrations=demonstrations)
+        self._cursor = Cursor()
+        self._waiting: dict[Position, Group] = {}
+        """Groups that are committed and not settled."""
+        self._seen: set[str] = set()
+        """Names of the shards whose groups are known."""
+        self._looked = False
+        """Whether the log was listed whole."""
+        self._uses = UseCounts(replay or Replay(), rule.max_staleness)
+
+    def state_dict(self) -> dict[str, object]:
+        """The cursor; use counts are folded from the ledger."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self._cursor = Cursor.from_state_dict(state)
+        self._looked = False
+
+    def entry(self, step: int) -> LedgerEntry | None:
+        entry = self._fence.read(step)
+        if self._replay is not None:
+            # Uses before `step` that this process has not seen: after a resume, those of the newest entries.
+            for earlier in range(self._uses.first_step(step), step):
+                past = self._ledger.read(earlier)
+                if past is None:
+                    raise DamagedError(f"{self._ledger.path(earlier)} is missing, and later entries are there")
+                self._uses.fold(past, self._reader.min_policy_version)
+        if entry is None:
+            selection = self._wait_for_groups(step)
+            if selection is None:
+                return None
+            entry = self._form_entry(step, selection)
+            self._ledger.write(entry)  # from here on it is the batch of this step, whatever becomes of this process
+        if self._replay is not None:
+            self._uses.fold(entry, self._reader.min_policy_version)
+        for position in entry.positions:
+            self._waiting.pop(position, None)
+        self._cursor.settle(entry.positions, self._rule.tasks_per_step)
+        return entry
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+        # Also on a rank that forms no entry, and so never settles one.
+        in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
+        self._reader.forget_all_but(in_use)
+        return self._reader.read(entry, places)
+
+    # ---- waiting
+
+    def _wait_for_groups(self, step: int) -> Selection | None:
+        """The groups of batch `step`, once enough are there; None: no batch will come, or the trainer is to stop.
+
+        Raises: WaitTimeout: `max_read_timeout_s` has passed, and nothing can be trained of what is there.
+        """
+        rule = self._rule
+        reuses_alone = self._replay is not None and self._replay.after_the_end
+        deadline = time.monotonic() + self._max_read_timeout_s
+        while True:
+            looked = time.monotonic()
+            # The seal is read before the listing: what was committed before the seal is then listed.
+            sealed_at = self._log.sealed_at()
+            self._index_new_shards()
+            is_complete = sealed_at is not None and self._is_complete_until(sealed_at)
+            # Used groups alone make no batch when the explorers have ended, unless the trainer was given its steps.
+            reuse_is_over = self._replay is not None and not reuses_alone and not self._waiting
+            if not (is_complete and reuse_is_over):
+                selection = self._select(step)
+                if selection is not None:
+                    return selection
+            if is_complete and not (reuses_alone and self._uses.is_cooling(step - 1, self._clock())):
+                assert sealed_at is not None
+                # What partial batches left over of whole ones; what never filled a batch is not trained.
+                num_groups = sealed_at * rule.tasks_per_step
+                in_whole_batches = num_groups - num_groups % rule.groups_per_batch
+                left = in_whole_batches - self._cursor.num_settled(rule.tasks_per_step)
+                return self._select(step, left) if 0 < left <= len(self._waiting) else None
+            if self._should_stop():
+                return None
+            now = time.monotonic()
+            if now > deadline:
+                partial = self._select_partial(step)
+                if partial is None:
+                    raise WaitTimeout(
+                        f"batch {step} did not come in {self._max_read_timeout_s:.0f} s: {len(self._waiting)} groups "
+                        f"are waiting, {rule.groups_per_batch} are needed, the oldest open explore step is "
+                        f"{self._cursor.low}. Is an explorer running? "
+                        "(buffer.trainer_input.experience_buffer.max_read_timeout)"
+                    )
+                return partial
+            time.sleep(min(max(_POLL_COST * (now - looked), _MIN_POLL_S), self._poll_interval_s))
+
+    def _select(self, step: int, count: int | None = None) -> Selection | None:
+        """The groups of batch `step` (`count` in place of a whole batch's), of what is there now."""
+        if self._replay is None:
+            return select_groups(self._waiting, self._cursor, step - 1, self._rule, count)
+        used = self._uses.ready(step - 1, self._clock())
+        return select_with_reuse(self._waiting, used, self._cursor, step - 1, self._rule, self._replay, count)
+
+    def _select_partial(self, step: int) -> Selection | None:
+        """All the groups that are there, if one of them can be trained; None in order."""
+        if self._rule.ordered:
+            return None
+        num_there = len(self._waiting) + len(self._uses.ready(step - 1, self._clock()))
+        selection = self._select(step, min(num_there, self._rule.groups_per_batch)) if num_there else None
+        return selection if selection is not None and (selection.use or selection.reuse) else None
+
+    def _is_complete_until(self, explore_step: int) -> bool:
+        """Whether every group up to this explore step is waiting or settled."""
+        open_positions = (
+            (step, slot)
+            for step in range(self._cursor.low, explore_step + 1)
+            for slot in range(self._rule.tasks_per_step)
+        )
+        return all(p in self._waiting or p in self._cursor for p in open_positions)
+
+    def _index_new_shards(self) -> None:
+        """Take up the groups of shards that were not seen before; set damaged ones aside."""
+
+        def try_read(name: ShardName) -> pa.Table | DamagedError:
+            try:
+                return self._log.read(name, self._reader.columns)
+            except DamagedError as error:
+                return error
+
+        # What is compacted is settled: when this trainer looks for the first time, or else by itself, so it knows it.
+        look = self._log.loose_shards if self._looked else self._log.shards
+        names = [name for name in look(self._cursor.low) if name.text not in self._seen]
+        for name, table in zip(names, in_order(try_read, names, self._log.num_readers), strict=True):
+            if isinstance(table, DamagedError):
+                self._log.quarantine(name, str(table))
+                continue  # not seen: the same writer may make it again, to the byte
+            self._seen.add(name.text)
+            for group in groups_of_shard(table, name, self._tasks_per_unit):
+                # A settled or waiting position makes this group a repeat: its work unit ran twice, one copy is taken.
+                if group.position not in self._cursor and group.position not in self._waiting:
+                    self._waiting[group.position] = group
+                    self._reader.keep(name, table)
+        self._looked = True
+
+    # ---- forming
+
+    def _form_entry(self, step: int, selection: Selection) -> LedgerEntry:
+        """The ledger entry of these groups. Raises: RoleError: not one rollout of a whole batch gave an experience."""
+        # Rows that operators set aside are no failure: the run goes on with a batch that trains nothing.
+        any_filtered = any(reason == Status.FILTERED for group in selection.empty for reason, _ in group.other_rows)
+        if not (selection.use or selection.stale or selection.reuse or any_filtered):
+            table = self._reader.table(selection.empty[0].source)
+            errors = [error for error in table.column("error").to_pylist() if error]
+            raise RoleError(
+                f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
+                f"first error: {errors[0] if errors else 'none recorded'}"
+            )
+        drop: list[Rows] = []
+        for group in selection.use + selection.stale + selection.empty:
+            drop.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
+        drop.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
+        use, filtered = self._apply_filter(step, selection.use)
+        use.extend(Rows(group.source, group.rows) for group in selection.reuse)
+        if self._demonstrations is not None:
+            use.append(self._demonstrations.rows(step))
+
+        notes: dict[str, float] = {}
+        missing = self._rule.groups_per_batch - len(selection.settled) - len(selection.reuse)
+        if missing > 0:
+            notes[MISSING_NOTE] = missing
+        if selection.reuse:
+            notes[REUSED_NOTE] = len(selection.reuse)
+        if self._replay is not None and self._replay.reuse_cooldown_s:
+            notes[TIME_NOTE] = self._clock()
+        if self._notes_settled:
+            notes[SETTLED_NOTE] = self._cursor.num_settled(self._rule.tasks_per_step) + len(selection.settled)
+        return LedgerEntry(step, self._ledger.lineage, tuple(use), (*drop, *filtered), selection.settled, notes)
+
+    def _apply_filter(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
+        """What is trained of the groups, and what is dropped, by reason."""
+        table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in groups])
+        reasons = self._filter.reasons(table, step)
+        use: list[Rows] = []
+        drop: list[Rows] = []
+        end = 0
+        for group in groups:
+            begin, end = end, end + len(group.trainable_rows)
+            if not any(reasons[begin:end]):
+                use.append(Rows(group.source, group.trainable_rows))
+                continue
+            by_reason: dict[str, list[int]] = {}
+            for row, reason in zip(group.trainable_rows, reasons[begin:end], strict=True):
+                by_reason.setdefault(reason, []).append(row)
+            for reason, rows in by_reason.items():
+                (drop if reason else use).append(Rows(group.source, tuple(rows), reason))
+        return use, drop
+
+
+class EntryReader:
+    """Reads the rows that ledger entries name, as a batch. Any rank may have one; it forms nothing and decides nothing.
+
+    Example: EntryReader(log, batch_filter=batch_filter).read(entry, places=[0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        log: ExperienceLog,
+        *,
+        batch_filter: BatchFilter | None = None,
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._log = log
+        self._filter = batch_filter or BatchFilter()
+        self.columns = (*BATCH_COLUMNS, "status", "error", *self._filter.columns)
+        """Columns of a shard that the trainer takes: texts stay where they are."""
+        self._demonstrations = demonstrations
+        self._tables: dict[str, pa.Table] = {}
+        self._num_bytes = 0
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+        """Read the rows that the entry trains, or those at `places` of its `use`, counted through from 0, ascending.
+
+        Raises: DamagedError: a shard it names; DataError: rows of a dataset that is not there.
+        """
+        parts = _parts_at(entry.use, places)
+        rollouts = self._trained_rows([Rows(rows.source, numbers) for rows, numbers, _ in parts if not rows.of_dataset])
+        baselines = [rows for rows in entry.drop if rows.reason == BASELINE]
+        batch = batch_from_table(rollouts, self._trained_rows(baselines) if baselines else None)
+        for rows, _, within in parts:
+            if rows.of_dataset:
+                if self._demonstrations is None:
+                    raise DataError(
+                        f"ledger entry {entry.step} names {rows.source}, and no demonstrations are configured"
+                    )
+                batch = join_batches(batch, self._demonstrations.batch(rows, entry.step, within))
+        return batch
+
+    def rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """Read the rows of the log as recorded, one part after another."""
+        tables = []
+        for source, run in groupby(parts, key=lambda part: part.source):
+            table = self.table(source)
+            numbers = np.concatenate([np.asarray(part.rows, np.int64) for part in run])
+            # Neighbors are a slice, which copies nothing; most batches take whole shards.
+            if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
+                tables.append(table.slice(numbers[0], len(numbers)))
+            else:
+                tables.append(table.take(pa.array(numbers)))
+        return pa.concat_tables(tables, promote_options="default") if tables else SCHEMA.empty_table()
+
+    def min_policy_version(self, rows: Rows) -> int:
+        """The oldest weights that sampled a token of some rows of the log."""
+        versions = self.table(rows.source).column("min_policy_version").to_numpy()
+        return int(versions[list(rows.rows)].min())
+
+    def table(self, source: str) -> pa.Table:
+        """All rows of the shard that a ledger calls `source`, of `columns` at least. Raises: DamagedError."""
+        if source not in self._tables:
+            name = ShardName.try_parse(source)
+            if name is None:
+                raise DamagedError(f"the ledger names {source!r}, which is no shard")
+            self._add(source, self._log.read(name, self.columns))
+        return self._tables[source]
+
+    def keep(self, name: ShardName, table: pa.Table) -> None:
+        """Hold a shard that was read for another reason and will be needed, while there is room."""
+        if name.text not in self._tables and self._num_bytes + table.nbytes <= MAX_KEPT_BYTES:
+            self._add(name.text, table)
+
+    def forget_all_but(self, sources: Collection[str]) -> None:
+        """Free the memory of all other shards."""
+        for source in [source for source in self._tables if source not in sources]:
+            self._num_bytes -= self._tables.pop(source).nbytes
+
+    def _add(self, source: str, table: pa.Table) -> None:
+        self._tables[source] = table
+        self._num_bytes += table.nbytes
+
+    def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
+        """The rows of the log with the rewards they are trained with."""
+        table = self.rows(parts)
+        return with_rewards(table, self._filter.rewards(table))
+
+
+def _parts_at(use: Sequence[Rows], places: Sequence[int] | None) -> list[tuple[Rows, tuple[int, ...], Sequence[int]]]:
+    """(part, its rows at `places`, where in the part these are), without the parts that have none."""
+    if places is None:
+        return [(rows, rows.rows, range(len(rows.rows))) for rows in use]
+    parts: list[tuple[Rows, tuple[int, ...], Sequence[int]]] = []
+    begin = 0
+    for rows in use:
+        end = begin + len(rows.rows)
+        within = [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]
+        if within:
+            parts.append((rows, tuple(rows.rows[i] for i in within), within))
+        begin = end
+    return parts
