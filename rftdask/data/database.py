@@ -1,17 +1,29 @@
-"""Database: the URL of one, as a config gives it, and an engine for it. What is in the database, its users know.
+"""Database: the URL of one as a config gives it, an engine for it, and the rows of a table as a dataset.
 
-Invariant: a password comes from the environment, and is in no message.
+Invariants: a password comes from the environment, and is in no message; `read_table` only reads, in one transaction,
+and makes no database that is not there.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import difflib
+import json
+import uuid
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from rftdask.config import fill_from_environment
-from rftdask.errors import UserError
+from rftdask.errors import DataError, UserError
+
+_TEXTS = (datetime.date, datetime.time, datetime.timedelta, uuid.UUID)
+"""Values that a file would have as text."""
 
 
 def database_url(text: str) -> sa.URL:
@@ -37,3 +49,57 @@ def open_engine(url: sa.URL, **options: Any) -> sa.Engine:
 def shown(url: sa.URL) -> str:
     """The URL for a message: no password, and nothing of its query, which may have one."""
     return url.set(query={}).render_as_string(hide_password=True)
+
+
+def read_table(path: str, table: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of `table`, and their fingerprint. path: URL of the database, with ${oc.env:NAME} where a password is.
+
+    The fingerprint is of the rows as they are read, so a table that was changed has another.
+
+    Raises: DataError: it cannot be read, has no such table, no row, or no order; UserError: no URL, or no driver.
+    """
+    url = database_url(path)
+    where = f"dataset {shown(url)}, table {table!r}"
+    if url.drivername == "sqlite":
+        if not Path(url.database or "").is_file():
+            raise DataError(f"{where}: there is no file {url.database}")
+        url = url.set(database=Path(url.database or "").absolute().as_uri(), query={"mode": "ro", "uri": "true"})
+    engine = open_engine(url, poolclass=NullPool)
+    try:
+        with engine.connect() as connection:
+            columns, rows = _read(connection, table, where)
+    except (SQLAlchemyError, ValueError) as error:  # ValueError: a column of JSON that is none
+        first_line = str(error).partition("\n")[0]
+        raise DataError(f"{where} cannot be read: {first_line}") from error
+    if not rows:
+        raise DataError(f"{where} has no rows")
+    digest = blake2b(json.dumps([columns, [list(row.values()) for row in rows]], default=str).encode(), digest_size=16)
+    return rows, digest.hexdigest()
+
+
+def _read(connection: sa.Connection, name: str, where: str) -> tuple[list[str], list[dict[str, Any]]]:
+    found = sa.inspect(connection)
+    schema, _, bare = name.rpartition(".")
+    known = [*found.get_table_names(schema or None), *found.get_view_names(schema or None)]
+    if bare not in known:
+        near = ", ".join(difflib.get_close_matches(bare, known) or sorted(known)[:5])
+        raise DataError(f"{where}: there is no such table; the database has {near or 'none at all'}")
+    table = sa.Table(bare, sa.MetaData(), schema=schema or None, autoload_with=connection)
+    order: list[Any] = list(table.primary_key.columns)
+    if not order and connection.dialect.name == "sqlite" and bare in found.get_table_names():
+        order = [sa.text("rowid")]
+    if not order:
+        raise DataError(f"{where} has no primary key, so its rows have no order; give it one")
+    rows = connection.execute(sa.select(table).order_by(*order)).mappings()
+    return list(table.columns.keys()), [{key: _plain(value, key, where) for key, value in row.items()} for row in rows]
+
+
+def _plain(value: Any, column: str, where: str) -> Any:
+    """As a file of JSON would have it."""
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, _TEXTS):
+        return str(value)
+    if isinstance(value, bytes | memoryview):
+        raise DataError(f"{where}: column {column!r} holds bytes; leave it out with a view, or store text or JSON")
+    return value

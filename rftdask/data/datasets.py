@@ -319,7 +319,7 @@ def _import_datasets() -> Any:
 
 def _open_table(path: str, table: str) -> Dataset:
     try:
-        from rftdask.data.sql_rows import read_table  # late: SQLAlchemy is an extra
+        from rftdask.data.database import read_table  # late: SQLAlchemy is an extra
     except ModuleNotFoundError as error:
         raise DataError(f"dataset {path} needs SQLAlchemy ({error}); run `pip install 'rftdask[sql]'`") from error
     rows, fingerprint = read_table(path, table)

@@ -1,36 +1,53 @@
-"""The tokenizer of the policy, with the chat template the config gives it."""
+"""Tokenizer: what the package uses of one, and the policy's own with the chat template the configuration gives it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from rftdask.config import Config
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 
 
-class _NoTokenizer:
-    """The tokenizer of an engine without a model: one token per byte."""
+class Tokenizer(Protocol):
+    """What is used of a tokenizer of transformers."""
+
+    eos_token_id: int | None
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """A chat as the policy reads it: text, or token ids with `tokenize=True`."""
+
+
+class ByteTokenizer:
+    """The tokenizer of an engine without a model: one token per byte, a message a line."""
 
     eos_token_id = None
+    chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: Any, *, skip_special_tokens: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return "\n".join(str(message["content"]) for message in messages)
 
 
-def load_tokenizer(config: Config) -> Any:
-    """Raises: DataError: the model folder has no tokenizer, or the template file is not there."""
+def load_tokenizer(config: Config) -> Tokenizer:
+    """Load the policy's tokenizer. Raises: DataError: the model folder has none, or the template file is not there."""
     if not config.explorer.rollout_model.traits.has_model:
-        return _NoTokenizer()
-    # Late: importing transformers takes most of a second.
-    from transformers import AutoTokenizer
+        return ByteTokenizer()
+    from transformers import AutoTokenizer  # late: importing transformers takes most of a second
 
     path = config.model.model_path
     try:
@@ -44,4 +61,4 @@ def load_tokenizer(config: Config) -> Any:
         if not file.is_file():
             raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
         tokenizer.chat_template = file.read_text()
-    return tokenizer
+    return cast(Tokenizer, tokenizer)

@@ -11,9 +11,8 @@ from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.config import Config
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.preference_rows import PairRows
-from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows, Tokenizer
-from rftdask.data.text_rows import TextRows
+from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
+from rftdask.data.tokenizer import Tokenizer
 from rftdask.errors import UserError
 from rftdask.trainer.batch_filters import AlgorithmFilter
 
@@ -53,22 +52,8 @@ def reader_of(
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
     )
-    fmt, longest = section.format, config.model.max_model_len
-    if schema == "cpt":
-        return dataset, TextRows(dataset, tokenizer, fmt.prompt_key, longest).read
-    supervised = SupervisedFormat(
-        prompt_type=fmt.prompt_type,
-        prompt_key=fmt.prompt_key,
-        response_key=fmt.response_key,
-        messages_key=fmt.messages_key,
-        system_prompt=fmt.system_prompt,
-        max_tokens=longest,
-        tools_key=fmt.tools_key,
-        all_turns=fmt.enable_concatenated_multi_turn,
-    )
-    if schema == "dpo":
-        return dataset, PairRows(dataset, tokenizer, supervised, fmt.chosen_key, fmt.rejected_key).read
-    return dataset, SupervisedRows(dataset, tokenizer, supervised).read
+    kind = {"cpt": TextRows, "dpo": PreferenceRows}.get(schema, SftRows)
+    return dataset, kind(dataset, tokenizer, section.format, config.model.max_model_len).read
 
 
 def demonstrations_of(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:

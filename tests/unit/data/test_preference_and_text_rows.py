@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,8 @@ import pytest
 
 from rftdask.buffer.batches.dataset_source import DatasetSource
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.data.preference_rows import PairRows
-from rftdask.data.sft_rows import SupervisedFormat
-from rftdask.data.text_rows import TextRows
+from rftdask.config.schema.buffer import FormatConfig
+from rftdask.data.supervised import PreferenceRows, TextRows
 from rftdask.errors import DataError
 from tests.unit.buffer.buffer_cases import new_storage
 
@@ -34,21 +33,26 @@ class Rows:
 
 
 class Characters:
-    eos_token_id = 0
+    eos_token_id: int | None = 0
+    chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [ord(c) for c in text]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
         raise AssertionError("plain text has no template")
 
 
-FORMAT = SupervisedFormat("plaintext", "prompt", "response", "message", None, max_tokens=6)
+FORMAT = FormatConfig(prompt_type="plaintext")
+MAX_TOKENS = 6
 PAIRS = Rows(tuple({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
 
 
 def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
-    rows = PairRows(PAIRS, Characters(), FORMAT, "chosen", "rejected").read([2, 0])
+    rows = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS).read([2, 0])
     texts = ["".join(map(chr, tokens[:-1])) for tokens, _, _ in rows]
     assert texts == ["q2", "q2!", "q0", "q0!"]
     assert [prompt for _, prompt, _ in rows] == [1, 1, 1, 1]
@@ -56,11 +60,11 @@ def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
 
 def test_a_missing_side_is_named() -> None:
     with pytest.raises(DataError, match="no column 'better'"):
-        PairRows(PAIRS, Characters(), FORMAT, "better", "rejected")
+        PreferenceRows(PAIRS, Characters(), FormatConfig(prompt_type="plaintext", chosen_key="better"), MAX_TOKENS)
 
 
 def test_no_batch_parts_a_pair() -> None:
-    reader = PairRows(PAIRS, Characters(), FORMAT, "chosen", "rejected")
+    reader = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS)
     source = DatasetSource(
         reader.read, 4, "f1", Ledger(new_storage()), batch_size=3, total_epochs=3, shuffle_seed=1, group_size=2
     )
@@ -76,7 +80,7 @@ def test_no_batch_parts_a_pair() -> None:
 
 
 def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> None:
-    rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), "prompt", 6)
+    rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), FORMAT, MAX_TOKENS)
     (short, prompt, mask), (long, _, _) = rows.read([0, 1])
     assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
     assert list(long) == [97, 98, 99, 100, 101, 102]
@@ -85,9 +89,9 @@ def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> 
 @pytest.mark.parametrize(("value", "message"), [(3, "holds int, text is needed"), ("", "has 1 tokens")])
 def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        TextRows(Rows(({"prompt": value},)), Characters(), "prompt", 6).read([0])
+        TextRows(Rows(({"prompt": value},)), Characters(), FORMAT, MAX_TOKENS).read([0])
 
 
 def test_a_missing_text_column_is_named() -> None:
     with pytest.raises(DataError, match="no column 'text'"):
-        TextRows(PAIRS, Characters(), "text", 6)
+        TextRows(PAIRS, Characters(), FormatConfig(prompt_key="text"), MAX_TOKENS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import RowsDataset
-from rftdask.data.sft_rows import SupervisedFormat, SupervisedRows
+from rftdask.data.supervised import SftRows
 from rftdask.errors import DataError
 
 EOS = 0
@@ -18,10 +20,14 @@ class CharTokenizer:
     """Code points as token ids; a chat is "<role>content" one after the other, with an end mark after each answer."""
 
     eos_token_id: int | None = EOS
+    chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(character) for character in text]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
 
     def apply_chat_template(
         self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False, tools: Any = ()
@@ -46,12 +52,10 @@ def read(rows: list[dict[str, Any]], tokenizer: CharTokenizer | None = None, **f
         "prompt_key": "q",
         "response_key": "a",
         "messages_key": "messages",
-        "system_prompt": None,
-        "max_tokens": 99,
     }
-    source = SupervisedRows(
-        RowsDataset([rows], "f"), tokenizer or CharTokenizer(), SupervisedFormat(**{**values, **fields})
-    )
+    max_tokens = fields.pop("max_tokens", 99)
+    fmt = FormatConfig(**{**values, **fields})
+    source = SftRows(RowsDataset([rows], "f"), tokenizer or CharTokenizer(), fmt, max_tokens)
     found = []
     for tokens, prompt_length, mask in source.read(range(len(rows))):
         assert mask is None
@@ -116,9 +120,11 @@ CHAT: list[dict[str, str]] = [
 
 def learned(rows: list[dict[str, Any]], **fields: Any) -> list[str]:
     """The text of each row, what is not learned of the response in lower case and what is in upper case."""
-    fmt = SupervisedFormat("messages", "q", "a", "messages", None, **{"max_tokens": 99, "all_turns": True, **fields})
+    max_tokens = fields.pop("max_tokens", 99)
+    all_turns = fields.pop("all_turns", True)
+    fmt = FormatConfig(messages_key="messages", enable_concatenated_multi_turn=all_turns, **fields)
     found = []
-    for tokens, prompt_length, mask in SupervisedRows(RowsDataset([rows], "f"), CharTokenizer(), fmt).read([0]):
+    for tokens, prompt_length, mask in SftRows(RowsDataset([rows], "f"), CharTokenizer(), fmt, max_tokens).read([0]):
         marks = [False] * prompt_length + list(mask if mask is not None else [True] * (len(tokens) - prompt_length))
         found.append("".join(chr(t).upper() if mark else chr(t) for t, mark in zip(tokens, marks, strict=True)))
     return found

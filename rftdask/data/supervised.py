@@ -1,0 +1,189 @@
+"""Supervised rows: rows of a dataset as token sequences to learn from.
+
+A row is a prompt with a response or a chat (`SftRows`), a prompt with a better and a worse response (`PreferenceRows`),
+or plain text (`TextRows`). What a column means is said by the section `format` of the configuration. It knows no
+storage and no batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rftdask.config.schema.buffer import FormatConfig
+from rftdask.data.datasets import Dataset
+from rftdask.data.tokenizer import Tokenizer
+from rftdask.errors import DataError
+
+Row = tuple[Sequence[int], int, Sequence[bool] | None]
+"""(tokens, prompt length, loss mask of the response or None for all of it)."""
+
+
+class SftRows:
+    """Tokenizes prompts and responses, or whole chats, on demand.
+
+    prompt_type plaintext joins prompt and response as they are, an end token after; messages renders them through the
+    chat template of the tokenizer.
+
+    Example: SftRows(dataset, tokenizer, FormatConfig(), max_tokens=2048).read([3, 5])
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
+        """max_tokens: a longer sequence loses its end. Raises: DataError: a column of the format is missing."""
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._format = fmt
+        self._max_tokens = max_tokens
+        self._is_chat = fmt.prompt_type == "messages"
+        self._has_messages = self._is_chat and fmt.messages_key in dataset.columns
+        needed = [fmt.messages_key] if self._has_messages else [fmt.prompt_key, fmt.response_key]
+        for column in needed:
+            if column not in dataset.columns:
+                raise DataError(
+                    f"the dataset has no column {column!r}; columns: {', '.join(dataset.columns)} (set format.*_key)"
+                )
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Tokenize the rows of these numbers. Raises: DataError: a row has no text where the format says so."""
+        return [self._tokenize(number, self._dataset[number]) for number in numbers]
+
+    def _tokenize(self, number: int, row: Mapping[str, Any]) -> Row:
+        tokens: list[int] = []
+        learned: list[bool] = []
+        # Each piece is tokenized by itself, so that no token spans what is learned and what is not.
+        pieces = self._chat_pieces(number, row) if self._is_chat else self._plain_pieces(number, row)
+        for text, is_learned in pieces:
+            part = self._tokenizer.encode(text, add_special_tokens=False)
+            tokens.extend(part)
+            learned.extend([is_learned] * len(part))
+        if not self._is_chat and self._tokenizer.eos_token_id is not None:
+            tokens.append(self._tokenizer.eos_token_id)
+            learned.append(True)
+        tokens, learned = tokens[: self._max_tokens], learned[: self._max_tokens]
+        if not any(learned):
+            raise DataError(
+                f"row {number}: the prompt alone has {len(tokens)} tokens, nothing of the response fits in "
+                f"{self._max_tokens} (model.max_model_len)"
+            )
+        prompt_length = learned.index(True)
+        mask = learned[prompt_length:]
+        return tokens, prompt_length, None if all(mask) else mask
+
+    def _plain_pieces(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """The prompt and the response, and whether they are learned."""
+        prompt = _text(number, row, self._format.prompt_key)
+        return [(prompt, False), (_text(number, row, self._format.response_key), True)]
+
+    def _chat_pieces(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """The rendered chat, cut where what is learned begins and ends."""
+        messages = self._messages(number, row)
+        tools = self._tools(number, row)
+
+        def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+            more = {} if tools is None else {"tools": tools}
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
+
+        if self._format.enable_concatenated_multi_turn:
+            learned = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            if not learned:
+                raise DataError(f"row {number}: the chat has no message of the assistant, so there is nothing to learn")
+        else:
+            learned = [len(messages) - 1]
+        whole = render(messages)
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for place in learned:
+            prompt = render(messages[:place], add_generation_prompt=True)
+            end = whole if place == len(messages) - 1 else render(messages[: place + 1])
+            # Some templates drop earlier thoughts, or trim: then the rendered prompt is no prefix of the whole.
+            if not (prompt.startswith(done) and end.startswith(prompt) and whole.startswith(end)):
+                raise DataError(
+                    f"row {number}: the chat template renders the prompt differently once the answer follows, so the "
+                    "tokens to learn cannot be told apart; use prompt_type plaintext or another template"
+                )
+            pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
+            done = end
+        return pieces
+
+    def _messages(self, number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        fmt = self._format
+        if self._has_messages:
+            value = row[fmt.messages_key]
+            return list(json.loads(value) if isinstance(value, str) else value)
+        system = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
+        prompt, response = _text(number, row, fmt.prompt_key), _text(number, row, fmt.response_key)
+        return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+    def _tools(self, number: int, row: Mapping[str, Any]) -> list[Any] | None:
+        """The tools of a row; None if it has none. Raises: DataError: the column holds something else."""
+        column = self._format.tools_key
+        value = row.get(column)
+        try:
+            tools = json.loads(value) if isinstance(value, str) and value else value or None
+        except ValueError as error:
+            raise DataError(f"row {number}: column {column!r} is no JSON: {error}") from error
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(
+                f"row {number}: column {column!r} holds {type(tools).__name__}, a list of JSON schemas is needed"
+            )
+        return tools
+
+
+class PreferenceRows:
+    """Tokenizes rows of {prompt, chosen, rejected} on demand, each as two sequences, the better response first.
+
+    Invariant: reading n rows gives 2 n sequences, those of a row next to each other.
+
+    Example: PreferenceRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) gives [chosen row, rejected row]
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
+        """`fmt` says how prompt and response are joined. Raises: DataError: a column is missing."""
+        # The whole chat of a row would leave no place for a second response: prompt and responses have columns.
+        self._sides = [
+            SftRows(dataset, tokenizer, fmt.model_copy(update={"messages_key": "", "response_key": key}), max_tokens)
+            for key in (fmt.chosen_key, fmt.rejected_key)
+        ]
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Tokenize two sequences of each of these rows. Raises: DataError: a row has no text where the format says."""
+        return [row for number in numbers for side in self._sides for row in side.read([number])]
+
+
+class TextRows:
+    """Tokenizes rows of one text (`prompt_key`) on demand, to go on training on: every token but the first is learned,
+    and an end token that follows.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
+        """max_tokens: a longer text loses its end. Raises: DataError: there is no such column."""
+        self._key = fmt.prompt_key
+        if self._key not in dataset.columns:
+            raise DataError(
+                f"the dataset has no column {self._key!r}; columns: {', '.join(dataset.columns)} "
+                "(set format.prompt_key)"
+            )
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Tokenize the rows of these numbers. Raises: DataError: a row has no text, or too little to learn from."""
+        rows: list[Row] = []
+        for number in numbers:
+            tokens = self._tokenizer.encode(_text(number, self._dataset[number], self._key), add_special_tokens=False)
+            if self._tokenizer.eos_token_id is not None:
+                tokens = [*tokens, self._tokenizer.eos_token_id]
+            tokens = tokens[: self._max_tokens]
+            if len(tokens) < 2:
+                raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; two are the least")
+            rows.append((tokens, 1, None))
+        return rows
+
+
+def _text(number: int, row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise DataError(f"row {number}: column {column!r} holds {type(value).__name__}, text is needed")
+    return value
