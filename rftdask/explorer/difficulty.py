@@ -23,7 +23,7 @@ from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName, done_batches
 from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.data.tasksets import Taskset, taskset_spec
+from rftdask.data.tasksets import Taskset
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 
@@ -102,7 +102,7 @@ class LearnedOrder:
     ) -> None:
         """Raises: DataError: the columns of the pass rates are missing, or an argument of the selector is wrong."""
         self._rule = difficulty_rule(config.data_selector)
-        numbers = Taskset(taskset_spec(config)).numbers(config.data_selector.feature_keys)
+        numbers = Taskset(config).numbers(config.data_selector.feature_keys)
         self._state = self._rule.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
         """Explore steps whose results are in the state."""

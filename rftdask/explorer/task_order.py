@@ -15,7 +15,7 @@ from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.task_schedule import Order, Selector, TaskRef, explore_tasks
-from rftdask.data.tasksets import Taskset, taskset_spec
+from rftdask.data.tasksets import Taskset
 from rftdask.storage import Storage
 
 
@@ -98,6 +98,6 @@ def _own_order(config: TasksetConfig, size: int) -> Order:
 
     from rftdask.algorithm.selectors import easy_to_hard
 
-    numbers = Taskset(taskset_spec(config)).numbers(selector.feature_keys)
+    numbers = Taskset(config).numbers(selector.feature_keys)
     order: Order = easy_to_hard(torch.tensor(numbers, dtype=torch.float64)).numpy()
     return order

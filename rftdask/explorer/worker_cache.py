@@ -14,7 +14,7 @@ from typing import cast
 
 from rftdask.config import Config
 from rftdask.config.schema.explorer import AuxiliaryModelConfig
-from rftdask.data.tasksets import Taskset, taskset_spec
+from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
@@ -110,7 +110,7 @@ class WorkerCache:
             configs = {t.name: t for t in (*source.train_tasksets, *source.eval_tasksets)}
             if name not in configs:
                 raise DataError(f"no taskset is called {name!r}; there are {', '.join(configs)}")
-            self._tasksets[name] = Taskset(taskset_spec(configs[name]))
+            self._tasksets[name] = Taskset(configs[name])
         return self._tasksets[name]
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:

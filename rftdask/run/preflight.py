@@ -18,7 +18,7 @@ from rftdask.config.engine_keys import engine_sections
 from rftdask.config.plugins import load_plugin_folders
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.tasksets import Taskset, taskset_spec
+from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
 from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
@@ -110,7 +110,7 @@ def _too_few_to_choose_from(stage: Config, sizes: dict[str, int]) -> str:
 
 def _check_taskset(config: TasksetConfig, plugin_dirs: Sequence[str] = ()) -> int:
     """Tasks of a taskset that can be read, with workflows and rewards that exist."""
-    taskset = Taskset(taskset_spec(config))
+    taskset = Taskset(config)
     taskset.check()
     if config.data_selector.selector_type in ("offline_easy2hard", "difficulty_based"):
         taskset.numbers(config.data_selector.feature_keys)

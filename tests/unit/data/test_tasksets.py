@@ -2,24 +2,29 @@
 first rollout.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import RowsDataset
-from rftdask.data.tasksets import Taskset, TasksetSpec, final_answer, truth_text
+from rftdask.data.tasksets import Taskset, final_answer, truth_text
 from rftdask.errors import DataError
 
-SPEC = TasksetSpec(
-    name="sums", path="sums.jsonl", prompt_key="question", response_key="answer", workflow="math_workflow"
-)
 ROW = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2", "style": "terse"}
 CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "1+1?"}]
 
 
 def taskset(*rows: dict[str, Any], **changes: Any) -> Taskset:
-    return Taskset(replace(SPEC, **changes), RowsDataset([list(rows)], "f"))
+    reward_fn = changes.pop("reward_fn", None)
+    config = TasksetConfig(
+        name="sums",
+        path="sums.jsonl",
+        format=FormatConfig(**{"prompt_key": "question", "response_key": "answer", **changes}),
+        default_workflow_type="math_workflow",
+        default_reward_fn_type=reward_fn,
+    )
+    return Taskset(config, RowsDataset([list(rows)], "f"))
 
 
 def test_a_text_prompt_becomes_a_chat_with_the_system_prompt() -> None:

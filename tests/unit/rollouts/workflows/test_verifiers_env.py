@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
-from rftdask.data.tasksets import Taskset, TasksetSpec
+from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.data.tasksets import Taskset
 from rftdask.errors import DataError
 from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
@@ -26,7 +27,12 @@ class ToolTokenizer(CharTokenizer):
 
 def taskset(**settings: Any) -> Taskset:
     return Taskset(
-        TasksetSpec(name="t", path="verifiers:addition-env", dataset_args=settings, workflow="verifiers_workflow")
+        TasksetConfig(
+            name="t",
+            path="verifiers:addition-env",
+            dataset_args=settings,
+            default_workflow_type="verifiers_workflow",
+        )
     )
 
 
@@ -49,7 +55,7 @@ def test_the_tasks_of_an_environment_are_a_taskset() -> None:
     assert len(taskset(size=2)) == 2
     assert tasks.fingerprint == taskset().fingerprint != taskset(size=2).fingerprint
     with pytest.raises(DataError, match=r"verifiers:no-such-env: .*'no-such-env' not found"):
-        Taskset(TasksetSpec(name="t", path="verifiers:no-such-env"))
+        Taskset(TasksetConfig(name="t", path="verifiers:no-such-env"))
     with pytest.raises(DataError, match=r"dataset_args .*agentt"):
         taskset(agentt={})
 
