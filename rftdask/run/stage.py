@@ -17,9 +17,10 @@ from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
-from rftdask.buffer.log.retention import RetentionRule, apply_retention
+from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
 from rftdask.config import Config
+from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
 from rftdask.explorer.explorer import Explorer
@@ -256,8 +257,7 @@ class StageRun:
             self._note(f"explorer workers are not asked for: {error}")
 
     def _remove_old_shards(self) -> int:
-        kept = self._config.buffer.trainer_input.experience_buffer.retention
-        rule = RetentionRule(kept.keep, kept.keep_steps, kept.keep_share)
+        rule = self._config.buffer.trainer_input.experience_buffer.retention
         if rule.keep == "all" or self._config.algorithm.schema_type != "experience":
             return 0
         if rule.keep != "compact" and self._explorer is not None:
@@ -273,7 +273,7 @@ class StageRun:
             self._tidied = now
             self._remove_old_shards()
 
-    def _apply_retention(self, rule: RetentionRule) -> int:
+    def _apply_retention(self, rule: RetentionConfig) -> int:
         try:
             oldest = oldest_resume_point(self._storage)
         except DamagedError:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log.shard import ShardName, repeated_shards
+from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -24,39 +24,36 @@ _DONE = f"{EXPERIENCES}/removed/UNTIL.json"
 
 
 @dataclass(frozen=True)
-class RetentionRule:
-    """What stays of the shards that nothing needs any more."""
-
-    keep: Literal["all", "compact", "thin", "none"] = "all"
-    keep_steps: int = 0
-    """So many explore steps stay whole before those that are needed."""
-    keep_share: float = 0.1
-    """thin: share of the rollout batches that stay, chosen by their numbers alone."""
-
-    def stays(self, name: ShardName) -> bool:
-        drawn = zlib.crc32(f"{name.explore_step}/{name.batch}".encode()) / 2**32
-        return self.keep == "all" or (self.keep == "thin" and drawn < self.keep_share)
-
-
-@dataclass(frozen=True)
 class ResumePoint:
-    """Of the oldest checkpoint that is kept."""
+    """What a run would resume from: the oldest checkpoint that is kept."""
 
     step: int
-    """The last it has trained."""
+    """The last optimizer step it has trained."""
     explore_step: int
-    """Before which everything is settled."""
+    """Every explore step before this one is settled there."""
 
 
-def removable(names: Sequence[ShardName], rule: RetentionRule, before: int, needed: Collection[str]) -> list[ShardName]:
-    """The shards of explore steps < `before` that may go. Batches that ran twice stay where rows are lost: only their
-    rows tell what is a repeat.
+def removable(
+    names: Sequence[ShardName], section: RetentionConfig, before: int, needed: Collection[str]
+) -> list[ShardName]:
+    """Select the shards of explore steps < `before` that may go.
+
+    Units that ran twice stay where rows are lost: only their rows tell what is a repeat.
+    Args: needed: names of shards that must stay, as the ledger has them.
     """
-    repeated = set() if rule.keep == "compact" else set(repeated_shards(names))
+    if section.keep == "all":
+        return []
+    repeated = set() if section.keep == "compact" else set(repeated_shards(names))
+
+    def stays(name: ShardName) -> bool:
+        # By its numbers alone, so that every pass and every process draws the same.
+        drawn = zlib.crc32(f"{name.explore_step}/{name.batch}".encode()) / 2**32
+        return section.keep == "thin" and drawn < section.keep_share
+
     return [
         name
         for name in names
-        if name.explore_step < before and not rule.stays(name) and name not in repeated and name.text not in needed
+        if name.explore_step < before and not stays(name) and name not in repeated and name.text not in needed
     ]
 
 
@@ -64,39 +61,34 @@ def apply_retention(
     storage: Storage,
     log: ExperienceLog,
     ledger: Ledger,
-    rule: RetentionRule,
+    section: RetentionConfig,
     oldest: ResumePoint,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Remove or compact what the rule does not keep as it is; how many shards. Lists only what was not gone through
-    before.
+    """Remove or compact the shards that `section` does not keep as they are; return how many.
+
+    Lists only what no earlier pass has gone through. A pass that was killed is made again by the next.
     """
-    before = oldest.explore_step - rule.keep_steps
-    if rule.keep == "compact":
+    before = oldest.explore_step - section.keep_steps
+    if section.keep == "compact":
         before -= before % STEPS_PER_BUCKET  # whole buckets, each once
-    done = _done_until(storage)
-    if rule.keep == "all" or before <= done:
+    try:
+        done = int(load_checked(storage.get(_DONE))["explore_step"])
+    except (NotFoundError, ValueError, KeyError, TypeError):
+        done = 1  # every pass may be made again
+    if section.keep == "all" or before <= done:
         return 0
-    doomed = removable(log.loose_shards(done), rule, before, _needed(ledger, oldest.step))
-    if rule.keep == "compact":
+    # What a resumed trainer replays: the entries after the checkpoint, with the shards that they name.
+    later_steps = range(oldest.step + 1, ledger.last_of_run(oldest.step + 1) + 1)
+    entries = [entry for step in later_steps if (entry := ledger.read(step)) is not None]
+    needed = {rows.source for entry in entries for rows in (*entry.use, *entry.drop)}
+    doomed = removable(log.loose_shards(done), section, before, needed)
+    if section.keep == "compact":
         log.compact(doomed, should_stop)
         if should_stop():
             return 0  # perhaps not all of it; the next pass sees
     else:
         log.remove(doomed)
+    # Last: a kill before it repeats the pass, which finds less to do.
     storage.put(_DONE, dump_checked({"explore_step": before}))
     return len(doomed)
-
-
-def _needed(ledger: Ledger, step: int) -> set[str]:
-    """Shards named by the entries after `step`."""
-    entries = (ledger.read(later) for later in range(step + 1, ledger.last_of_run(step + 1) + 1))
-    return {rows.source for entry in entries if entry is not None for rows in (*entry.use, *entry.drop)}
-
-
-def _done_until(storage: Storage) -> int:
-    """The first explore step that no pass has gone through."""
-    try:
-        return int(load_checked(storage.get(_DONE))["explore_step"])
-    except (NotFoundError, ValueError, KeyError, TypeError):
-        return 1  # every pass may be made again

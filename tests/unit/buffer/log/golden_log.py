@@ -12,9 +12,10 @@ import sys
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention
+from rftdask.buffer.log.retention import ResumePoint, apply_retention
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part
+from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.storage import open_storage
 from tests.unit.buffer.buffer_cases import make_source, take
 
@@ -66,7 +67,7 @@ def write(folder: str) -> None:
         log.commit(rows(3, 6 + slot), explore_step=3, batch=0, part=Part((slot,), num_tasks=2))
     source = make_source(storage, groups_per_batch=1, tasks_per_step=2, tasks_per_batch=2)
     take(source, range(1, 6))
-    apply_retention(storage, log, Ledger(storage), RetentionRule("none"), ResumePoint(2, 2))
+    apply_retention(storage, log, Ledger(storage), RetentionConfig(keep="none"), ResumePoint(2, 2))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from rftdask.buffer.log.compaction import MergedFile, merge_shards, read_merged,
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.jsonl_log import JsonlLog
 from rftdask.buffer.log.log import first_open_step, note_complete
-from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention
+from rftdask.buffer.log.retention import ResumePoint, apply_retention
 from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import ShardName
 from rftdask.commands.compact import settled_before
+from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import in_order
@@ -344,7 +345,7 @@ def long_run(storage: Storage) -> None:
 def apply(storage: Storage, explore_step: int) -> int:
     """As a run whose oldest checkpoint has settled what is before `explore_step`."""
     log, oldest = ParquetLog(storage), ResumePoint((explore_step - 1) // 4, explore_step)
-    return apply_retention(storage, log, Ledger(storage), RetentionRule("compact"), oldest)
+    return apply_retention(storage, log, Ledger(storage), RetentionConfig(keep="compact"), oldest)
 
 
 def test_a_bucket_is_compacted_when_the_oldest_checkpoint_has_settled_it_all() -> None:

@@ -14,8 +14,9 @@ from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import COMPLETE, first_open_step, note_complete, noted_complete
-from rftdask.buffer.log.retention import ResumePoint, RetentionRule, apply_retention, removable
+from rftdask.buffer.log.retention import ResumePoint, apply_retention, removable
 from rftdask.buffer.log.shard import ShardName
+from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
@@ -125,7 +126,7 @@ def test_counting_what_was_set_aside_looks_once_for_each_original() -> None:
 
 # ---- retention
 
-NONE = RetentionRule("none")
+NONE = RetentionConfig(keep="none")
 
 
 def trained_run(storage: Storage, num_steps: int = 6) -> None:
@@ -149,7 +150,7 @@ def steps_of(storage: Storage) -> list[int]:
     return sorted({name.explore_step for name in ParquetLog(storage).shards()})
 
 
-def apply(storage: Storage, rule: RetentionRule, step: int) -> int:
+def apply(storage: Storage, rule: RetentionConfig, step: int) -> int:
     return apply_retention(storage, ParquetLog(storage), Ledger(storage), rule, resume_point(step))
 
 
@@ -190,17 +191,17 @@ def test_a_shard_that_a_later_entry_names_stays() -> None:
 def test_all_keeps_all_and_some_steps_may_stay_whole() -> None:
     storage = new_storage()
     trained_run(storage)
-    assert apply(storage, RetentionRule("all"), 12) == 0
-    assert apply(storage, RetentionRule("none", keep_steps=4), 12) == 4
+    assert apply(storage, RetentionConfig(keep="all"), 12) == 0
+    assert apply(storage, RetentionConfig(keep="none", keep_steps=4), 12) == 4
     assert steps_of(storage) == [3, 4, 5, 6]
 
 
 def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -> None:
     names = [ShardName(step, batch, "ab", 1, 0, 0, 0) for step in range(1, 501) for batch in BATCHES]
-    gone = removable(names, RetentionRule("thin", keep_share=0.1), 501, ())
+    gone = removable(names, RetentionConfig(keep="thin", keep_share=0.1), 501, ())
     assert 850 < len(gone) < 950
     others = [ShardName(name.explore_step, name.batch, "cd", 1, 0, 0, 1) for name in names]
-    assert [(n.explore_step, n.batch) for n in removable(others, RetentionRule("thin"), 501, ())] == [
+    assert [(n.explore_step, n.batch) for n in removable(others, RetentionConfig(keep="thin"), 501, ())] == [
         (n.explore_step, n.batch) for n in gone
     ]
 
