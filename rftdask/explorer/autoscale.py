@@ -24,7 +24,7 @@ class Seen:
     """The explorer's view of one moment."""
 
     at_s: float
-    """On any clock that does not go back."""
+    """Time on any clock that does not go back."""
     num_workers: int
     """Explorer workers that are there."""
     backlog: int

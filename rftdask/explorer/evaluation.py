@@ -41,7 +41,7 @@ class EvalTaskset:
     size: int
     """Tasks."""
     repeat_times: int
-    """Rollouts of each task."""
+    """Number of rollouts of each task."""
 
 
 def eval_tasksets(config: Config, sizes: Mapping[str, int]) -> tuple[EvalTaskset, ...]:
@@ -87,7 +87,7 @@ class EvaluationQueue:
         self._done: set[tuple[int, int]] = set()
         """(version, number of the taskset) of complete evaluations."""
         self._num_open: dict[tuple[int, int], int] = {}
-        """Units under way or waiting, by version and number of the taskset."""
+        """Number of units under way or waiting, by version and number of the taskset."""
         self._waiting: deque[RolloutTask] = deque()
         self._oldest = 0
         """Oldest version whose weights were there when the queue was made."""
@@ -156,6 +156,7 @@ class EvaluationQueue:
         if not versions:
             versions = [0] if self._config.explorer.eval_on_startup else []
             if self._config.mode == "both":
+                # Not before the oldest weights that there are: those of earlier versions are gone for good.
                 first = -(-self._oldest // self._interval) * self._interval or self._interval
                 versions.extend(range(first, newest + 1, self._interval))
                 if ended_at and ended_at not in versions:
@@ -180,6 +181,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
     A unit that ran twice counts once, and so does a rollout of several turns. A failed rollout is no correct answer
     and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
     """
+    # By index of the unit: of two shards with the same rollouts one counts.
     shards = {name.batch: name for name in log.shards(version) if name.explore_step == version}
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_turns = 0
@@ -188,6 +190,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
         for row in log.read(name).select(_COLUMNS).to_pylist():
             num_turns += 1
             metrics = dict(row["metrics"])
+            # A rollout's metrics stand in each of its turns and count once; those of turns are summed over all of them.
             for metric in metrics.keys() & TURN_METRICS:
                 turn_sums[metric] = turn_sums.get(metric, 0.0) + metrics.pop(metric)
             if row["turn"] == 0:
@@ -206,7 +209,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
 
 
 def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict[str, float]:
-    """What the n rollouts of a task say together, as means over the tasks: mean@n, std@n, best@k and worst@k.
+    """Statistics of the n rollouts of a task, as means over the tasks: mean@n, std@n, best@k and worst@k.
 
     Names and meanings as in Trinity-RFT: best@k and worst@k are of k rollouts drawn with replacement from a task's n,
     for k = 2, 4, 8, ... below n, and n. It estimates them by 1,000 random draws; here they are what those draws tend

@@ -65,19 +65,19 @@ from rftdask.synchronizer.styles import SyncStyle, WeightRequirement, make_sync_
 from rftdask.weights.published import latest_published, remove_weights_below, request_version
 
 MAX_ATTEMPTS = 4
-"""Of one work unit that raises, such as for storage; its rollouts' own failures and lost workers do not count."""
+"""Attempts at a work unit that raises, as for storage; failures of its rollouts and lost workers do not count."""
 _TICK_S = 0.25
 """Longest wait for a result before the loop looks at everything else again."""
 _RESULT_S = 10.0
-"""For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
+"""Time to fetch a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
 _RESULT_LOOK_S = 1.0
-"""Part of it, after which a run that was cancelled waits no longer."""
+"""Pause between two looks whether the run was cancelled, while a result is fetched."""
 _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
 """Pause before workers that were asked for and are missing are asked for again."""
 _EVAL_PRIORITY = 1_000_000
-"""Above every explore step's, which is minus its number."""
+"""Dask priority of evaluations: above every explore step's, which is minus its number."""
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Explorer:
         self._scale = scale
         self._scale_rule = ScaleRule(config.explorer.fewest_workers, config.explorer.most_workers, asked=workers_asked)
         self._scaled_s = 0.0
-        """When workers were last asked for."""
+        """Time at which workers were last asked for."""
         self._metrics = {role: MetricsWriter(storage, role) for role in ("explorer", "eval")}
         self._log = open_log(storage, config)
         self._rules = make_sync_rules(config)
@@ -162,7 +162,7 @@ class Explorer:
         self._retry: list[RolloutTask] = []
         self._num_attempts: dict[UnitKey, int] = {}
         self._results: dict[int, list[RolloutResult]] = {}
-        """What the units of an explore step came to, while it has units to go."""
+        """Results of the units of an explore step, until it is complete."""
         self._ended: queue.Queue[str] = queue.Queue()
         """Keys of Dask tasks that ended, and "" for other news, from any thread."""
 
@@ -302,7 +302,7 @@ class Explorer:
         return self._make_unit("experiences", step, unit_index, part, repeat_times, weights)
 
     def _weights_for(self, step: int) -> WeightRequirement:
-        """Which weights the step runs with. Without a trainer beside it, a step takes what there is."""
+        """Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is."""
         if self._follows_trainer:
             required = self._rules.weights_for(step)
             if required.exact or self._rules.style is SyncStyle.FULLY_ASYNC:
@@ -381,7 +381,7 @@ class Explorer:
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
     def _num_engines(self) -> int:
-        """Work units that the workers which are there can run at once."""
+        """Count the work units that the workers which are there can run at once."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         return sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
 
@@ -389,7 +389,7 @@ class Explorer:
         return sum(unit.is_eval == is_eval for unit, _ in self._under_way.values())
 
     def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture]]:
-        """The units whose Dask tasks have ended, after a tick at most, and no more of them under way."""
+        """Take the units whose Dask tasks have ended out of the window; wait a tick for the first."""
         try:
             key = self._ended.get(timeout=_TICK_S)
             while True:
@@ -497,8 +497,8 @@ class Explorer:
         backlog = sum(unit.weights.version <= self._newest for unit, _ in self._under_way.values())
         backlog += len(self._retry) + self._evals.num_waiting
         upcoming = self._next_unit()
-        # Units of the coming steps, as far as weights and back-pressure let them begin now. More than the most workers
-        # there may be need not be counted.
+        # Also units of the coming steps, as far as weights and back-pressure let them begin now. More of them than the
+        # most workers there may be need not be counted.
         while upcoming is not None and backlog < before.max_workers and self._has_room(*upcoming):
             step, unit_index = upcoming
             if self._follows_trainer and self._rules.weights_for(step).version > self._newest:
@@ -542,11 +542,11 @@ class Explorer:
 
 
 class UnitFuture(Protocol):
-    """What the loop uses of a distributed.Future."""
+    """The part of a distributed.Future that the loop uses."""
 
     @property
     def key(self) -> object:
-        """What `submit` was given."""
+        """The key that `submit` was given."""
         ...
 
     @property
@@ -564,7 +564,7 @@ class UnitFuture(Protocol):
 
 
 class DaskClient(Protocol):
-    """What the loop uses of a distributed.Client."""
+    """The part of a distributed.Client that the loop uses."""
 
     def submit(
         self,

@@ -34,7 +34,7 @@ MAX_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """What of one work unit is still to run, and what was just found out. A pure rule of losses.
+    """State of one work unit: what of it is still to run, and what was just found out. A pure rule of losses.
 
     Example: tasks 0 to 2, of which 1 is poisonous, at STRIKES = 3
         trial = Trial(num_tasks=3)               # whole
@@ -62,25 +62,26 @@ class Trial:
 
     @property
     def next_slots(self) -> tuple[int, ...] | None:
-        """What to run next: one slot, or None for the whole unit."""
+        """Slots to run next: one of them, or None for the whole unit."""
         return None if self.singles is None else self.singles[:1]
 
     def lost(self) -> Trial:
-        """A worker was lost that was running what runs now."""
-        if self.strikes + 1 < STRIKES:
+        """The state after a worker was lost that was running what runs now."""
+        if self.strikes + 1 < STRIKES:  # not yet more than bad luck
             return replace(self, strikes=self.strikes + 1, poisonous=())
         if self.singles is None and self.num_tasks > 1:
+            # One at a time, and not in halves: fewer states, for a few workers' time whenever a task is poisonous.
             return Trial(self.num_tasks, tuple(range(self.num_tasks)))
         alone, *others = self.singles or (0,)
         return Trial(self.num_tasks, tuple(others), poisonous=(alone,))
 
     def finished(self) -> Trial:
-        """What ran is committed."""
+        """The state after what ran was committed."""
         return Trial(self.num_tasks, () if self.singles is None else self.singles[1:])
 
 
 class PoisonTracker:
-    """What one explorer remembers of lost workers and of the units they were running.
+    """Memory of one explorer: lost workers, and the units they were running.
 
     Example:
         tracker.began("tcp://10.0.0.7:4711", "rollouts-3-0-1")      # from any thread
@@ -101,18 +102,18 @@ class PoisonTracker:
         self._num_in_a_row = 0
 
     def began(self, worker: str, key: str) -> None:
-        """The worker has begun the Dask task."""
+        """Note that the worker has begun the Dask task."""
         with self._lock:
             self._running[worker] = key
 
     def ended(self, worker: str, key: str) -> None:
-        """The Dask task has ended; the worker may have begun another one since."""
+        """Note that the Dask task has ended; the worker may have begun another one since."""
         with self._lock:
             if self._running.get(worker) == key:
                 del self._running[worker]
 
     def leaves(self, worker: str) -> None:
-        """The worker was told to end."""
+        """Note that the worker was told to end."""
         with self._lock:
             self._leaving.add(worker)
 
@@ -124,7 +125,7 @@ class PoisonTracker:
             return on not in self._leaving and self._running.get(on, key) == key
 
     def begin(self, unit: RolloutTask) -> Trial:
-        """How a new unit runs: whole, unless tasks of it are known to be poisonous."""
+        """Decide how a new unit runs: whole, unless tasks of it are known to be poisonous."""
         poisonous = tuple(slot for slot, task in enumerate(unit.tasks) if _identity(unit, task) in self._poisonous)
         if not poisonous or not self._can_be_parted(unit):
             return Trial(len(unit.tasks))
@@ -133,7 +134,7 @@ class PoisonTracker:
         return trial
 
     def lost(self, unit: RolloutTask, was_running: bool, cause: str) -> Trial:
-        """A worker that had the unit was lost.
+        """Decide how a unit goes on whose worker was lost.
 
         Raises: RoleError: that happened too often, or the unit would have to run in parts and cannot.
         """
@@ -151,8 +152,8 @@ class PoisonTracker:
         return trial
 
     def finished(self, unit: RolloutTask, num_rollouts: int) -> Trial:
-        """What ran of the unit is committed. num_rollouts: 0 if it had been committed before."""
-        if num_rollouts:
+        """Decide how a unit goes on, part of which is committed. num_rollouts: 0 if it had been committed before."""
+        if num_rollouts:  # workers can end something well, so it was the tasks
             self._num_in_a_row = 0
         trial = (self._trials.get(unit.key) or Trial(len(unit.tasks))).finished()
         self._remember(unit, trial)

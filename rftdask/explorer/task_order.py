@@ -1,4 +1,4 @@
-"""Which tasks an explore step runs: a function of its number, or, for one selector, of what was learned until then.
+"""Task order: which tasks an explore step runs, as a function of its number or, for one selector, of what was learned.
 
 Knows neither weights nor workers. Invariant: the order is a function of the config and of the rows (and of the results
 of the steps that it may know of), so a resumed run has the same.
@@ -47,7 +47,7 @@ class FixedOrder:
         self._selector: Selector = "sequential"
         self._seed = 0
         self._orders: tuple[Order | None, ...] | None = None
-        """Of each taskset an order that takes the place of the selector's, or None."""
+        """For each taskset an order that takes the place of the selector's, or None."""
         selectors = [taskset.data_selector for taskset in tasksets]
         if any(selector.selector_type == "random" for selector in selectors):
             self._selector, self._seed = "random", selectors[0].seed  # which goes with no other, see the config's rules

@@ -37,7 +37,7 @@ _MAX_STEPS_REMEMBERED = 100
 
 
 class WorkerCache:
-    """What one worker process keeps; work units of a process take turns by holding `lock`.
+    """The cache of one worker process; its work units take turns by holding `lock`.
 
     Example:
         with cache.lock:
@@ -67,7 +67,7 @@ class WorkerCache:
         Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
         """
         if self._config is None or self._run != (storage.url, fingerprint):
-            config = read_config(storage, fingerprint)
+            config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
             self.drop_auxiliary()
             self._tokenizer = None
             self._tasksets = {}
@@ -76,6 +76,7 @@ class WorkerCache:
 
     def engine(self, spec: EngineSpec) -> EngineClient:
         """A living engine of `spec`, started if need be; it may still be loading its model."""
+        # The engine outlives a change of the config: its spec says whether it can be used, and loading one takes long.
         if self._engine is not None and not self._engine.alive():
             self._note = "an engine had died; a new one takes its place"
         if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
@@ -91,7 +92,7 @@ class WorkerCache:
             self._engine = None
 
     def take_note(self) -> str:
-        """What happened since the last call that people should know."""
+        """News since the last call that people should know, in one sentence or none."""
         note, self._note = self._note, ""
         return note
 
@@ -115,6 +116,7 @@ class WorkerCache:
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
         """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
+        # Taken out and put back, so that the dict is in the order of use.
         fork_server = self._fork_servers.pop(spec, None)
         if fork_server is not None and not fork_server.alive():
             fork_server.close()
@@ -190,12 +192,12 @@ def _remote_spec(model_name: str, config: Config) -> RemoteSpec:
 
 
 def auxiliary_sampling(config: Config) -> SamplingParams:
-    """How auxiliary models sample, unless a workflow says otherwise."""
+    """Sampling parameters of auxiliary models, unless a workflow says otherwise."""
     return SamplingParams(max_tokens=config.model.max_response_tokens, temperature=config.model.temperature)
 
 
 def sandbox_options(config: Config) -> SandboxOptions:
-    """What `explorer.sandbox` and `explorer.plugin_dirs` say."""
+    """Options of the sandboxes, from `explorer.sandbox`, `explorer.plugin_dirs` and `explorer.env_vars`."""
     sandbox = config.explorer.sandbox
     memory = sandbox.max_memory_gb
     return SandboxOptions(
@@ -217,9 +219,10 @@ def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> E
 
 
 def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
-    """How rollouts ask the engine: as they come, but where runs are to be the same bit by bit in calls, of which the
-    queue decides what shares one; see its text. An engine that never repeats its bits is not asked in
-    calls. timeout_s: for a call, or without an answer.
+    """Way in which rollouts ask the engine: as they come, or in calls of which LockstepQueue decides what shares one.
+
+    In calls where a run is to repeat its bits (style fixed), save for an engine that never does. timeout_s: for a call,
+    or without an answer.
     """
     if config.synchronizer.sync_style != "fixed" or not client.spec.section.traits.repeats_bits:
         return Streaming(client.submit, timeout_s, str(client))

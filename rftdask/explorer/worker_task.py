@@ -54,10 +54,10 @@ worker is lost."""
 TURN_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
 """Metrics that each turn has for itself; every other metric is the rollout's, and stands in each of its turns."""
 _EXTRA_TIME_S = 60.0
-"""Beyond `explorer.max_timeout`: what an engine may take for one call before it counts as hanging."""
+"""Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
 _MAX_WAIT_FIXED_S = 5.0
-"""Where which requests share a call of the engine must not depend on timing: for rollouts that are busy elsewhere,
-before a call goes out without them; longer than any step of a usual workflow. See LockstepQueue."""
+"""Time that a call of the engine waits for rollouts that are busy elsewhere, where which requests share a call must not
+depend on timing (style fixed): longer than any step of a usual workflow. See LockstepQueue."""
 
 UnitKey = tuple[str, int, int]
 """(folder, explore step, unit_index): names a work unit in its run."""
@@ -82,14 +82,14 @@ class RolloutTask:
     """Counted from 0 in the explore step."""
     tasks: tuple[TaskRef, ...]
     repeat_times: int
-    """Rollouts of each task."""
+    """Number of rollouts of each task."""
     greedy_baseline: bool
     """One more rollout of each task, at temperature 0: rollout number `repeat_times`."""
     weights: WeightRequirement
     threads: int
-    """Of the engine."""
+    """Threads of the engine."""
     log_file: str | None
-    """Of the engine; None: its output is the worker's."""
+    """File that the engine writes to; None: its output is the worker's."""
     slots: tuple[int, ...] | None = None
     """Places of the only tasks to run, of those that are not committed; None: all, so that they sample side by side."""
 
@@ -104,7 +104,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What the driver is told of a unit: counts and times; the experiences are on storage.
+    """Answer of a worker to the driver: counts and times of a unit, whose experiences are on storage.
 
     A rollout of several turns is several experiences and counts as one rollout here. The greedy baseline is in none of
     the counts, but in `num_bytes`.
@@ -116,13 +116,13 @@ class RolloutResult:
     worker: str
     num_rollouts: int = 0
     num_by_status: Mapping[str, int] = field(default_factory=dict)
-    """Rollouts by status; see `rollout_status`."""
+    """Number of rollouts by status; see `rollout_status`."""
     num_tokens: int = 0
     """Response tokens of all turns of all rollouts."""
     num_bytes: int = 0
     """Size of all that was committed: tokens, logprobs and text, before any encoding."""
     num_rewards: int = 0
-    """Rollouts that may be trained, which have a reward; the means below are over them."""
+    """Number of rollouts that may be trained, which have a reward; the sums below are over them."""
     num_trained_tokens: int = 0
     """Response tokens of their turns that may be trained."""
     reward_sum: float = 0.0
@@ -133,17 +133,19 @@ class RolloutResult:
     turn_metric_sums: Mapping[str, float] = field(default_factory=dict)
     """Metrics in TURN_METRICS, summed over those turns."""
     time_wait_s: float = 0.0
-    """For the weights to be published."""
+    """Seconds of waiting for the weights to be published."""
     time_load_s: float = 0.0
-    """Engine start and weights."""
+    """Seconds of starting the engine and loading weights."""
     time_generate_s: float = 0.0
+    """Seconds in which the policy's engine had something to do."""
     time_s: float = 0.0
+    """Seconds from the beginning to the commit."""
     rollout_time_sums: Mapping[str, float] = field(default_factory=dict)
     """Seconds by name of a field of RolloutTimes, summed over the rollouts."""
     pass_rates: Mapping[str, float] = field(default_factory=dict)
     """pass@k by name, mean over the tasks."""
     note: str = ""
-    """What people should know, such as that the engine had died."""
+    """News that people should know, such as that the engine had died; "": none."""
 
 
 _cache = WorkerCache()
@@ -158,11 +160,13 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     """
     worker = get_worker()
     with _cache.lock:
+        # Before anything that may end this process: what it was running must be known then.
         worker.log_event(BEGAN_TOPIC, (worker.address, worker.get_current_task()))
         began = time.perf_counter()
         storage = open_storage(unit.url)
         config = _cache.open(storage, unit.config_fingerprint)
         log = open_log(storage, config, unit.folder)
+        # Dask runs a task again whose worker was lost after the commit and before the answer.
         committed = log.find_all(unit.explore_step, unit.unit_index)
         if done_batches(committed):
             version = max(name.max_policy_version for name in committed)
@@ -306,7 +310,7 @@ def _roll_out(
 
 
 def _engines(unit: RolloutTask, config: Config, engine: EngineClient | None, tokenizer: Tokenizer | None) -> Engines:
-    """What answers the rollouts: the policy, and auxiliary models by name."""
+    """The engines that answer the rollouts: the policy, and auxiliary models by name."""
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
     auxiliary: dict[str, AuxiliaryEngine | ServedRemote] = dict(
         _cache.auxiliary_engines(config, unit.threads, timeout_s)
@@ -399,7 +403,7 @@ def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
 
 
 def _rollout_defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
-    """What a rollout takes from the config where its task and its workflow say nothing else."""
+    """Defaults of a rollout from the config, where its task and its workflow say nothing else."""
     model, source = config.model, config.buffer.explorer_input
     sampling = SamplingParams(
         max_tokens=model.max_response_tokens,

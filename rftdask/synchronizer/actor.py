@@ -32,7 +32,7 @@ _SLICE_S = 1.0
 """A handle's wait is cut into slices: between two it looks whether it was called off, and whether the actor missed the
 pointer."""
 _ANSWER_GRACE_S = 5.0
-"""Beyond a call's own deadline: for the actor to be found, and for the answer to travel."""
+"""Time beyond a call's own deadline, for the actor to be found and for the answer to travel."""
 
 
 class Synchronizer:
@@ -117,7 +117,7 @@ class Synchronizer:
 
 
 class Answer(Protocol):
-    """What a call of the actor gives at once: a distributed.ActorFuture."""
+    """The part of a distributed.ActorFuture that a handle uses."""
 
     def result(self, timeout: float) -> Published | None: ...
 
@@ -131,19 +131,19 @@ class ActorProxy(Protocol):
 
 
 class DatasetFuture(Protocol):
-    """What a name in Dask's datasets stands for."""
+    """The future that a name in Dask's datasets stands for."""
 
     def result(self, timeout: float) -> ActorProxy: ...
 
 
 class DatasetClient(Protocol):
-    """What a handle uses of a distributed.Client."""
+    """The part of a distributed.Client that a handle uses."""
 
     def get_dataset(self, name: str, /) -> DatasetFuture: ...
 
 
 class SyncHandle:
-    """How a role asks for versions: through the actor while there is one, else by reading the pointer.
+    """A role's way to ask for versions: through the actor while there is one, else by reading the pointer.
 
     Example: SyncHandle(storage, client).wait_for_version(12, deadline_s=3600)
     """
@@ -154,7 +154,7 @@ class SyncHandle:
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._actor: ActorProxy | None = None
-        """None: not found yet, or it failed the last call."""
+        """The actor that answered last; None: not found yet, or it failed the last call."""
 
     def latest(self) -> Published | None:
         """The newest published version, read from storage."""

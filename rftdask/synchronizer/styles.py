@@ -23,12 +23,15 @@ from enum import StrEnum
 from rftdask.config import Config
 
 DEFAULT_MAX_STALENESS = 4
-"""For the styles that imply no bound: up to 4 costs no quality in the field's ablations (arXiv:2505.24298, table 3)."""
+"""Bound where the style implies none: up to 4 costs no quality in the field's ablations (arXiv:2505.24298, table 3)."""
 
 _LONGEST_WALK = 10_000
+"""Explore steps after which the search for the largest staleness of the fixed style gives up on a longer period."""
 
 
 class SyncStyle(StrEnum):
+    """Values of `synchronizer.sync_style`; see the module's text."""
+
     FIXED = "fixed"
     EXPLORER_DRIVEN = "explorer_driven"
     TRAINER_DRIVEN = "trainer_driven"
@@ -37,10 +40,10 @@ class SyncStyle(StrEnum):
 
 @dataclass(frozen=True)
 class WeightRequirement:
-    """What explore step s needs before it may start."""
+    """The weights that an explore step needs before it may start."""
 
     version: int
-    """This policy version must be published."""
+    """Policy version that must be published."""
     exact: bool
     """True: run with exactly that version; False: with it or any newer."""
 
@@ -58,45 +61,46 @@ class SyncRules:
     trainer_sync_interval: int
     sync_offset: int
     experiences_per_step: int
-    """Rollouts of one explore step: batch_size * repeat_times."""
+    """Number of rollouts of one explore step: batch_size * repeat_times."""
     train_batch_size: int
     max_staleness: int | None = None
 
     def weights_for(self, explore_step: int) -> WeightRequirement:
-        """Which weights the step needs before it may start."""
+        """The weights that the step needs before it may start."""
         syncs = max(0, explore_step - 1 - self.sync_offset) // self.explorer_sync_interval
         if self.style is SyncStyle.FIXED:
             return WeightRequirement(self._trainable(syncs * self.explorer_sync_interval), exact=True)
         fresh_enough = self._fresh_enough(explore_step)
         if self.style is SyncStyle.EXPLORER_DRIVEN:
-            asked = min(syncs, self.num_steps_from(explore_step - 1))
-            return WeightRequirement(max(asked, fresh_enough), exact=False)
+            # One more version at each boundary; never one that the steps before cannot have filled.
+            requested = min(syncs, self.num_steps_from(explore_step - 1))
+            return WeightRequirement(max(requested, fresh_enough), exact=False)
         return WeightRequirement(fresh_enough, exact=False)
 
     def takes_newest_at(self, explore_step: int) -> bool:
-        """Whether the step may move on to the newest weights, or stays with those of the step before."""
+        """True if the step may move on to the newest weights; else it stays with those of the step before."""
         if self.style is SyncStyle.FULLY_ASYNC:
             return True
         past = explore_step - 1 - self.sync_offset
         return past >= 0 and past % self.explorer_sync_interval == 0
 
     def publish_due(self, step: int, published: int, requested: int) -> bool:
-        """Whether the trainer publishes after `step`, given the last version it did and the one that is asked for."""
+        """True if the trainer publishes after `step`, given the last published version and the requested one."""
         if self.style is SyncStyle.EXPLORER_DRIVEN:
             return published < requested <= step
         return step % self.trainer_sync_interval == 0
 
     def num_steps_from(self, explore_steps: int) -> int:
-        """Optimizer steps that the experiences of so many explore steps fill."""
+        """Number of optimizer steps that the experiences of so many explore steps fill."""
         return explore_steps * self.experiences_per_step // self.train_batch_size
 
     def explore_steps_for(self, version: int) -> int:
-        """Explore steps that must be done before optimizer step `version` has its batch."""
+        """Number of explore steps that must be complete before optimizer step `version` has its batch."""
         return -(-version * self.train_batch_size // self.experiences_per_step)
 
     @property
     def staleness_bound(self) -> int:
-        """No token staler than this is trained."""
+        """Largest staleness of a token that is trained."""
         if self.max_staleness is not None:
             return self.max_staleness
         if self.style is SyncStyle.FIXED:
@@ -105,7 +109,7 @@ class SyncRules:
 
     @property
     def smallest_staleness_bound(self) -> int:
-        """A tighter bound would set groups aside whatever the roles do."""
+        """Tightest bound that sets no group aside whatever the roles do."""
         return self._fixed_staleness() if self.style is SyncStyle.FIXED else self._unavoidable_staleness()
 
     def _unavoidable_staleness(self) -> int:
@@ -119,7 +123,7 @@ class SyncRules:
         interval, count = self.explorer_sync_interval, self.experiences_per_step
         batch = self.train_batch_size * self.trainer_sync_interval
         period = interval * (batch // math.gcd(interval * count, batch))
-        last = self.sync_offset + 2 * min(period, _LONGEST_WALK)
+        last = self.sync_offset + 2 * min(period, _LONGEST_WALK)  # the first period begins after the offset
         return max(self._trained_at(step) - 1 - self.weights_for(step).version for step in range(1, last + 1))
 
     def _trained_at(self, explore_step: int) -> int:

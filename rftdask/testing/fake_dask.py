@@ -68,7 +68,7 @@ class FakeClient:
         return FakeFuture(key, outcome(self, key, unit))
 
     def report(self, topic: str, message: Any) -> None:
-        """What a worker reports on a topic of Dask's."""
+        """Report on a topic of Dask's, as a worker does."""
         self.topics[topic]((0.0, message))
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> None:
