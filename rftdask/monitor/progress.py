@@ -122,7 +122,7 @@ class ProgressView:
     Example:
         with ProgressView.create() as view:
             view.update(progress)
-            view.note("worker tcp://10.0.0.7:4001 lost; 3 rollout batches run again")
+            view.note("worker tcp://10.0.0.7:4001 lost; 3 work units run again")
     """
 
     #: At least this long between two refreshes.

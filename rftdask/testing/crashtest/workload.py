@@ -38,7 +38,7 @@ _REPEAT_SHARE = 0.15
 class Plan:
     """The size of a run, and what each of its experiences is.
 
-    Example: Plan(num_explore_steps=6) has 12 rollout batches of 2 groups of 2 rollouts, and 8 optimizer steps of 3
+    Example: Plan(num_explore_steps=6) has 12 work units of 2 groups of 2 rollouts, and 8 optimizer steps of 3
     groups: a shard is used by several steps, and a step uses several shards.
     """
 
@@ -60,7 +60,7 @@ class Plan:
         return self.num_explore_steps * self.tasks_per_step // self.groups_per_batch
 
     def batches(self, last_explore_step: int) -> list[tuple[int, int]]:
-        """(explore step, batch) of all rollout batches up to a step, in order."""
+        """(explore step, batch) of all work units up to a step, in order."""
         per_step = self.tasks_per_step // self.tasks_per_batch
         return [(step, batch) for step in range(1, last_explore_step + 1) for batch in range(per_step)]
 
@@ -174,7 +174,7 @@ class WitnessedEngine(FakeTrainEngine):
 
 
 class Writer:
-    """Runs rollout batches and commits them; several may race for the same ones."""
+    """Runs work units and commits them; several may race for the same ones."""
 
     def __init__(
         self, storage: Storage, plan: Plan, parts: Parts, witness: Witness, rng: random.Random, name: str = ""
