@@ -1,9 +1,10 @@
-"""Speed and memory of the algorithms on this machine: `python benchmarks/algorithms.py`.
+"""Speed and memory of the algorithms on this machine.
 
-Three promises are measured: advantages of 100,000 experiences at 1,000,000 experiences/s or more; each loss, forward
+    OMP_NUM_THREADS=1 python benchmarks/algorithms.py [--quick] [--json FILE]
+
+Three goals are measured: advantages of 100,000 experiences at 1,000,000 experiences/s or more; each loss, forward
 and backward over a [64, 1024] batch, within 1.5 times a minimal PPO loss written inline; and no more than three
-tensors of the logprobs' size kept for backward. Prints one line per function; nothing is asserted, since a busy
-machine is not a bug.
+tensors of the logprobs' size kept for backward. Nothing is asserted, since a busy machine is not a bug.
 """
 
 import time
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from report import Report, make_parser
 from torch import Tensor
 
 from rftdask.algorithm.advantages import ADVANTAGE_FNS
@@ -25,7 +27,7 @@ GROUP_SIZE = 8
 ROWS, WIDTH = 64, 1024
 
 
-def best_of(function: Callable[[], object], repeats: int = 20) -> float:
+def best_of(function: Callable[[], object], repeats: int) -> float:
     """Shortest of `repeats` runs, in seconds: the others were disturbed."""
     times = []
     for _ in range(repeats):
@@ -35,13 +37,13 @@ def best_of(function: Callable[[], object], repeats: int = 20) -> float:
     return min(times)
 
 
-def best_of_both(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+def best_of_both(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
     """The same for two functions in turn: what slows the machine down slows both."""
-    times = [(best_of(first, 2), best_of(second, 2)) for _ in range(15)]
+    times = [(best_of(first, 2), best_of(second, 2)) for _ in range(rounds)]
     return min(one for one, _ in times), min(other for _, other in times)
 
 
-def advantages() -> None:
+def advantages(report: Report) -> None:
     """Rates of the functions that need rewards alone; 512 tokens a row are the broadcast's cost, which is shown
     apart."""
     inputs = AdvantageInputs(
@@ -49,12 +51,11 @@ def advantages() -> None:
         group_N=torch.arange(NUM_EXPERIENCES) // GROUP_SIZE,
         lengths_N=torch.full((NUM_EXPERIENCES,), 512),
     )
-    print(f"advantages of {NUM_EXPERIENCES:,} experiences in groups of {GROUP_SIZE}")
     for name, cls in ADVANTAGE_FNS.items():
         if set(cls.needs) <= {"lengths_N"}:
             function = cls()
             seconds = best_of(lambda function=function: function(inputs), 5)  # type: ignore[misc]
-            print(f"  {name:24} {NUM_EXPERIENCES / seconds / 1e6:6.2f} M experiences/s")
+            report.add(f"advantages, {name}", NUM_EXPERIENCES / seconds, "experiences/s", goal=1e6)
 
 
 def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
@@ -66,7 +67,23 @@ def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
     ((loss * batch.loss_mask_BT).sum() / total).backward()
 
 
-def losses() -> None:
+def num_kept(compute: Callable[[], object], batch: LossInputs) -> float:
+    """Tensors of the logprobs' size that `compute` keeps for its backward pass, beside its inputs."""
+    given = {tensor.data_ptr() for tensor in vars(batch).values() if isinstance(tensor, Tensor)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in given:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = compute()  # held, so that no two tensors have the same place
+    del result
+    return sum(kept.values()) / (batch.policy_logprobs_BT.numel() * batch.policy_logprobs_BT.element_size())
+
+
+def losses(report: Report, rounds: int) -> None:
     """Time of each loss as the trainer calls it, against the inline one, and the tensors it keeps."""
     rollout = -torch.rand(ROWS, WIDTH) - 0.1
     mask = torch.arange(WIDTH)[None] < torch.randint(WIDTH // 2, WIDTH + 1, (ROWS, 1))
@@ -80,7 +97,6 @@ def losses() -> None:
         ref_logprobs_BT=rollout,
         expert_mask_B=torch.arange(ROWS) % 8 == 0,
     )
-    print(f"losses over [{ROWS}, {WIDTH}], forward and backward, against PPO inline")
     # m2po has more to do where a sequence is over its threshold; with this one every sequence is.
     cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in POLICY_LOSS_FNS]
     cases += [("m2po", {"scope": scope, "m2_threshold": 0.004}) for scope in ("sequence", "batch")]
@@ -92,16 +108,26 @@ def losses() -> None:
         base, seconds = best_of_both(
             lambda: inline_ppo(logprobs, batch, mask.sum()),
             lambda algorithm=algorithm, ready=ready: algorithm.compute_loss(ready)[0].backward(),  # type: ignore[misc]
+            rounds,
         )
-        loss, _ = algorithm.compute_loss(ready)
-        assert loss.grad_fn is not None
-        kept = sum(tensor.numel() for tensor in loss.grad_fn.saved_tensors) / logprobs.numel()  # type: ignore[attr-defined]
+        kept = num_kept(lambda algorithm=algorithm, ready=ready: algorithm.compute_loss(ready), ready)  # type: ignore[misc]
         name += " " * bool(arguments) + ", ".join(f"{key} {value}" for key, value in arguments.items())
-        print(f"  {name:40} {seconds * 1e3:6.2f} ms  {seconds / base:4.1f} x  keeps {kept:.0f} tensor(s)")
+        report.add(
+            f"loss {name}", seconds * 1e3, "ms", less_is_better=True, against="PPO inline", other=base * 1e3,
+            goal=1 / 1.5, goal_of="ratio",
+        )  # fmt: skip
+        report.add(f"loss {name}: kept for backward", kept, "tensors", less_is_better=True, goal=3)
+
+
+def main() -> None:
+    arguments = make_parser(__doc__).parse_args()
+    report = Report(arguments)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    advantages(report)
+    losses(report, 1 if arguments.quick else 15)
+    report.write()
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    advantages()
-    losses()
+    main()

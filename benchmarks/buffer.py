@@ -1,6 +1,6 @@
 """The experience log: how fast it is written and read, how soon a rollout can be trained, what a long log costs.
 
-    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/buffer.py [--folder DIR] [--reference] [--quick]
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/buffer.py [--folder DIR] [--reference] [--quick] [--json FILE]
 
 Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing compresses that would not in a run),
 with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard.
@@ -14,7 +14,6 @@ measure (default: where temporary files are).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import multiprocessing
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from report import Report, make_parser
 
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.ledger import Ledger
@@ -73,15 +73,23 @@ def make_rows(num_rows: int) -> list[Experience]:
     return [row for task in range(num_rows // GROUP_SIZE) for row in make_group(random, task)]
 
 
-def show(name: str, value: str) -> None:
-    print(f"{name:58} {value}", flush=True)
-
-
-def rates(name: str, num: float, wall_s: list[float], cpu_s: list[float], unit: str = "/s", floor_s: float = 0) -> None:
-    """Medians over the runs; floor_s: CPU seconds of the floor."""
-    wall, cpu = statistics.median(wall_s), max(statistics.median(cpu_s), 1e-9)
-    ratio = f"   {floor_s / cpu:.2f} x of the floor" if floor_s else ""
-    show(name, f"{num / wall:10,.0f}{unit} wall {num / cpu:12,.0f}{unit} per CPU second{ratio}")
+def add_rates(
+    report: Report,
+    work: str,
+    num: float,
+    wall_s: list[float],
+    cpu_s: list[float],
+    unit: str,
+    *,
+    floor: str = "",
+    floor_s: float = 0.0,
+    goal: float | None = None,
+) -> None:
+    """Add the medians over the runs, by the wall and by CPU time. floor_s: CPU seconds of the floor."""
+    cpu = max(statistics.median(cpu_s), 1e-9)
+    report.add(f"{work}, by the wall", num / statistics.median(wall_s), f"{unit}/s")
+    other = num / floor_s if floor_s else None
+    report.add(work, num / cpu, f"{unit} per CPU second", against=floor, other=other, goal=goal)
 
 
 def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[float]]:
@@ -95,15 +103,17 @@ def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[f
     return wall, cpu
 
 
-def percentiles(name: str, values_s: Sequence[float]) -> None:
+def add_percentiles(report: Report, work: str, values_s: Sequence[float], goal_ms: float) -> None:
+    """goal_ms: of the 99th percentile."""
     p50, p99 = np.percentile(values_s, [50, 99]) * 1e3
-    show(name, f"p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   ({len(values_s)} of them)")
+    report.add(f"{work}, median of {len(values_s)}", p50, "ms", less_is_better=True)
+    report.add(f"{work}, 99th percentile", p99, "ms", less_is_better=True, goal=goal_ms)
 
 
 # ---- the machine alone
 
 
-def measure_machine(repeats: int) -> None:
+def measure_machine(report: Report, repeats: int) -> None:
     """A loop of the interpreter, a copy and a checksum in memory: which of two days was the slower one."""
 
     def loop() -> None:
@@ -112,12 +122,12 @@ def measure_machine(repeats: int) -> None:
 
     data = np.frombuffer(os.urandom(64 << 20), np.uint8)
     into = np.empty_like(data)
-    rates("machine: an empty loop, 10 M rounds", 10, *timed(loop, 3), unit=" M/s")
-    rates("machine: numpy copy", 64, *timed(lambda: np.copyto(into, data), repeats), unit=" MiB/s")
-    rates("machine: crc32", 64, *timed(lambda: zlib.crc32(data), repeats), unit=" MiB/s")
+    add_rates(report, "machine: an empty loop, 10 M rounds", 10, *timed(loop, 3), "M rounds")
+    add_rates(report, "machine: numpy copy", 64, *timed(lambda: np.copyto(into, data), repeats), "MiB")
+    add_rates(report, "machine: crc32", 64, *timed(lambda: zlib.crc32(data), repeats), "MiB")
 
 
-def measure_disk(folder: Path, repeats: int) -> None:
+def measure_disk(report: Report, folder: Path, repeats: int) -> None:
     data = os.urandom(64 << 20)
     path = folder / "raw"
 
@@ -126,16 +136,18 @@ def measure_disk(folder: Path, repeats: int) -> None:
             file.write(data)
             os.fsync(file.fileno())
 
-    rates("raw disk: write and fsync 64 MiB", 64, *timed(write, repeats), unit=" MiB/s")
-    rates("raw disk: read it (page cache)", 64, *timed(path.read_bytes, repeats), unit=" MiB/s")
+    add_rates(report, "raw disk: write and fsync 64 MiB", 64, *timed(write, repeats), "MiB")
+    add_rates(report, "raw disk: read it (page cache)", 64, *timed(path.read_bytes, repeats), "MiB")
     path.unlink()
 
 
 # ---- writing and reading
 
 
-def measure_log(folder: Path, rows_per_shard: int, repeats: int) -> None:
-    """Each write is timed in turn with its floor, each read with its own."""
+def measure_log(
+    report: Report, folder: Path, rows_per_shard: int, repeats: int, write_goal: float, read_goal: float | None
+) -> None:
+    """Each write is timed in turn with its floor, each read with its own. Goals in experiences per CPU second."""
     storage = open_storage(str(folder / f"log-{rows_per_shard}"))
     log = ParquetLog(storage)
     rows = make_rows(rows_per_shard)
@@ -155,7 +167,9 @@ def measure_log(folder: Path, rows_per_shard: int, repeats: int) -> None:
 
     num = num_shards * rows_per_shard
     floor_cpu_s, wall_s, cpu_s = in_turn(write_floor, write, repeats)
-    rates(f"durable writes, {rows_per_shard} rows a shard", num, wall_s, cpu_s, " exp/s", floor_cpu_s)
+    work = f"durable writes, {rows_per_shard} rows a shard"
+    floor = "pyarrow and two syncs"
+    add_rates(report, work, num, wall_s, cpu_s, "experiences", floor=floor, floor_s=floor_cpu_s, goal=write_goal)
     names = log.shards()[:num_shards]
     columns = EntryReader(log).columns
 
@@ -170,9 +184,13 @@ def measure_log(folder: Path, rows_per_shard: int, repeats: int) -> None:
             data.copy()
 
     floor_cpu_s, wall_s, cpu_s = in_turn(read_floor, read, repeats)
-    rates(f"reads into training arrays, {rows_per_shard} rows a shard", num, wall_s, cpu_s, " exp/s", floor_cpu_s)
+    work = f"reads into training arrays, {rows_per_shard} rows a shard"
+    floor = "copy and checksum"
+    add_rates(report, work, num, wall_s, cpu_s, "experiences", floor=floor, floor_s=floor_cpu_s, goal=read_goal)
     size = len(storage.get(log.path(names[0])))
-    show("  bytes of such an experience at rest", f"{size / rows_per_shard:10,.0f}")
+    report.add(
+        f"an experience at rest, {rows_per_shard} rows a shard", size / rows_per_shard, "bytes", less_is_better=True
+    )
 
 
 def in_turn(
@@ -185,7 +203,7 @@ def in_turn(
     return floor_cpu_s, [wall[0] for _, (wall, _) in runs], [cpu[0] for _, (_, cpu) in runs]
 
 
-def measure_share(folder: Path, num_ranks: int = 8) -> None:
+def measure_share(report: Report, folder: Path, num_ranks: int = 8) -> None:
     """What one of several ranks reads of a batch of 64 shards of 64 rows."""
     counted = CountingStorage(open_storage(str(folder / "share")))
     log = ParquetLog(counted)
@@ -199,13 +217,14 @@ def measure_share(folder: Path, num_ranks: int = 8) -> None:
     num_rows = sum(len(rows.rows) for rows in entry.use)
     share = num_rows // num_ranks
     counted.num_bytes = 0
-    began = time.perf_counter()
     LogSource(log, Ledger(counted), rule, tasks_per_unit=8, max_read_timeout_s=60).read(entry, range(share, 2 * share))
-    took_s = time.perf_counter() - began
-    stored = sum(counted.sizes.values())
-    show(
-        f"share of one of {num_ranks} ranks, {num_rows} rows in 64 shards",
-        f"{counted.num_bytes / 1e6:10.1f} of {stored / 1e6:.1f} MB read, in {took_s * 1e3:.0f} ms",
+    report.add(
+        f"read by one of {num_ranks} ranks, {num_rows} rows in 64 shards",
+        counted.num_bytes / 1e6,
+        "MB",
+        less_is_better=True,
+        against="its share of the bytes",
+        other=sum(counted.sizes.values()) / 1e6 / num_ranks,
     )
 
 
@@ -260,7 +279,7 @@ def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
         committed.put((step, time.monotonic()))
 
 
-def measure_visibility(folder: Path, num: int) -> None:
+def measure_visibility(report: Report, folder: Path, num: int) -> None:
     """From the return of a commit to the end of the listing that shows it, at the pace a waiting trainer looks."""
     storage = open_storage(str(folder / "visibility"))
     context = multiprocessing.get_context("spawn")
@@ -277,8 +296,9 @@ def measure_visibility(folder: Path, num: int) -> None:
     share = (time.thread_time() - began_cpu) / (time.perf_counter() - began)
     times = dict(committed.get(timeout=30) for _ in range(num))
     writer.join()
-    percentiles("commit to visible, by listing", [max(0.0, log.seen[step] - times[step]) for step in range(2, num + 1)])
-    show("  CPU of the waiting trainer, reading and ledger included", f"{share:10.1%} of a core")
+    delays_s = [max(0.0, log.seen[step] - times[step]) for step in range(2, num + 1)]
+    add_percentiles(report, "commit to visible, by listing", delays_s, 50)
+    report.add("CPU of the waiting trainer, reading and ledger included", share, "cores", less_is_better=True)
 
 
 class SeenLog(ParquetLog):
@@ -310,7 +330,9 @@ def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float
             writer.finish()
 
 
-def measure_trainable(folder: Path, num_batches: int, flush_age_s: float = 0.25, num_tasks: int = 64) -> None:
+def measure_trainable(
+    report: Report, folder: Path, num_batches: int, flush_age_s: float = 0.25, num_tasks: int = 64
+) -> None:
     """From the end of a group's last rollout until a batch with it is written down and its arrays are there."""
     storage = open_storage(str(folder / "trainable"))
     context = multiprocessing.get_context("spawn")
@@ -327,10 +349,10 @@ def measure_trainable(folder: Path, num_batches: int, flush_age_s: float = 0.25,
         trainable[entry.positions[0]] = time.monotonic()
     ended = dict(finished.get(timeout=30) for _ in range(num_batches * num_tasks))
     writer.join()
-    percentiles(
-        f"finished rollout to trainable, flush age {flush_age_s:g} s",
-        [trainable[position] - ended[position] for position in trainable if position[0] > 1],  # the first warms up
-    )
+    delays_s = [
+        trainable[position] - ended[position] for position in trainable if position[0] > 1
+    ]  # the first warms up
+    add_percentiles(report, f"finished rollout to trainable, flush age {flush_age_s:g} s", delays_s, 350)
 
 
 # ---- a long log
@@ -403,13 +425,15 @@ class LongRun(Storage):
         raise NotFoundError(path)
 
 
-def measure_long_log(num_shards: int, place: str, latency_s: float, page: int, everything: bool) -> None:
+def measure_long_log(
+    report: Report, num_shards: int, place: str, latency_s: float, page: int, everything: bool
+) -> None:
     """Resuming, planning a batch and looking for new shards at the end of such a run."""
     storage = LongRun(num_shards, latency_s, page, open_storage(f"memory://long-{place}-{num_shards}"))
     last = storage.num_steps
     note_complete(storage, last // STEPS_PER_BUCKET * STEPS_PER_BUCKET)
     log = ParquetLog(storage)
-    done: list[str] = []
+    log_name = f"{num_shards:,} shards, {place} ({latency_s * 1e3:.0f} ms a call)"
 
     def measure(what: str, call: Callable[[], Any]) -> Any:
         storage.take()
@@ -417,11 +441,11 @@ def measure_long_log(num_shards: int, place: str, latency_s: float, page: int, e
         result = call()
         cpu_s = time.process_time() - began
         calls, time_s = storage.take()
-        done.append(f"{what} {calls} calls {time_s * 1e3:,.0f} ms + {cpu_s * 1e3:,.0f} ms CPU")
+        report.add(f"{log_name}: {what}, {calls} calls", 1e3 * (time_s + cpu_s), "ms", less_is_better=True)
         return result
 
-    measure("explorer resumes:", lambda: log.shards(first_open_step(storage, log)))
-    measure("trainer resumes (50 steps behind):", lambda: Ledger(storage).last_of_run(max(1, last - 50)))
+    measure("an explorer resumes", lambda: log.shards(first_open_step(storage, log)))
+    measure("a trainer resumes, 50 steps behind", lambda: Ledger(storage).last_of_run(max(1, last - 50)))
     random = np.random.default_rng(0)
     for batch in range(16):
         rows = [row for task in range(4) for row in make_group(random, task, last + 1)]
@@ -429,20 +453,17 @@ def measure_long_log(num_shards: int, place: str, latency_s: float, page: int, e
     rule = SampleRule(groups_per_batch=64, tasks_per_step=64, ordered=True)
     source = LogSource(log, Ledger(storage), rule, tasks_per_unit=4, max_read_timeout_s=60)
     source.load_state_dict(Cursor(last + 1, set()).state_dict())
-    measure("plans a batch of 16 new shards:", lambda: source.entry(last + 1))
-    measure("looks for new ones:", lambda: (log.sealed_at(), log.shards(last + 2)))
+    measure("a batch of 16 new shards is planned", lambda: source.entry(last + 1))
+    measure("a look for new ones", lambda: (log.sealed_at(), log.shards(last + 2)))
     if everything:
-        measure("for comparison, listing all shards:", lambda: log.shards())
-        measure("for comparison, listing the ledger:", lambda: Ledger(storage).last_step())
-    show(f"a log of {num_shards:,} shards, {place} ({latency_s * 1e3:.0f} ms a call)", "")
-    for line in done:
-        print(f"    {line}", flush=True)
+        measure("listing all shards, to compare", lambda: log.shards())
+        measure("listing the ledger, to compare", lambda: Ledger(storage).last_step())
 
 
 # ---- the reference
 
 
-def measure_reference(folder: Path, num_rows: int) -> None:
+def measure_reference(report: Report, folder: Path, num_rows: int) -> None:
     """The queue and SQL buffers of Trinity-RFT through their actor, as they are, on rows of the same size."""
     import ray  # late: only installed where its figures are wanted
     import torch
@@ -492,35 +513,39 @@ def measure_reference(folder: Path, num_rows: int) -> None:
             name = f"Trinity-RFT, {kind.value} through its actor"
             try:
                 written, read = asyncio.run(run(kind))
-                show(name, f"{written:10,.0f} exp/s written {read:10,.0f} exp/s read")
+                report.add(f"{name}: writes", written, "experiences/s")
+                report.add(f"{name}: reads", read, "experiences/s")
             except ImportError as error:  # its SQL needs greenlet, which it does not ask for
-                show(name, f"not measured: {str(error).partition('.')[0]}")
+                print(f"{name} is not measured: {str(error).partition('.')[0]}")
     finally:
         ray.shutdown()
 
 
-def main(folder: Path, reference: bool, quick: bool) -> None:
-    repeats = 3 if quick else 15
-    measure_machine(repeats)
-    measure_disk(folder, repeats)
-    for rows_per_shard in (512, 64):
-        measure_log(folder, rows_per_shard, repeats)
-    measure_share(folder)
-    measure_visibility(folder, 20 if quick else 200)
-    measure_trainable(folder, 2 if quick else 6)
-    for place, latency_s, page in (("local", 0.001, 0), ("S3", 0.030, 1000)):
-        for num_shards in (1_000, 1_000_000):
-            measure_long_log(num_shards, place, latency_s, page, everything=not quick)
-    show("peak memory of this process", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:10,.0f} MiB")
-    if reference:
-        measure_reference(folder, 512 if quick else 5_000)
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--reference", action="store_true", help="also Trinity-RFT's buffers, where installed")
+    arguments = parser.parse_args()
+    report, quick = Report(arguments), arguments.quick
+    repeats = 2 if quick else 15
+    with tempfile.TemporaryDirectory(prefix="bench-buffer-", dir=arguments.folder) as scratch:
+        folder = Path(scratch)
+        measure_machine(report, repeats)
+        measure_disk(report, folder, repeats)
+        measure_log(report, folder, 512, repeats, 40_000, 80_000)
+        measure_log(report, folder, 64, repeats, 20_000, None)
+        measure_share(report, folder)
+        measure_visibility(report, folder, 20 if quick else 200)
+        measure_trainable(report, folder, 2 if quick else 6)
+        for place, latency_s, page in (("local", 0.001, 0), ("S3", 0.030, 1000)):
+            for num_shards in (1_000, 1_000_000):
+                measure_long_log(report, num_shards, place, latency_s, page, everything=not quick)
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        report.add("peak memory of this process", peak_mib, "MiB", less_is_better=True)
+        if arguments.reference:
+            measure_reference(report, folder, 512 if quick else 5_000)
+    report.write()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
-    parser.add_argument("--reference", action="store_true", help="also Trinity-RFT's buffers, where installed")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-buffer-", dir=arguments.folder) as scratch:
-        main(Path(scratch), arguments.reference, arguments.quick)
+    main()

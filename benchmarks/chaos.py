@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
                                [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...] [--model quickstart]
+                               [--quick] [--json FILE]
 
 A run with a fake model and real processes, in style fixed, is made twice: undisturbed, and while something is killed
 with signal 9 again and again: an explorer worker, an engine, the trainer's rank, its worker (with the synchronizer), or
@@ -21,7 +22,6 @@ kill divided by those of the undisturbed run in as many seconds. Exit code 1 if 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -35,6 +35,7 @@ from pathlib import Path
 
 from chaos_configs import fake_tree, quickstart_tree, write_config
 from chaos_runs import SILENCE_S, LocalRun, Run, SlurmRun, read_recoveries, render, wait_until
+from report import Report, make_parser
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.shard import ShardName
@@ -149,7 +150,7 @@ def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--slurm", action="store_true", help="as jobs of the SLURM of this machine")
     parser.add_argument("--model", choices=("fake", "quickstart"), default="fake")
     parser.add_argument("--kills", type=int, default=20)
@@ -165,6 +166,9 @@ def main() -> None:
         "--local-reference", action="store_true", help="the undisturbed run is not on SLURM: no goodput"
     )
     args = parser.parse_args()
+    report = Report(args)
+    if args.quick:  # one kill of everything that a local run has
+        args.kills, args.steps, args.explorers = 5, 18, 1
     start: type[Run] = SlurmRun if args.slurm else LocalRun
     kinds = args.kinds.split(",") if args.kinds else start.victims
     if unknown := set(kinds) - set(start.victims):
@@ -188,14 +192,23 @@ def main() -> None:
         told = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
         print(f"seed {args.seed}: {sum(killed.values())} kills ({told}), one per {chaos_s / max(1, args.kills):.1f} s")
         if reference is start:
-            print(f"undisturbed {plain_s:.1f} s, disturbed {chaos_s:.1f} s: goodput {plain_s / chaos_s:.0%}")
+            goal = 0.8 if args.every and not args.quick else None
+            report.add(
+                f"a run of {args.steps} steps with {args.kills} kills", chaos_s, "s", less_is_better=True,
+                against="undisturbed", other=plain_s, goal=goal, goal_of="ratio",
+            )  # fmt: skip
             window_s = run.strikes[-1].at - run.began_s
-            steps, others = run.steps_within(window_s), max(1, other.steps_within(window_s))
-            print(f"until the last kill, {window_s:.0f} s: {steps} steps, undisturbed {others}: {steps / others:.0%}")
+            report.add(
+                f"steps until the last kill, in {window_s:.0f} s", run.steps_within(window_s), "steps",
+                against="undisturbed", other=max(1, other.steps_within(window_s)),
+            )  # fmt: skip
         if isinstance(run, LocalRun):
-            print(f"orphans of a killed driver ended within {run.orphans_s:.1f} s")
+            report.add("orphans of a killed driver end within", run.orphans_s, "s", less_is_better=True)
         else:
             print(render(read_recoveries(run)))
+    what = "lost, done twice or different in the end"
+    report.add(what, len(problems), "problems", less_is_better=True, goal=0)
+    report.write()
     print("\n".join(problems) or f"{args.steps} steps, 0 lost, 0 twice, the same ledger, the same bits of weights")
     sys.exit(1 if problems else 0)
 

@@ -1,6 +1,6 @@
 """Rollouts through rftdask against the bare engine's own batch call: tokens per second on the batch shape of GRPO.
 
-    OMP_NUM_THREADS=1 python benchmarks/generate.py [--engine vllm] [--prompt-tokens 24] [--hidden 128] [--layers 4]
+    OMP_NUM_THREADS=1 python benchmarks/generate.py [--engine vllm] [--hidden 128] [--layers 4] [--quick] [--json FILE]
 
 Ours is the whole way of a rollout: workflow, chat template and tokenizer (of bytes), runner, the engine in its own
 process, tokens with their logprobs, reward. Bare is `model.generate` of transformers, or `LLM.generate` of vLLM set as
@@ -13,9 +13,10 @@ call ends with its longest response, so a quick rollout waits in each turn for t
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --turns 4 --prompts 16 --siblings 1 --max-tokens 128
 
-The runs alternate, so that a change of the machine's load meets both. Printed: medians, and of the ratios of each pair
-of runs the median, the least and the largest; above 1 ours is quicker. Both by the clock and by the CPU time of all
-processes, which is what to go by on a machine that does something else, too.
+The runs alternate, so that a change of the machine's load meets both. Reported: medians, and the median of the ratios
+of each pair of runs; above 1 ours is quicker. Printed, too: the least and the largest. Both by the clock and by the CPU
+time of all processes, which is what to go by on a machine that does something else, too. vLLM is in an extra and, for
+CPUs, in the environment that tests/vllm_engine/install_vllm.sh makes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 import psutil
 import torch
+from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
 from rftdask.config.schema.explorer import InferenceModelConfig
@@ -174,7 +176,7 @@ async def take_turns(task: Task, model: PolicyModel) -> float:
     return 1.0
 
 
-def compare_desks(arguments: argparse.Namespace, folder: str, tasks: Sequence[Task]) -> None:
+def compare_desks(report: Report, arguments: argparse.Namespace, folder: str, tasks: Sequence[Task]) -> None:
     """Tasks of several turns: as they come against one call at a time."""
     drawn = random.Random(1)
     longest = arguments.max_tokens
@@ -198,7 +200,7 @@ def compare_desks(arguments: argparse.Namespace, folder: str, tasks: Sequence[Ta
         pairs = [(time_s(come), time_s(call)) for _ in range(arguments.runs)]
     finally:
         client.close()
-    print_pairs("as they come", "in calls", pairs, num_tokens)
+    add_pairs(report, "turns, requests as they come", "in calls", pairs, num_tokens)
 
 
 def cpu_s() -> float:
@@ -215,19 +217,26 @@ def time_s(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began_s, cpu_s() - began_cpu_s
 
 
-def print_pairs(
-    our_name: str, other_name: str, pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]], num_tokens: int
+def add_pairs(
+    report: Report,
+    work: str,
+    other_name: str,
+    pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]],
+    num_tokens: int,
+    goal: float | None = None,
 ) -> None:
-    for number, clock in enumerate(("by the clock", "of CPU time")):
-        of_clock = [(one[number], other[number]) for one, other in pairs]
-        for name, values in zip((our_name, other_name), zip(*of_clock, strict=True), strict=True):
-            print(f"{name:15} {median(values) * 1e3:8.1f} ms {clock} {num_tokens / median(values):9.0f} tokens/s")
-        ratios = [other_s / ours_s for ours_s, other_s in of_clock]
-        print(f"ratio {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of {len(ratios)} pairs, {clock}")
+    for number, clock in enumerate(("second", "CPU second")):
+        ours_s, other_s = ([run[number] for run in runs] for runs in zip(*pairs, strict=True))
+        ratios = [other / ours for ours, other in zip(ours_s, other_s, strict=True)]
+        report.add(
+            work, num_tokens / median(ours_s), f"tokens per {clock}", against=other_name,
+            other=num_tokens / median(other_s), ratio=median(ratios), goal=goal, goal_of="ratio",
+        )  # fmt: skip
+        print(f"    ratios of {len(ratios)} pairs: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--siblings", type=int, default=8)
@@ -239,6 +248,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=7)
     arguments = parser.parse_args()
+    report = Report(arguments)
+    if arguments.quick:
+        arguments.prompts, arguments.siblings, arguments.runs = 4, 2, 2
     drawn = random.Random(0)
     least = arguments.prompt_tokens // 2
     tasks = [
@@ -255,7 +267,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, arguments.hidden, arguments.layers)
         if arguments.turns > 1:
-            compare_desks(arguments, folder, tasks)
+            compare_desks(report, arguments, folder, tasks)
+            report.write()
             return
         ours = Ours(arguments.engine, folder, tasks, lengths)
         try:
@@ -265,7 +278,8 @@ def main() -> None:
             pairs = [(time_s(ours), time_s(bare)) for _ in range(arguments.runs)]
         finally:
             ours.close()
-    print_pairs("rftdask", bare_name, pairs, sum(lengths))
+    add_pairs(report, "rollouts", bare_name, pairs, sum(lengths), goal=0.95)
+    report.write()
 
 
 if __name__ == "__main__":

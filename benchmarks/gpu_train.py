@@ -1,7 +1,7 @@
 """Tokens per second, MFU and peak memory of a train step on one GPU, for a Qwen3-0.6B-shaped model.
 
-    python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 5]        on one GPU
-    python benchmarks/gpu_train.py --tiny                                    anywhere: does it run?
+    python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 5] [--json FILE]     on one GPU
+    python benchmarks/gpu_train.py --quick                                              anywhere: a tiny shape
 
 The weights are random; the configuration is written out below, so nothing is downloaded. A step is
 `TorchEngine.train_step` on one rollout of the given length (a prompt of 1,024 tokens): forward, PPO's clipped loss
@@ -18,7 +18,6 @@ activations too): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k;
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rftdask.algorithm.compose import make_algorithm
@@ -41,6 +41,8 @@ from rftdask.trainer.lr_schedule import LearningRate
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
 LORA_RANK = 16
+PRIME_RL = {(False, 16_384): 11_900, (False, 65_536): 10_150, (True, 16_384): 13_340, (True, 65_536): 9_970}
+"""(LoRA, length) -> tokens/s on one H100, of 2026-02-01."""
 
 
 def write_model(folder: str, tiny: bool) -> None:
@@ -96,7 +98,7 @@ def peak_flops(device: str) -> float | None:
     return next((peak for gpu, peak in PEAK_FLOPS.items() if all(word in name for word in gpu.split())), None)
 
 
-def measure(folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> str:
+def measure(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> None:
     shape = read_shape(folder)
     engine = make_engine(folder, device, lora)
     batch = make_batch(length, prompt, shape.vocab_size)
@@ -115,31 +117,34 @@ def measure(folder: str, device: str, length: int, prompt: int, lora: bool, runs
     sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
     expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
     peak, flops = peak_flops(device), flops_of_step(shape, length, lora)
-    mfu = f"{flops / seconds / peak:6.1%} MFU" if peak else "   no MFU"
-    held = f"{torch.cuda.max_memory_allocated() / GB:6.2f} GB" if device == "cuda" else "not measured"
-    return (
-        f"{'LoRA' if lora else 'full'}  {length:7,} tokens  {seconds:8.3f} s  {length / seconds:9.0f} tokens/s  {mfu}  "
-        f"peak memory {held}, estimated {expected:.2f} GB"
-    )
+    work = f"{'LoRA' if lora else 'full'}, {length:,} tokens"
+    theirs = PRIME_RL.get((lora, length)) if peak == PEAK_FLOPS["H100"] else None
+    report.add(work, length / seconds, "tokens/s", against="prime-rl" if theirs else "", other=theirs)
+    if peak:
+        report.add(f"{work}: of the peak", flops / seconds / peak, "MFU")
+    if device == "cuda":
+        held = torch.cuda.max_memory_allocated() / GB
+        report.add(f"{work}: memory", held, "GB", less_is_better=True, against="`rftdask estimate`", other=expected)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, on whatever is there")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not args.tiny:
-        raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
-    lengths, prompt, runs = ([256], 32, 1) if args.tiny else (args.lengths, 1024, args.runs)
+    if device == "cpu" and not args.quick:
+        raise SystemExit("there is no GPU here; --quick tries the script out on the CPU, and measures nothing")
+    lengths, prompt, runs = ([256], 32, 1) if args.quick else (args.lengths, 1024, args.runs)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU: no GPU number exists, the script runs, no more"
-    print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.tiny else ''}")
+    print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.quick else ''}")
+    report = Report(args)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, args.tiny)
+        write_model(folder, args.quick)
         for lora in (False, True):
             for length in lengths:
-                print(measure(folder, device, length, prompt, lora, runs), flush=True)
+                measure(report, folder, device, length, prompt, lora, runs)
+    report.write()
 
 
 if __name__ == "__main__":

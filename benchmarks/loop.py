@@ -1,15 +1,14 @@
 """The loop's own cost: a run on a local Dask cluster whose engine answers at once and whose train step does nothing.
 
-    python benchmarks/loop.py [--steps 200] [--publishes 100] [--explorers 4]
+    python benchmarks/loop.py [--steps 200] [--publishes 100] [--explorers 4] [--quick] [--json FILE]
 
-Prints, for this machine: the overhead of a step in lock-step (explore, commit, ledger, train nothing, publish, load,
+Measures, on this machine: the overhead of a step in lock-step (explore, commit, ledger, train nothing, publish, load,
 again), the floor under it (the durable writes of one step, alone), the time from a moved pointer until all explorers
 know, and the times before the first rollout and after the last step.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import get_client
+from report import Report, make_parser
 
 from rftdask import Experiment
 from rftdask.cluster.base import EXPLORER_RESOURCE, Layout, WorkerPlan
@@ -103,24 +103,28 @@ def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--publishes", type=int, default=100)
     parser.add_argument("--explorers", type=int, default=4)
     args = parser.parse_args()
+    steps, publishes, explorers = (20, 5, 2) if args.quick else (args.steps, args.publishes, args.explorers)
+    report = Report(args)
     with tempfile.TemporaryDirectory(prefix="rftdask-loop-") as folder:
         root = Path(folder)
-        loop = measure_loop(root, args.steps)
-        floor = measure_writes(root)
-        delays = sorted(measure_publish(root, args.publishes, args.explorers))
-    print(f"overhead of a step        {1e3 * loop['step']:7.1f} ms   (median of {args.steps - 10} steps in lock-step)")
-    print(f"  its durable writes alone{1e3 * floor:7.1f} ms   ({loop['step'] / floor:.1f} times this floor)")
-    print(
-        f"publish to visible        {1e3 * statistics.mean(delays):7.1f} ms   mean at the last of {args.explorers} "
-        f"explorers, p99 {1e3 * delays[int(0.99 * (len(delays) - 1))]:.1f} ms"
-    )
-    print(f"start to first rollout    {loop['start']:7.2f} s")
-    print(f"last step to exit         {loop['end']:7.2f} s    (summary and report included)")
+        loop = measure_loop(root, steps)
+        report.add(
+            "overhead of a step in lock-step, median", 1e3 * loop["step"], "ms", less_is_better=True,
+            against="its durable writes alone", other=1e3 * measure_writes(root), goal=20,
+        )  # fmt: skip
+        report.add("start to first rollout", loop["start"], "s", less_is_better=True)
+        report.add("last step to exit, summary and report included", loop["end"], "s", less_is_better=True)
+        delays = sorted(measure_publish(root, publishes, explorers))
+        last = f"publish to visible, at the last of {explorers} explorers"
+        report.add(f"{last}: mean", 1e3 * statistics.mean(delays), "ms", less_is_better=True, goal=100)
+        p99 = delays[int(0.99 * (len(delays) - 1))]
+        report.add(f"{last}: 99th percentile", 1e3 * p99, "ms", less_is_better=True)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What the runner costs beside generation, without a model: python benchmarks/rollouts.py
+"""What the runner costs beside generation, without a model.
 
-Prints, best of --rounds, with an engine that answers at once:
+    OMP_NUM_THREADS=1 python benchmarks/rollouts.py [--tasks 1000] [--rounds 5] [--quick] [--json FILE]
+
+Measures, best of --rounds, with an engine that answers at once:
     no-op tasks/s       tasks of one rollout that only ask the policy, through one worker's runner; higher is better
     one-task batch      milliseconds from calling the runner with one task to its experience; lower is better
 on the event loop ("in process") and in sandboxes, whose processes are forked anew for each batch.
@@ -8,11 +10,12 @@ on the event loop ("in process") and in sandboxes, whose processes are forked an
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from report import Report, make_parser
 
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
@@ -65,10 +68,12 @@ def run(tasks: Sequence[Task], options: SandboxOptions, fork_servers: dict[Sandb
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    report = Report(arguments)
+    num_tasks, rounds = (100, 1) if arguments.quick else (arguments.tasks, arguments.rounds)
     tasks = [
         Task(
             taskset="t",
@@ -79,7 +84,7 @@ def main() -> None:
             workflow="simple_workflow",
             reward_fn="exact_reward",
         )
-        for i in range(arguments.tasks)
+        for i in range(num_tasks)
     ]
     fork_servers: dict[SandboxSpec, ForkServer] = {}
     for where, options in (
@@ -87,11 +92,14 @@ def main() -> None:
         ("sandboxes", SandboxOptions(mode="always", max_sandboxes=16)),
     ):
         run(tasks[:1], options, fork_servers)
-        many_s = min(run(tasks, options, fork_servers) for _ in range(arguments.rounds))
-        one_s = min(run(tasks[:1], options, fork_servers) for _ in range(4 * arguments.rounds))
-        print(f"{where:12s} {len(tasks) / many_s:8.0f} no-op tasks/s {1000 * one_s:8.2f} ms for a one-task batch")
+        many_s = min(run(tasks, options, fork_servers) for _ in range(rounds))
+        one_s = min(run(tasks[:1], options, fork_servers) for _ in range(4 * rounds))
+        goal = 1000 if where == "in process" else None
+        report.add(f"no-op tasks, {where}", len(tasks) / many_s, "tasks/s", goal=goal)
+        report.add(f"a batch of one task, {where}", 1e3 * one_s, "ms", less_is_better=True, goal=20)
     for fork_server in fork_servers.values():
         fork_server.close()
+    report.write()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """How the explorer's loop scales: the real loop and Dask scheduler, and workers that do nothing but take their time.
 
-    OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 10] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 15] [--quick] [--json FILE]
 
 A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a unit side by side; lengths are
 lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its CPU seconds are those of
-the scheduler, the driver and all workers together: an upper bound of what a scheduler has to do. Prints:
+the scheduler, the driver and all workers together: an upper bound of what a scheduler has to do. Measures:
 
 - experiences/s for each number of workers, against as many times what one worker can do, and CPU per experience;
 - the time from a published policy version until the last worker knows;
@@ -14,7 +14,6 @@ the scheduler, the driver and all workers together: an upper bound of what a sch
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import statistics
@@ -32,6 +31,7 @@ import dask
 import numpy as np
 from buffer import measure_long_log
 from distributed import Client, LocalCluster, get_client, get_worker
+from report import Report, make_parser
 
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import load_config
@@ -265,31 +265,36 @@ def best_times(workers: int, steps: int, train_s: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", default="1,4,16,64,256")
     parser.add_argument("--seconds", type=float, default=15.0, help="of work for each number of workers")
-    parser.add_argument("--quick", action="store_true", help="see that it works")
     args = parser.parse_args()
+    report = Report(args)
     counts = [1, 8] if args.quick else [int(text) for text in args.workers.split(",")]
-    seconds = 6.0 if args.quick else args.seconds
-    print("workers  experiences/s  of linear  CPU per experience  all know a new version", flush=True)
+    seconds = 3.0 if args.quick else args.seconds
     for workers in counts:
-        found: dict[str, Any] = measure_workers(workers, seconds, 2 if args.quick else 10)
-        print(
-            f"{workers:7}  {found['rate']:13,.1f}  {found['efficiency']:9.0%}  {1e3 * found['cpu_s']:15.2f} ms  "
-            f"{1e3 * found['notice_s']:19.0f} ms",
-            flush=True,
-        )
+        found = measure_workers(workers, seconds, 2 if args.quick else 10)
+        report.add(
+            f"rollouts by {workers} workers", found["rate"], "experiences/s", against="that many times one worker",
+            ratio=found["efficiency"],
+        )  # fmt: skip
+        report.add(f"CPU of {workers} workers", 1e3 * found["cpu_s"], "ms per experience", less_is_better=True)
+        notice_ms = 1e3 * found["notice_s"]
+        report.add(f"all of {workers} workers know a new version", notice_ms, "ms", less_is_better=True)
     for num_shards in (1_000, 1_000_000):
-        measure_long_log(num_shards, "local", 0.001, 0, everything=False)
-    workers, steps = (4, 3) if args.quick else (16, 16)
+        measure_long_log(report, num_shards, "local", 0.001, 0, everything=False)
+    workers, steps = (4, 2) if args.quick else (16, 16)
     lock_step_s, async_s = measure_async(workers, steps, train_s=1.0)
     best_lock_step_s, best_async_s = best_times(workers, steps, train_s=1.0)
-    print(
-        f"{workers} workers, {steps} steps: lock-step {lock_step_s:.1f} s, async {async_s:.1f} s: "
-        f"{lock_step_s / async_s:.2f} times as fast (with no overhead at all: {best_lock_step_s:.1f} s, "
-        f"{best_async_s:.1f} s, {best_lock_step_s / best_async_s:.2f} times)"
-    )
+    report.add(
+        f"asynchronous, {workers} workers, {steps} steps", async_s, "s", less_is_better=True, against="lock-step",
+        other=lock_step_s, goal=1.6, goal_of="ratio",
+    )  # fmt: skip
+    report.add(
+        "the same, if nothing but batches and train steps took time", best_async_s, "s", less_is_better=True,
+        against="lock-step", other=best_lock_step_s,
+    )  # fmt: skip
+    report.write()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""Promises of every script in benchmarks/ that can be run: --quick ends well, with what CI installs, and --json writes
+the rows that benchmarks/report.py describes. How fast anything was is not looked at.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text())
+DEADLINE_S = 900.0
+NUMBERS, TEXTS = ("ours", "other", "ratio", "goal"), ("work", "unit", "against")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
+    assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
+    found = json.loads(file.read_text())
+    assert (found["benchmark"], found["quick"]) == (name, True)
+    assert found["rows"]
+    for row in found["rows"]:
+        assert row.keys() == {*NUMBERS, *TEXTS, "less_is_better", "goal_of"}
+        assert row["work"] and row["unit"] and all(isinstance(row[key], str) for key in TEXTS)
+        assert isinstance(row["ours"], int | float) and isinstance(row["less_is_better"], bool)
+        assert all(row[key] is None or math.isfinite(row[key]) for key in NUMBERS)
+        assert (row["ratio"] is not None) == bool(row["against"])
+        assert row["goal_of"] in ("ours", "ratio")
+    assert len({(row["work"], row["unit"], row["against"]) for row in found["rows"]}) == len(found["rows"])
+    if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed
+        assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
+        assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
