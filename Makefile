@@ -11,8 +11,10 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 
-# Tests are a file at a time, by as many processes as there are cores, but not more than memory lasts for.
+# The fast tests are dealt out by file, to as many processes as there are cores. The slow ones, which wait for processes
+# half of their time, are dealt out one by one, the longest first, to more (tests/conftest.py). Memory bounds both.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 # Named by content and place, not by time: a new clone, other pins, other extras or another checkout of the package install
@@ -29,7 +31,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --durations=10
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow --durations=25
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30
 
 extras:
 	@$(MAKE) --no-print-directory install EXTRAS=dev,reasoning-gym,verifiers

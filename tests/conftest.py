@@ -38,6 +38,21 @@ os.environ.update(ENVIRONMENT)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
+LONGEST_FIRST = (
+    "test_algorithm_families.py",
+    "test_runs_on_s3.py",
+    "test_slurm_runs.py",
+    "test_bit_exact_resume.py",
+    "test_ranks_agree.py",
+    "test_benchmarks.py",
+    "test_elastic_runs.py",
+    "test_crash_short.py",
+    "test_lost_roles.py",
+    "test_killed_ranks.py",
+    "test_notebooks.py",
+    "test_real_data.py",
+)
+"""The slow files that take longest; a long test that begins last leaves the other cores idle."""
 SLOW_TIMEOUT_S = 1500
 """Of a test of real runs, whose every wait has its own deadline: some minutes, on a machine that does much else."""
 
@@ -46,7 +61,13 @@ settings.register_profile("rftdask", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("rftdask")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m decides what runs
+@pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for each core; three for two in the slow tier, whose tests wait for processes half of their time."""
+    return 3 * len(os.sched_getaffinity(0)) // 2 if config.option.markexpr == "slow" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m decides what runs, and before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leaves_out_extras = "extras" not in config.option.markexpr
     for item in items:
@@ -59,3 +80,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
         if item.path.is_relative_to(TESTS / "vllm_engine"):
             item.add_marker("vllm")
+    if getattr(config.option, "loadgroup", False):
+        # Tests that share a fixture of their module stay together; all others are dealt out one by one.
+        for item in items:
+            if isinstance(item, pytest.Function) and shares_a_fixture(item):
+                item.add_marker(pytest.mark.xdist_group(item.path.name))
+        ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+def shares_a_fixture(item: pytest.Function) -> bool:
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(definition[-1].scope in ("class", "module") for definition in definitions)
