@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from rftdask.config import Config, load_config, make_plan
+from rftdask.config import Config, check_plugins, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
 
 app = typer.Typer(
@@ -85,6 +85,7 @@ def run(
 def validate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
     checked = load_config(config, overrides or [])
+    check_plugins(checked)
     _warn(checked.warnings)
     typer.echo(checked.to_yaml())
     typer.echo(make_plan(checked).render())

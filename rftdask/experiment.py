@@ -381,7 +381,8 @@ class _Feed:
             project=stage.project,
             name=stage.name,
             config=stage.to_dict(),
-            args=dict(monitor.monitor_args),
+            args=monitor.monitor_args,
+            plugin_dirs=stage.explorer.plugin_dirs,
         )
         self._feed = TrackerFeed(storage, tracker, monitor.monitor_type)
         self._fed = time.monotonic()

@@ -1,8 +1,19 @@
 """Configuration of a run: YAML in, a checked and immutable `Config` out. Needs neither torch nor Dask."""
 
 from rftdask.config.load import load_config, replace
+from rftdask.config.parts import check_plugins
 from rftdask.config.plan import Plan, RolePlan, StagePlan, make_plan
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import fill_from_environment
 
-__all__ = ["Config", "Plan", "RolePlan", "StagePlan", "fill_from_environment", "load_config", "make_plan", "replace"]
+__all__ = [
+    "Config",
+    "Plan",
+    "RolePlan",
+    "StagePlan",
+    "check_plugins",
+    "fill_from_environment",
+    "load_config",
+    "make_plan",
+    "replace",
+]

@@ -95,6 +95,8 @@ class Named:
     """Key beside it that names another part, whose class attribute called as this key is the name in place of None."""
     supplied: int = 0
     """Leading arguments that are no configuration's: the response, truth and task of a reward function."""
+    also: tuple[str, ...] = ()
+    """Arguments that are accepted beside the part's own: they are those of another key, given in this place."""
     complete: bool = True
     """Whether an argument that the part requires has to be among those given."""
     needed: bool = False

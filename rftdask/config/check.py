@@ -28,7 +28,7 @@ from rftdask.config.base import (
     plain,
 )
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
-from rftdask.config.plugins import find_part
+from rftdask.config.plugins import find_part, what_instead
 from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
@@ -162,8 +162,7 @@ class Checker(Generic[Schema]):
         if name in registered or (not named.needed and ("." in name or self.plugin_dirs)):
             return ""
         if "." not in name and not self.plugin_dirs:
-            hint = nearest(name, registered)
-            return f"{show(name)} is not {one_of(sorted(registered))}" + (f"; did you mean {hint}?" if hint else "")
+            return f"{show(name)} is no {named.kind}; {what_instead(name, registered)}"
         try:
             find_part(named.kind, name, registered, self.plugin_dirs)
         except UserError as error:

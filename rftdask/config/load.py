@@ -14,6 +14,7 @@ from rftdask.config.check import Checker
 from rftdask.config.compatibility_warnings import warn
 from rftdask.config.cross_checks.rules import RULES, stages_differ
 from rftdask.config.defaults import Fills, fill
+from rftdask.config.parts import argument_problems_of
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, escape, read_tree
 from rftdask.errors import ConfigError
@@ -74,6 +75,7 @@ def _complete(cleaned: dict[str, Any], checker: Checker[Config], unreadable: set
     for reads, rule in RULES:
         if not any(_touches(path, key) for path in broken for key in reads):
             checker.problems.extend(rule(config))
+    checker.problems.extend(argument_problems_of(config))
     if not checker.problems:
         checker.warnings.extend(warn(config))
     config._warnings = _lines(checker.warnings)

@@ -52,7 +52,7 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
     if owners:
         return getattr(owners[0], name)
     if "." not in name:
-        raise UserError(f"unknown {kind} {name!r}; {_instead(kind, name, registered)}")
+        raise UserError(f"unknown {kind} {name!r}; {what_instead(name, registered)}")
     module_name, _, attribute = name.rpartition(".")
     module = _import(module_name, f"{kind} {name!r}")
     if not hasattr(module, attribute):
@@ -93,7 +93,8 @@ def _defines(module: ModuleType, name: str) -> bool:
     return getattr(getattr(module, name, None), "__module__", None) == module.__name__
 
 
-def _instead(kind: str, name: str, registered: Iterable[str]) -> str:
+def what_instead(name: str, registered: Iterable[str]) -> str:
+    """The end of a message on an unknown name: what comes nearest, and how to name a part of one's own."""
     near = nearest(name, registered)
     names = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registered))}"
     return f"{names}; one of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
@@ -356,6 +357,11 @@ def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parame
 
 
 # ---- what a part says about itself
+
+
+def trait(part: Any, name: str, default: Any = None) -> Any:
+    """A class attribute of a part, registered or imported."""
+    return part.traits.get(name, default) if isinstance(part, RegisteredPart) else getattr(part, name, default)
 
 
 def runs_in_process(plugin: Any) -> bool:

@@ -14,11 +14,13 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from rftdask.config.plugins import RegisteredPart, bind_arguments, find_part, read_parts
 from rftdask.errors import NotFoundError, UserError
 from rftdask.monitor.metrics import MetricsFollower, MetricsRow
 from rftdask.storage.base import Storage
@@ -26,11 +28,27 @@ from rftdask.storage.base import Storage
 logger = logging.getLogger(__name__)
 
 
-class Tracker(ABC):
-    """Where metrics are shown while the run goes on."""
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of the run."""
 
-    #: True when a new tracker for the same run continues what the former one logged.
+    folder: Path
+    """Local folder for the tracker's files."""
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    """For trackers that show configurations; holds no secrets."""
+    is_temporary: bool = False
+    """Whether `folder` is lost with this process, because the run is not on a local file system."""
+
+
+class Tracker(ABC):
+    """Where metrics are shown while the run goes on. Made as `Tracker(run, **monitor_args)`."""
+
+    monitor_type: ClassVar[str] = ""
+    """Name in a configuration. A class without one is named as `package.module.Name`."""
     keeps_history: bool = True
+    """Whether a new tracker for the same run continues what the former one logged."""
 
     @abstractmethod
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
@@ -44,7 +62,11 @@ class Tracker(ABC):
 
 
 class NoTracker(Tracker):
-    """`monitor_type: none`."""
+    """Shows nothing; the files in the run folder are complete anyway."""
+
+    monitor_type: ClassVar[str] = "none"
+
+    def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         pass
@@ -53,13 +75,15 @@ class NoTracker(Tracker):
 class TensorBoardTracker(Tracker):
     """Event files in `<folder>/tensorboard/<role>`, by the tensorboard package alone (no torch, no TensorFlow)."""
 
-    def __init__(self, folder: Path, keeps_history: bool = True) -> None:
+    monitor_type: ClassVar[str] = "tensorboard"
+
+    def __init__(self, run: TrackedRun) -> None:
         with _extra("tensorboard"):
             # Late: half a second.
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        self.keeps_history = keeps_history
-        self.folder = folder / "tensorboard"
+        self.keeps_history = not run.is_temporary
+        self.folder = run.folder / "tensorboard"
         self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, EventFileWriter
         self._writers: dict[str, Any] = {}
 
@@ -83,16 +107,19 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """One Weights & Biases run, continued by name; without an API key it is written offline, to be synced later."""
 
-    def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+    monitor_type: ClassVar[str] = "wandb"
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        """args: further arguments of `wandb.init`."""
         with _extra("wandb"):
             import wandb  # late: an optional package
-        folder.mkdir(parents=True, exist_ok=True)
+        run.folder.mkdir(parents=True, exist_ok=True)
         if wandb.api.api_key is None and "mode" not in args:
             # Its init would ask on the terminal, for ever in a batch job.
             args = {"mode": os.environ.get("WANDB_MODE", "offline"), **args}
-        identity = re.sub(r"[^\w-]", "-", f"{project}-{name}")[-64:]
-        settings = {"project": project, "name": name, "id": identity, "resume": "allow", "dir": str(folder)}
-        self._run: Any = wandb.init(**{**settings, "config": config, **args})
+        identity = re.sub(r"[^\w-]", "-", f"{run.project}-{run.name}")[-64:]
+        settings = {"project": run.project, "name": run.name, "id": identity, "resume": "allow", "dir": str(run.folder)}
+        self._run: Any = wandb.init(**{**settings, "config": dict(run.config), **args})
         self._roles: set[str] = set()
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
@@ -109,28 +136,31 @@ class WandbTracker(Tracker):
 class MlflowTracker(Tracker):
     """One MLflow run, found again by its name; by default in `<folder>/mlflow` unless MLFLOW_TRACKING_URI is set."""
 
-    def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any], args: dict[str, Any]) -> None:
+    monitor_type: ClassVar[str] = "mlflow"
+
+    def __init__(self, run: TrackedRun, tracking_uri: str | None = None, tags: Mapping[str, str] | None = None) -> None:
         with _extra("mlflow"):
             import mlflow  # late: an optional package
             from mlflow.entities import Metric
-        folder.mkdir(parents=True, exist_ok=True)
-        uri = args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             # mlflow-skinny has no database, and mlflow asks for this consent before it writes files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (folder / "mlflow").resolve().as_uri()
+            uri = (run.folder / "mlflow").resolve().as_uri()
         self._metric = Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        experiment = self._client.get_experiment_by_name(project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        query = "tags.rftdask_run = '{}'".format(name.replace("'", ""))
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        own_name = run.name.replace("'", "")
+        query = f"tags.rftdask_run = '{own_name}'"
         known = self._client.search_runs([experiment_id], query, max_results=1)
-        tags = {"rftdask_run": name.replace("'", ""), **args.get("tags", {})}
-        run = known[0] if known else self._client.create_run(experiment_id, run_name=name, tags=tags)
-        self._run_id: str = run.info.run_id
+        tags = {"rftdask_run": own_name, **(tags or {})}
+        found = known[0] if known else self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+        self._run_id: str = found.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         if not known:
-            self._client.log_dict(self._run_id, config, "config.json")
+            self._client.log_dict(self._run_id, dict(run.config), "config.json")
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         now_ms = int(1000 * (time_s or 0))
@@ -144,38 +174,41 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run_id)
 
 
+def registered_trackers() -> Mapping[str, RegisteredPart]:
+    """monitor_type -> class, of the trackers of this package."""
+    return read_parts("rftdask.monitor.trackers", "monitor_type")
+
+
 def make_tracker(
     monitor_type: str,
     *,
     folder: Path | None,
     project: str,
     name: str,
-    config: dict[str, Any] | None = None,
-    args: dict[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    args: Mapping[str, Any] | None = None,
+    plugin_dirs: Sequence[str] = (),
 ) -> Tracker:
-    """The tracker `monitor_type` names: "tensorboard", "wandb", "mlflow" or "none".
+    """The tracker that `monitor_type` names: a registered one, `package.module.Name`, or one of `plugin_dirs`.
 
     Args:
         folder: local path of `<run>/monitor`; None when the run is not on a local file system, then the tracker's
             files go to a temporary folder of this machine, named in a warning. The metrics files are complete anyway.
         config: shown by trackers that show configurations; must hold no secrets.
-        args: `monitor_args`: passed to wandb's init; for mlflow `tracking_uri` and `tags`.
-    Raises: UserError: an unknown type, or its package is not installed.
+        args: `monitor_args`, the further arguments of the tracker.
+    Raises: UserError: an unknown type or argument, or its package is not installed.
     """
-    kind = monitor_type.lower()
-    if kind == "none":
-        return NoTracker()
+    tracker = find_part("monitor", monitor_type, registered_trackers(), plugin_dirs)
+    bind_arguments("monitor.monitor_args", tracker, args or {}, supplied=1)
     is_temporary = folder is None
     if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-"))
-        logger.warning("the run is not on a local file system: files of monitor_type %s are in %s", kind, folder)
-    if kind == "tensorboard":
-        return TensorBoardTracker(folder, keeps_history=not is_temporary)
-    if kind == "wandb":
-        return WandbTracker(folder, project, name, config or {}, args or {})
-    if kind == "mlflow":
-        return MlflowTracker(folder, project, name, config or {}, args or {})
-    raise UserError(f"monitor_type {monitor_type!r} is unknown: use tensorboard, wandb, mlflow or none")
+        folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-")) if tracker is not NoTracker else Path()
+        if tracker is not NoTracker:
+            logger.warning(
+                "the run is not on a local file system: files of monitor_type %s are in %s", monitor_type, folder
+            )
+    made: Tracker = tracker(TrackedRun(folder, project, name, config or {}, is_temporary), **(args or {}))
+    return made
 
 
 class TrackerFeed:

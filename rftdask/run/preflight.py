@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rftdask.buffer.log import open_log
-from rftdask.config import Config
+from rftdask.config import Config, check_plugins
 from rftdask.config.engine_keys import engine_sections
 from rftdask.config.plugins import load_plugin_folders
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
@@ -42,6 +42,9 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
     """
     problems: list[str] = []
     sizes = []
+    for stage in stages:
+        with _noted(problems):
+            check_plugins(stage)
     with _noted(problems):
         _check_engines(stages)
     with _noted(problems):

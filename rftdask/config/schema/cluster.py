@@ -1,15 +1,13 @@
 """Section `cluster`: on which machines the workers of a run are. A kind of cluster is a class of rftdask.cluster."""
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from rftdask.config.base import Count, Derived, Free, Ignored, Later, Named, Natural, Seconds, Section, no_items
-from rftdask.config.plugins import RegisteredPart, read_parts
+from rftdask.config.plugins import read_parts
 
-
-def registered_clusters() -> Mapping[str, RegisteredPart]:
-    """cluster.type -> class, of the clusters of this package; read from their source, for they import Dask."""
-    return read_parts("rftdask.cluster", "cluster_type")
+registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
+"""Call for cluster.type -> class, of the clusters of this package; read from their source, for they import Dask."""
 
 
 class JobConfig(Section):

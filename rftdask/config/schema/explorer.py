@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from rftdask.config.base import (
     Aliases,
@@ -11,14 +11,14 @@ from rftdask.config.base import (
     Free,
     Ignored,
     Later,
+    Named,
     Natural,
     Seconds,
     Secret,
     Section,
     no_items,
 )
-from rftdask.config.engine_traits import EngineTraits, engine_traits
-from rftdask.errors import UserError
+from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines
 
 _MODEL = Later("lengths and sampling of one engine; set the same key in section model")
 _TOOLS = Later("tool parsers")
@@ -26,20 +26,12 @@ _RUNNERS = Ignored("there are no runner processes: rollouts are concurrent corou
 _SERVE = Ignored("only mode serve, which is not available, reads it")
 
 
-def _known_engine(name: str) -> str:
-    try:
-        engine_traits(name)
-    except UserError as error:
-        raise ValueError("no engine; " + str(error).removeprefix(f"unknown engine {name!r}; ")) from error
-    return name
-
-
 class InferenceModelConfig(Section):
     """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`: engines that generate text."""
 
     engine_type: Annotated[
         str,
-        AfterValidator(_known_engine),
+        Named("engine", registered_engines, needed=True),
         Aliases(
             {"vllm_async": "vllm", "openai": "external"},
             "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",

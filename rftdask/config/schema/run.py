@@ -7,11 +7,13 @@ Made by rftdask.config.load; a Config made any other way has not been checked. I
 import math
 import os.path
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Count, Free, Ignored, Later, Section, no_items, plain
+from rftdask.config.base import Count, Free, Ignored, Later, Named, Section, no_items, plain
+from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig
 from rftdask.config.schema.buffer import BufferConfig
 from rftdask.config.schema.cluster import ClusterConfig
@@ -47,10 +49,12 @@ def count_demonstrations(batch_size: int, ratio: float) -> int:
 class MonitorConfig(Section):
     """`monitor`: where metrics go besides the run folder, which always has them."""
 
-    monitor_type: Annotated[Literal["tensorboard", "wandb", "mlflow", "none"], Later("SwanLab", ("swanlab",))] = (
-        "tensorboard"
-    )
-    """Tracker. none: only the files in the run folder."""
+    monitor_type: Annotated[
+        str,
+        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1),
+        Later("SwanLab", ("swanlab",)),
+    ] = "tensorboard"
+    """Tracker: tensorboard, wandb, mlflow, none (only the files in the run folder), or one of your own."""
     monitor_args: Free = no_items()
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
     detailed_stats: bool = False

@@ -95,7 +95,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         (
             {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
             "explorer.rollout_model.engine_type: 'sglang' is not available in this release (this engine); "
-            "leave it out or set 'transformers'",
+            "use one of external, fake, transformers, vllm",
         ),
         (
             {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}},
@@ -243,7 +243,7 @@ def test_secrets_are_refused_and_never_shown() -> None:
             "env_vars": {"OPENAI_API_KEY": "sk-2", "HF_TOKEN": "sk-3", "PLAIN": "fine"},
             "auxiliary_models": [{"api_key": "sk-4"}],
         },
-        monitor={"monitor_args": {"nested": {"password": "sk-5"}, "api_key_env": "NAME"}},
+        monitor={"monitor_type": "wandb", "monitor_args": {"nested": {"password": "sk-5"}, "api_key_env": "NAME"}},
     )
     lines = problems(source)
     assert [line.split(":")[0] for line in lines] == [

@@ -210,7 +210,7 @@ def test_a_relative_root_is_made_absolute_and_an_empty_group_left_out() -> None:
 
 
 def test_a_config_cannot_be_changed() -> None:
-    loaded = config(grpo(), "monitor.monitor_args={a: {b: [1]}}")
+    loaded = config(grpo(), "monitor={monitor_type: wandb, monitor_args: {a: {b: [1]}}}")
     with pytest.raises(ValueError, match="frozen"):
         loaded.seed = 1  # type: ignore[misc]
     with pytest.raises(TypeError, match="cannot be changed"):
@@ -299,7 +299,7 @@ def configurations(draw: st.DrawFn) -> dict:
             "sync_interval": draw(st.integers(1, 9)),
             "explorer_sync_interval": draw(st.none() | st.integers(1, 9)),
         },
-        monitor={"monitor_args": draw(FREE)},
+        monitor={"monitor_type": "wandb", "monitor_args": draw(FREE)},
     )
     tree["model"]["custom_chat_template"] = draw(st.none() | TEXT)
     tree["buffer"]["explorer_input"]["taskset"]["workflow_args"] = draw(FREE)

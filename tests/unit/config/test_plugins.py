@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.config import plugins
+from rftdask.config import Config, check_plugins, load_config, plugins
 from rftdask.config.plugins import Parameter, accepts, argument_problems, bind_arguments, find_part, parameters_of
-from rftdask.errors import UserError
+from rftdask.errors import ConfigError, UserError
+from rftdask.monitor.trackers import NoTracker, make_tracker
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,68 @@ def test_a_type_is_read_as_it_is_written(annotation: str, fits: object, does_not
 
 def test_a_type_that_is_not_known_takes_anything() -> None:
     assert accepts("Tensor", 3) and accepts("", 3)
+
+
+# ---- what a configuration names
+
+
+OWN_TRACKER = """
+from rftdask.monitor.trackers import NoTracker
+
+class OwnTracker(NoTracker):
+    def __init__(self, run, address: str = "here") -> None: ...
+"""
+
+
+def tracked(*overrides: str) -> Config:
+    return load_config({"model": {"model_path": "m", "max_model_len": 64}, "mode": "train", **DATASET}, overrides)
+
+
+DATASET = {
+    "algorithm": {"algorithm_type": "sft"},
+    "buffer": {"trainer_input": {"experience_buffer": {"path": "rows.jsonl"}}},
+}
+
+
+def test_the_arguments_of_registered_parts_are_checked_when_a_configuration_is_loaded() -> None:
+    with pytest.raises(ConfigError) as caught:
+        tracked("monitor={monitor_type: mlflow, monitor_args: {tracking_url: x, tags: 3}}")
+    assert caught.value.problems == [
+        "monitor.monitor_args.tags: 3 is not Mapping[str, str] | None",
+        "monitor.monitor_args.tracking_url: unknown argument; did you mean tracking_uri?; mlflow takes tracking_uri, "
+        "tags",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("monitor.monitor_type=tensorbord", "'tensorbord' is no monitor; did you mean tensorboard?"),
+        ("cluster.type=slrum", "'slrum' is no cluster; did you mean slurm?"),
+        ("explorer.rollout_model.engine_type=transformer", "'transformer' is no engine; did you mean transformers?"),
+        ("explorer.rollout_model.engine_type=no_such.Engine", "cannot import 'no_such'"),
+    ],
+)
+def test_an_unknown_name_is_told_with_its_key_when_a_configuration_is_loaded(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tracked(override)
+    (line,) = caught.value.problems
+    assert line.startswith(override.partition("=")[0] + ": ") and problem in line
+
+
+def test_a_plugin_is_imported_and_its_signature_bound_by_check_plugins_alone(folder: Path) -> None:
+    (folder / "own_tracker.py").write_text(OWN_TRACKER)
+    here = f"explorer.plugin_dirs=[{folder}]"
+    check_plugins(tracked(here, "monitor={monitor_type: OwnTracker, monitor_args: {address: there}}"))
+    wrong = tracked(here, "monitor={monitor_type: OwnTracker, monitor_args: {adress: there}}")
+    with pytest.raises(ConfigError, match=r"monitor_args\.adress: unknown argument; did you mean address\?"):
+        check_plugins(wrong)
+    missing = tracked(here, "monitor.monitor_type=OwnTrackr")
+    with pytest.raises(ConfigError, match=r"monitor\.monitor_type: unknown monitor 'OwnTrackr'"):
+        check_plugins(missing)
+    assert isinstance(
+        make_tracker("OwnTracker", folder=folder, project="p", name="n", plugin_dirs=[str(folder)]), NoTracker
+    )
 
 
 SOURCE = """

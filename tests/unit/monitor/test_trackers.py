@@ -100,5 +100,5 @@ def test_a_missing_package_is_told_with_its_extra(kind, tmp_path, monkeypatch):
 
 
 def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(UserError, match="use tensorboard, wandb, mlflow or none"):
+    with pytest.raises(UserError, match="there are mlflow, none, tensorboard, wandb"):
         make_tracker("neptune", folder=tmp_path, project="p", name="n")
