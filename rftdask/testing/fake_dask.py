@@ -1,7 +1,7 @@
-"""Fake Dask: a client with one worker on which every unit has the outcome that a test gives it, at once.
+"""Fake Dask: a client on whose workers every unit has the outcome that a test gives it, at once or when the test says.
 
-It stands for `explorer.DaskClient`, the calls of a distributed.Client that the explorer's loop makes. Nothing runs: a
-future is done when it is made, and what a worker would report is reported by the outcome.
+It stands for `explorer.DaskClient`, the calls of a distributed.Client that the explorer's loop makes. Nothing runs, and
+what a worker would report is reported by the outcome.
 
     client = FakeClient(died, died)                    # then all else ends well
     Explorer(client, ...).run()
@@ -23,22 +23,33 @@ from rftdask.explorer.worker_task import BEGAN_TOPIC, EXPLORER_RESOURCE, Rollout
 from rftdask.processes.dask_task import LEAVING_TOPIC
 
 WORKER = "tcp://10.0.0.7:4711"
-Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception]
-"""(client, key of the Dask task, unit) -> what the unit came to."""
+Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception | None]
+"""(client, key of the Dask task, unit) -> what the unit came to; None: it stays under way, see `FakeClient.pending`."""
 
 
 class FakeFuture:
-    """A future that is done when it is made."""
+    """A future that is done when a test ends it."""
 
-    def __init__(self, key: str, outcome: RolloutResult | Exception) -> None:
+    def __init__(self, key: str, unit: RolloutTask) -> None:
         self.key = key
+        self.unit = unit
+        self.status = "pending"
+        self._outcome: RolloutResult | Exception | None = None
+        self._callbacks: list[Callable[[UnitFuture], None]] = []
+
+    def end(self, outcome: RolloutResult | Exception) -> None:
+        """Let the Dask task come to this."""
         self._outcome = outcome
         # A lost result is no error of the task: it had ended.
         failed = isinstance(outcome, Exception) and not isinstance(outcome, CancelledError)
         self.status = "error" if failed else "finished"
+        for callback in self._callbacks:
+            callback(self)
 
     def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> None:
-        callback(self)
+        self._callbacks.append(callback)
+        if self.status != "pending":
+            callback(self)
 
     def exception(self) -> BaseException | None:
         return self._outcome if isinstance(self._outcome, Exception) else None
@@ -46,26 +57,43 @@ class FakeFuture:
     def result(self, timeout: float) -> RolloutResult:
         if isinstance(self._outcome, Exception):
             raise self._outcome
+        if self._outcome is None:
+            raise TimeoutError(f"{self.key} is under way")
         return self._outcome
 
 
 class FakeClient:
-    """One worker, on which units have the outcomes that a test gives, in turn, and then end well."""
+    """One worker, on which units have the outcomes that a test gives, in turn, and then all the same."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: Outcome, then: Outcome | None = None, num_engines: int = 1) -> None:
+        """then: what units come to after `outcomes`; None: they end well."""
         self.outcomes = list(outcomes)
+        self.then = then or ended_well
+        self.num_engines = num_engines
         self.submitted: list[RolloutTask] = []
+        self.pending: list[FakeFuture] = []
+        """Futures of units under way, the first submitted first; a test ends them."""
         self.topics: dict[str, Callable[[tuple[float, Any]], None]] = {}
 
+    def end_first(self) -> None:
+        """Let the unit that is under way for longest end well."""
+        future = self.pending.pop(0)
+        future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
+
     def scheduler_info(self, *, n_workers: int) -> Mapping[str, Any]:
-        return {"workers": {WORKER: {"resources": {EXPLORER_RESOURCE: 1}}}}
+        return {"workers": {WORKER: {"resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
         self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: Any
     ) -> FakeFuture:
         self.submitted.append(unit)
-        outcome = self.outcomes.pop(0) if self.outcomes else ended_well
-        return FakeFuture(key, outcome(self, key, unit))
+        future = FakeFuture(key, unit)
+        outcome = (self.outcomes.pop(0) if self.outcomes else self.then)(self, key, unit)
+        if outcome is None:
+            self.pending.append(future)
+        else:
+            future.end(outcome)
+        return future
 
     def report(self, topic: str, message: Any) -> None:
         """Report on a topic of Dask's, as a worker does."""
@@ -79,6 +107,10 @@ class FakeClient:
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> None:
         return
+
+
+def under_way(client: FakeClient, key: str, unit: RolloutTask) -> None:
+    """The unit runs until the test ends it."""
 
 
 def ended_well(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:

@@ -1,0 +1,202 @@
+"""Promises of the explorer's loop, with a fake of Dask's client:
+
+- every unit of the schedule is submitted once and in order, one and a half per engine and one more at a time;
+- evaluations take half of the engines at most while there is training to go on with;
+- no unit is submitted before the steps that its weights are trained from are complete;
+- what the log holds is not run again, and what it lost is;
+- a worker that is lost after its unit had ended, before the result was fetched, is no failure of the unit;
+- nor is one that was told to end, however often that happens to one unit;
+- one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience
+from rftdask.config import Config, load_config
+from rftdask.errors import StorageError
+from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
+from rftdask.explorer.poison import STRIKES
+from rftdask.explorer.worker_task import RolloutResult, RolloutTask
+from rftdask.monitor.events import Event, Note, Step
+from rftdask.run.run_folder import read_config
+from rftdask.storage import open_storage
+from rftdask.testing.fake_dask import (
+    WORKER,
+    FakeClient,
+    Outcome,
+    died,
+    lost_with_the_result,
+    told_to_end,
+    under_way,
+)
+
+
+def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
+    return StorageError("the disk is full")
+
+
+def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
+    """The unit ended well, and its experiences are in the log."""
+    rows = [
+        Experience("taskset_0", task.epoch, task.index, rollout, unit.explore_step, reward=1.0)
+        for task in unit.tasks
+        for rollout in range(unit.repeat_times)
+    ]
+    name = ParquetLog(open_storage(unit.url)).commit(rows, explore_step=unit.explore_step, batch=unit.unit_index)
+    return RolloutResult(unit.key, (name.text,), 0, WORKER, num_rollouts=len(rows))
+
+
+def stage(name: str, *overrides: str) -> Config:
+    """A stage whose units have two tasks; one explore step of one unit unless `overrides` say otherwise."""
+    tree: dict[str, Any] = {
+        "mode": "explore",
+        "checkpoint_root_dir": "memory://explorer-loop",
+        "name": name,
+        "model": {"model_path": "none", "max_model_len": 32},
+        "algorithm": {"repeat_times": 2},
+        "buffer": {"batch_size": 2, "total_steps": 1, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        "explorer": {"tasks_per_batch": 2},
+        "synchronizer": {"sync_offset": 0},
+    }
+    return load_config(tree, overrides)
+
+
+def run_stage(client: FakeClient, config: Config, cancelled: Callable[[], bool] = lambda: False) -> list[Event]:
+    """Run the explorer of a stage; the events it emitted. cancelled: called before every pass of the loop."""
+    events: list[Event] = []
+    source = config.buffer.explorer_input
+    Explorer(
+        client,
+        open_storage(f"memory://explorer-loop/{config.name}"),
+        config,
+        {taskset.name: 6 for taskset in (*source.train_tasksets, *source.eval_tasksets)},
+        num_steps=config.buffer.total_steps or 0,
+        threads=1,
+        log_file=None,
+        emit=events.append,
+        cancelled=cancelled,
+        trainer_ended_at=lambda: None,
+    ).run()
+    return events
+
+
+def explore(client: FakeClient, name: str) -> list[str]:
+    """Run an explore step of one unit of two tasks; what the explorer noted."""
+    return [event.text for event in run_stage(client, stage(name)) if isinstance(event, Note)]
+
+
+def end_one_each_pass(client: FakeClient, look: Callable[[list[RolloutTask]], object]) -> Callable[[], bool]:
+    """A `cancelled` that shows what is under way to `look`, and lets the first of it end."""
+
+    def cancelled() -> bool:
+        if client.pending:
+            look([future.unit for future in client.pending])
+            client.end_first()
+        return False
+
+    return cancelled
+
+
+# ---- the window of units under way
+
+
+def test_every_unit_is_submitted_once_and_in_order_within_the_window() -> None:
+    client, sizes = FakeClient(then=under_way, num_engines=4), []
+    config = stage("window", "buffer.batch_size=4", "buffer.total_steps=9", "explorer.eval_on_startup=false")
+    run_stage(client, config, end_one_each_pass(client, lambda units: sizes.append(len(units))))
+    keys = [(unit.explore_step, unit.unit_index) for unit in client.submitted]
+    assert keys == [(step, index) for step in range(1, 10) for index in range(2)]
+    assert max(sizes) == 7, "one and a half for each of four engines, and one more"
+    assert ParquetLog(open_storage("memory://explorer-loop/window")).sealed_at() == 9
+
+
+def test_evaluations_take_half_of_the_engines_while_there_is_training() -> None:
+    client, num_evals = FakeClient(then=under_way, num_engines=4), []
+    evals = "buffer.explorer_input.eval_tasksets=[{name: held_out, path: held_out.jsonl, repeat_times: 2}]"
+    config = stage("evals", "buffer.batch_size=4", "buffer.total_steps=6", evals)
+
+    # Units of training end first, so that those of the evaluation are under way to the end.
+    def look(units: list[RolloutTask]) -> None:
+        training = [unit for unit in units if not unit.is_eval]
+        num_evals.append((len(units) - len(training), bool(training)))
+        client.pending.sort(key=lambda future: future.unit.is_eval)
+
+    run_stage(client, config, end_one_each_pass(client, look))
+    assert max(count for count, training in num_evals if training) == 2
+    assert sum(unit.is_eval for unit in client.submitted) == 3, "six tasks, two to a unit, each once"
+
+
+def test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from() -> None:
+    client, steps = FakeClient(then=under_way, num_engines=4), []
+    both = ("mode=both", "buffer.batch_size=4", "buffer.train_batch_size=8", "buffer.total_steps=5")
+    config = stage("fixed", *both, "synchronizer.sync_style=fixed", "explorer.eval_on_startup=false")
+    end_one = end_one_each_pass(client, lambda units: steps.append({unit.explore_step for unit in units}))
+    run_stage(client, config, lambda: end_one() or (len(client.submitted) == 10 and not client.pending))
+    assert all(len(under_way_now) == 1 for under_way_now in steps), "on policy: a step at a time"
+    assert [unit.weights.version for unit in client.submitted] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+# ---- what is done is what the log says
+
+
+def test_a_restarted_explorer_runs_what_the_log_does_not_hold() -> None:
+    config = stage("restart", "buffer.batch_size=4", "buffer.total_steps=3")
+    first = FakeClient(then=committed)
+    events = run_stage(first, config)
+    assert len(first.submitted) == 6 and [e.step for e in events if isinstance(e, Step)] == [1, 2, 3]
+    again = FakeClient(then=committed)
+    assert run_stage(again, config) == [] and again.submitted == []
+    log = ParquetLog(open_storage("memory://explorer-loop/restart"))
+    (lost,) = (name for name in log.shards() if (name.explore_step, name.batch) == (2, 1))
+    log.quarantine(lost, "bit rot")
+    run_stage(again, config)
+    assert [unit.key for unit in again.submitted] == [("experiences", 2, 1)]
+    assert again.submitted[0].tasks == first.submitted[3].tasks
+
+
+# ---- lost workers
+
+
+@pytest.mark.parametrize("loss", [lost_with_the_result, told_to_end])
+def test_a_unit_is_never_blamed_for_workers_that_were_taken_away(loss: Outcome) -> None:
+    client = FakeClient(*[loss] * (MAX_ATTEMPTS + STRIKES))
+    assert explore(client, loss.__name__) == []
+    assert len(client.submitted) == MAX_ATTEMPTS + STRIKES + 1
+    assert {unit.slots for unit in client.submitted} == {None}, "it runs whole, so it samples the same bits"
+
+
+def test_a_unit_whose_workers_die_without_a_word_runs_task_by_task() -> None:
+    client = FakeClient(*[died] * STRIKES)
+    assert "task by task" in explore(client, "died")[-1]
+    assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, (0,), (1,)]
+
+
+def test_a_task_that_ends_its_workers_is_set_aside_and_its_sibling_runs() -> None:
+    client = FakeClient(*[died] * STRIKES, *[died] * STRIKES)  # the unit, then its first task alone
+    notes = explore(client, "poison")
+    assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, *[(0,)] * STRIKES, (1,)]
+    assert all(", alone, runs again (" in note for note in notes[STRIKES : 2 * STRIKES - 1]), notes
+    assert notes[-1].startswith("task taskset_0/0/0 is poisonous and was set aside"), notes
+    (shard,) = ParquetLog(open_storage("memory://explorer-loop/poison")).shards()
+    assert shard.part is not None and shard.part.slots == (0,), "the sibling's rollouts are its worker's to commit"
+
+
+def test_a_unit_that_raises_is_tried_a_few_times() -> None:
+    with pytest.raises(Exception, match=f"failed {MAX_ATTEMPTS} times.*the disk is full"):
+        explore(FakeClient(*[failed] * MAX_ATTEMPTS), "failed")
+
+
+def test_a_unit_carries_the_fingerprint_of_the_config_and_not_the_config() -> None:
+    client = FakeClient()
+    explore(client, "fingerprint")
+    (unit,) = client.submitted
+    storage = open_storage(unit.url)
+    assert read_config(storage, unit.config_fingerprint).name == "fingerprint"
+    assert len(pickle.dumps(unit)) < 1000
