@@ -284,12 +284,8 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
 
     Reads files and imports nothing, not even the package. A tuple of names registers the class under each.
     """
-    root = Path(__file__).parents[2].joinpath(*package.split("."))
-    files = sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
     classes: dict[str, tuple[str, ast.ClassDef]] = {}
-    for file in files:
-        module = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts).removesuffix(".__init__")
-        body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+    for module, body in _read_modules(package):
         classes.update({node.name: (module, node) for node in body if isinstance(node, ast.ClassDef)})
     found: dict[str, RegisteredPart] = {}
     for attribute, (module, node) in classes.items():
@@ -299,6 +295,34 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
             traits = {key: value for known in reversed(line) for key, value in _constants(known).items()}
             found[name] = RegisteredPart(name, module, attribute, _read_parameters(line), traits)
     return found
+
+
+@cache
+def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]:
+    """name -> part for every function in the modules below `package` (dotted) decorated as @decorator("name", ...).
+
+    Reads files and imports nothing, not even the package. Several decorators register a function under each name.
+    """
+    found: dict[str, RegisteredPart] = {}
+    for module, body in _read_modules(package):
+        for node in body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args:
+                    name = ast.literal_eval(call.args[0])
+                    parameters = None if node.args.kwarg else _read_arguments(node.args)
+                    found[name] = RegisteredPart(name, module, node.name, parameters)
+    return found
+
+
+def _read_modules(package: str) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """(dotted name, statements) of the modules below `package`, or of the module of that name."""
+    above = Path(__file__).parents[2]
+    root = above.joinpath(*package.split("."))
+    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]:
+        name = ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(file.read_text(encoding="utf-8"), str(file)).body
 
 
 def _line_of(node: ast.ClassDef, classes: Mapping[str, tuple[str, ast.ClassDef]]) -> Iterator[tuple[str, ast.ClassDef]]:

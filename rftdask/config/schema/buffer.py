@@ -11,13 +11,16 @@ from rftdask.config.base import (
     Free,
     Ignored,
     Later,
+    Named,
     Natural,
     Seconds,
     Section,
     absent,
     no_items,
 )
+from rftdask.config.rollout_parts import registered_rewards, registered_workflows
 
+_WORKFLOW = Named("workflow", registered_workflows)
 _IMAGES = Later("images and videos")
 
 
@@ -115,9 +118,13 @@ class TasksetConfig(Section):
     """Configuration of a Hub dataset, for example "main". sql: the table; None: the one named as the taskset."""
     format: FormatConfig = FormatConfig()
     """Meaning of the columns."""
-    default_workflow_type: Annotated[str | None, Filled("explorer_input")] = None
+    default_workflow_type: Annotated[str | None, _WORKFLOW, Filled("explorer_input")] = None
     """Workflow of this taskset. None: `explorer_input.default_workflow_type`, for eval `default_eval_workflow_type`."""
-    default_reward_fn_type: Annotated[str | None, Filled("explorer_input")] = None
+    default_reward_fn_type: Annotated[
+        str | None,
+        Named("reward function", registered_rewards, arguments="reward_fn_args", supplied=3, complete=False),
+        Filled("explorer_input"),
+    ] = None
     """Reward function of this taskset. None: `explorer_input.default_reward_fn_type`."""
     rollout_args: RolloutArgs = RolloutArgs()
     """Sampling of this taskset."""
@@ -151,11 +158,11 @@ class ExplorerInput(Section):
     """The training tasks, when there are several. Not both."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
     """Tasks for evaluation."""
-    default_workflow_type: str | None = None
+    default_workflow_type: Annotated[str | None, _WORKFLOW] = None
     """Workflow of tasksets that name none. None: the explorer's simple workflow."""
-    default_eval_workflow_type: str | None = None
+    default_eval_workflow_type: Annotated[str | None, _WORKFLOW] = None
     """The same for evaluation. None: `default_workflow_type`."""
-    default_reward_fn_type: str | None = None
+    default_reward_fn_type: Annotated[str | None, Named("reward function", registered_rewards)] = None
     """Reward function of tasksets that name none. None: the workflow's own."""
 
     @property

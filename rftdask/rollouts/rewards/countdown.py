@@ -8,10 +8,12 @@ from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.rewards.text import FORMAT_REWARD, last_answer
 from rftdask.rollouts.workflows.base import Reward
 
 
+@reward("countdown_reward")
 def countdown_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the last <answer> holds an expression that reaches the target with every number once; 0.1 for a wrong
     answer; 0 without an answer. Metric: accuracy.

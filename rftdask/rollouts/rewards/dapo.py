@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.workflows.base import Reward
 
 
+@reward("math_dapo_reward")
 def math_dapo_reward(
     response: str,
     truth: str,

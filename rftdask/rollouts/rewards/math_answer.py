@@ -12,6 +12,7 @@ import re
 from fractions import Fraction
 
 from rftdask.data.task import Task, final_answer
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.rewards.text import FORMAT_REWARD, starts_with_thought
 from rftdask.rollouts.workflows.base import Reward
 
@@ -42,12 +43,14 @@ _LATEX = (
 )
 
 
+@reward("math_reward")
 def math_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the final answer of the response equals the truth, else 0. Metric: accuracy."""
     correct = float(same_answer(extract_answer(response), truth))
     return Reward(correct, {"accuracy": correct})
 
 
+@reward("math_boxed_reward")
 def math_boxed_reward(
     response: str, truth: str, task: Task, with_think: bool = False, format_score_coef: float = FORMAT_REWARD
 ) -> Reward:

@@ -7,10 +7,16 @@ from functools import cache
 from typing import Any
 
 from rftdask.data.task import Task
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.rewards.text import last_answer
 from rftdask.rollouts.workflows.base import Reward
 
 
+@reward(
+    "reasoning_gym_reward",
+    in_process=False,  # its generators are many, and some search long
+    requires={"reasoning_gym": "reasoning-gym"},
+)
 def reasoning_gym_reward(response: str, truth: str, task: Task) -> Reward:
     """The generator's score, 0 to 1, of the last <answer>, or of the whole response if it has none. Metric: accuracy,
     1 for a full score.
@@ -31,7 +37,3 @@ def _scorer(name: str) -> Any:
     # Late: optional, and its import costs 2 s. By name: whether it is installed must not change the type check.
     reasoning_gym = importlib.import_module("reasoning_gym")
     return reasoning_gym.create_dataset(name, size=1, seed=0)
-
-
-reasoning_gym_reward.in_process = False  # type: ignore[attr-defined] # its generators are many, and some search long
-reasoning_gym_reward.requires = {"reasoning_gym": "reasoning-gym"}  # type: ignore[attr-defined]

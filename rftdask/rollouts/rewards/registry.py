@@ -13,53 +13,40 @@ What a response says is hostile input: reward functions never evaluate it as cod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rftdask.config.plugins import find_part
+from rftdask.config.rollout_parts import register, registered_rewards
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.rewards.countdown import countdown_reward
-from rftdask.rollouts.rewards.dapo import math_dapo_reward
-from rftdask.rollouts.rewards.math_answer import math_boxed_reward, math_reward
-from rftdask.rollouts.rewards.procedural import reasoning_gym_reward
-from rftdask.rollouts.rewards.text import exact_reward, format_reward
-from rftdask.rollouts.rewards.verified import accuracy_reward
 from rftdask.rollouts.workflows.base import Response, Reward
 
 RewardFn = Callable[..., float | Reward]
 """(response, truth, task, **reward_fn_args) -> float | Reward."""
-
-_REWARDS: dict[str, RewardFn] = {
-    "accuracy_reward": accuracy_reward,
-    "countdown_reward": countdown_reward,
-    "exact_reward": exact_reward,
-    "format_reward": format_reward,
-    "math_boxed_reward": math_boxed_reward,
-    "math_dapo_reward": math_dapo_reward,
-    "math_reward": math_reward,
-    "reasoning_gym_reward": reasoning_gym_reward,
-}
+_Reward = TypeVar("_Reward", bound=RewardFn)
 
 
-def reward(name: str, *, in_process: bool | None = None) -> Callable[[RewardFn], RewardFn]:
-    """Decorator that gives a reward function a name; in_process: as for workflows.
+def reward(
+    name: str, *, in_process: bool | None = None, requires: Mapping[str, str] | None = None
+) -> Callable[[_Reward], _Reward]:
+    """Decorator that gives a reward function a name; in_process, requires: as for workflows.
 
     Raises: ValueError: the name is taken by another function.
     """
 
-    def register(function: RewardFn) -> RewardFn:
-        if _REWARDS.setdefault(name, function) is not function:
-            raise ValueError(f"reward function {name!r} exists already; choose another name")
-        if in_process is not None:
-            function.in_process = in_process  # type: ignore[attr-defined]
+    def decorate(function: _Reward) -> _Reward:
+        register("reward function", registered_rewards(), name, function)
+        for key, value in (("in_process", in_process), ("requires", requires)):
+            if value is not None:
+                setattr(function, key, value)
         return function
 
-    return register
+    return decorate
 
 
 def get_reward(name: str) -> RewardFn:
     """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none."""
-    function: RewardFn = find_part("reward function", name, _REWARDS)
+    function: RewardFn = find_part("reward function", name, registered_rewards())
     if not callable(function):
         raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
     return function

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from rftdask.data.task import Task
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.workflows.base import Reward
 
 FORMAT_REWARD = 0.1
 
 
+@reward("exact_reward")
 def exact_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the response is the truth, character for character but for space around it, else 0. Metric: accuracy."""
     correct = float(response.strip() == truth.strip())
     return Reward(correct, {"accuracy": correct})
 
 
+@reward("format_reward")
 def format_reward(response: str, truth: str, task: Task) -> Reward:
     """+0.1 for "<think>...</think> <answer>...</answer>" with nothing after it, else -0.1. Metric: format_score."""
     score = FORMAT_REWARD if follows_format(response) else -FORMAT_REWARD

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 
 from rftdask.data.task import Task
+from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.workflows.base import Reward
 
 _MAX_LENGTH = 20_000
 """Characters of the response that are looked at, from its end: the answer is there."""
 
 
+@reward("accuracy_reward", in_process=False, requires={"math_verify": "math-verify"})
 def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
 
@@ -28,7 +30,3 @@ def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
     said = math_verify.parse(response[-_MAX_LENGTH:], parsing_timeout=None)
     correct = float(math_verify.verify(gold, said, timeout_seconds=None))
     return Reward(correct, {"accuracy": correct})
-
-
-accuracy_reward.in_process = False  # type: ignore[attr-defined]
-accuracy_reward.requires = {"math_verify": "math-verify"}  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgpack
 
-from rftdask.config.plugins import load_plugin_folders
+from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, as_reward
@@ -68,6 +68,8 @@ def _preload(setup: Mapping[str, Any]) -> None:
         find_workflow(name)
     for name in setup["rewards"]:
         get_reward(name)
+    for part in read_functions("rftdask.rollouts.rewards", "reward").values():
+        part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
 
 
 class _ForkServer:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
+from rftdask.rollouts.workflows.registry import workflow
 
 FROZEN_LAKE = {
     "env_id": "FrozenLake-v1",
@@ -27,6 +28,7 @@ FROZEN_LAKE = {
 _COLORED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 
 
+@workflow("frozen_lake_workflow", in_process=False, requires={"gymnasium": "gymnasium"})
 async def frozen_lake_workflow(task: Task, model: PolicyModel) -> Reward:
     """gymnasium_workflow for FrozenLake, 4x4 and not slippery unless `workflow_args.env_args` say otherwise."""
     arguments = dict(task.workflow_args)
@@ -34,6 +36,7 @@ async def frozen_lake_workflow(task: Task, model: PolicyModel) -> Reward:
     return await _play({**FROZEN_LAKE, **arguments, "env_args": env_args}, task, model)
 
 
+@workflow("gymnasium_workflow", in_process=False, requires={"gymnasium": "gymnasium"})
 async def gymnasium_workflow(task: Task, model: PolicyModel) -> Reward:
     """Play one episode. Each step's reward is the game's; the rollout's is their sum. A reply that names no action
     changes nothing and earns `invalid_reward`.
@@ -42,11 +45,6 @@ async def gymnasium_workflow(task: Task, model: PolicyModel) -> Reward:
     rules: what the policy is told of the game; invalid_reward (-0.1).
     """
     return await _play(task.workflow_args, task, model)
-
-
-for _workflow in (frozen_lake_workflow, gymnasium_workflow):
-    _workflow.in_process = False  # type: ignore[attr-defined]
-    _workflow.requires = {"gymnasium": "gymnasium"}  # type: ignore[attr-defined]
 
 
 async def _play(arguments: Mapping[str, Any], task: Task, model: PolicyModel) -> Reward:

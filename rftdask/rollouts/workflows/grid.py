@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rftdask.data.task import Task
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
+from rftdask.rollouts.workflows.registry import workflow
 
 _MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _WORD = re.compile(rf"\b({'|'.join(_MOVES)})\b", re.IGNORECASE)
@@ -55,6 +56,7 @@ class Grid:
         return "\n".join(lines)
 
 
+@workflow("grid_workflow")
 async def grid_workflow(task: Task, model: PolicyModel) -> Reward:
     """Walk until the goal or the last turn. The step that reaches the goal earns 1, one that leads nowhere loses.
 

@@ -13,6 +13,7 @@ from typing import Any
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Reward
+from rftdask.rollouts.workflows.registry import workflow
 from rftdask.rollouts.workflows.single_turn import MATH_SYSTEM_PROMPT, ask
 
 _VERDICT = re.compile(r"^\W*(?:criterion\s*)?(\d+)\W+(yes|no)\b", re.IGNORECASE | re.MULTILINE)
@@ -23,6 +24,8 @@ _JUDGE = (
 )
 
 
+@workflow("async_math_rm_workflow")
+@workflow("math_rm_workflow")
 async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask as math_workflow does; the reward is the probability, 0 to 1, that the auxiliary model gives "Yes" against
     "No" when it is asked whether the answer is correct. Metric: accuracy, of the answer itself, where there is a truth.
@@ -39,6 +42,7 @@ async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
     return Reward(1.0 / (1.0 + math.exp(min(max(no - yes, -700.0), 700.0))), metrics)
 
 
+@workflow("rubric_judge_workflow")
 async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask; a judge says which criteria the answer meets, and the reward is the share of their weights, 0 to 1.
 

@@ -1,54 +1,25 @@
-"""The workflows by name, and how to add one: the decorator below, or a dotted path in the configuration.
+"""The workflows by name, and how to add one: the decorator below, a dotted path, or a file of a plug-in folder.
 
-The names are those of the reference system where it has the workflow.
+A workflow of this package is imported when it is first needed. Names are those of Trinity-RFT where it has the
+workflow; of some it has a blocking and an async version, which are the same here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_part, module_of, requires, runs_in_process
+from rftdask.config.plugins import find_part, module_of, runs_in_process
+from rftdask.config.plugins import requires as required_modules
+from rftdask.config.rollout_parts import register, registered_workflows
 from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
-from rftdask.rollouts.workflows.games import frozen_lake_workflow, gymnasium_workflow
-from rftdask.rollouts.workflows.grid import grid_workflow
-from rftdask.rollouts.workflows.judged import math_rm_workflow, rubric_judge_workflow
-from rftdask.rollouts.workflows.single_turn import (
-    math_boxed_workflow,
-    math_eval_workflow,
-    math_workflow,
-    on_policy_distill_math_workflow,
-    on_policy_distill_workflow,
-    simple_workflow,
-)
-from rftdask.rollouts.workflows.tools import tool_call_workflow
-from rftdask.rollouts.workflows.verifiers_env import verifiers_workflow
 
 _Workflow = TypeVar("_Workflow")
-
-_NAMED: dict[str, Any] = {
-    "frozen_lake_workflow": frozen_lake_workflow,
-    "grid_workflow": grid_workflow,
-    "gymnasium_workflow": gymnasium_workflow,
-    "math_boxed_workflow": math_boxed_workflow,
-    "math_eval_workflow": math_eval_workflow,
-    "math_rm_workflow": math_rm_workflow,
-    "math_workflow": math_workflow,
-    "on_policy_distill_math_workflow": on_policy_distill_math_workflow,
-    "on_policy_distill_workflow": on_policy_distill_workflow,
-    "rubric_judge_workflow": rubric_judge_workflow,
-    "simple_workflow": simple_workflow,
-    "tool_call_workflow": tool_call_workflow,
-    "verifiers_workflow": verifiers_workflow,
-}
-# The reference system has a blocking and an async version of some; here every shipped workflow is async.
-_BOTH_WAYS = ("math_boxed_workflow", "math_eval_workflow", "math_rm_workflow", "math_workflow", "simple_workflow")
-_WORKFLOWS: dict[str, Any] = {**_NAMED, **{f"async_{name}": _NAMED[name] for name in _BOTH_WAYS}}
 
 
 @dataclass(frozen=True)
@@ -67,27 +38,35 @@ class FoundWorkflow:
 
 
 def workflow(
-    name: str, *, in_process: bool | None = None, max_concurrent: int | None = None
+    name: str,
+    *,
+    in_process: bool | None = None,
+    max_concurrent: int | None = None,
+    requires: Mapping[str, str] | None = None,
 ) -> Callable[[_Workflow], _Workflow]:
     """Decorator that gives a function, or a class with `run`, a name. Its module has to be imported where rollouts
     run; a plugin folder or a dotted path as the workflow's name does that.
 
     in_process: run it on the event loop, which is faster and which it must never block; None: in a sandbox, where it
     may block, hang or crash. max_concurrent: rollouts of it at the same time in one worker, such as an environment's
-    licenses. A class may say the same as attributes.
+    licenses. requires: optional modules that it imports -> the extra of rftdask that installs them. A class may say the
+    same as attributes.
 
     Raises: ValueError: the name is taken by another workflow.
     """
 
-    def register(plugin: _Workflow) -> _Workflow:
-        if _WORKFLOWS.setdefault(name, plugin) is not plugin:
-            raise ValueError(f"workflow {name!r} exists already; choose another name")
-        for key, value in (("in_process", in_process), ("max_concurrent", max_concurrent)):
+    def decorate(plugin: _Workflow) -> _Workflow:
+        register("workflow", registered_workflows(), name, plugin)
+        for key, value in (
+            ("in_process", in_process),
+            ("max_concurrent", max_concurrent),
+            ("requires", requires),
+        ):
             if value is not None:
                 setattr(plugin, key, value)
         return plugin
 
-    return register
+    return decorate
 
 
 def find_workflow(name: str) -> FoundWorkflow:
@@ -96,7 +75,7 @@ def find_workflow(name: str) -> FoundWorkflow:
 
     Raises: UserError: there is none, it has no `run`, or it blocks and is declared in_process.
     """
-    plugin = find_part("workflow", name, _WORKFLOWS)
+    plugin = find_part("workflow", name, registered_workflows())
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
@@ -110,7 +89,7 @@ def find_workflow(name: str) -> FoundWorkflow:
         in_process=in_process,
         max_concurrent=getattr(plugin, "max_concurrent", None),
         module=module_of(plugin),
-        requires=tuple(requires(plugin)),
+        requires=tuple(required_modules(plugin)),
     )
 
 

@@ -8,6 +8,7 @@ from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
 from rftdask.rollouts.rewards.registry import compute_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
+from rftdask.rollouts.workflows.registry import workflow
 
 MATH_SYSTEM_PROMPT = (
     "You are a helpful assistant that solves math problems. Think step by step, then give the final answer within "
@@ -20,18 +21,24 @@ THINKING_SYSTEM_PROMPT = (
 )
 
 
+@workflow("async_simple_workflow")
+@workflow("simple_workflow")
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once; the reward is that of the task's reward function, or exact_reward."""
     response = await ask(task, model)
     return _rewarded(task, model, response, "exact_reward")
 
 
+@workflow("async_math_workflow")
+@workflow("math_workflow")
 async def math_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, with a system prompt for math unless the task has its own; the default reward is math_reward."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
     return _rewarded(task, model, response, "math_reward")
 
 
+@workflow("async_math_boxed_workflow")
+@workflow("math_boxed_workflow")
 async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
     r"""The same for answers in \boxed{}; the default reward is math_boxed_reward.
 
@@ -42,6 +49,8 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
     return _rewarded(task, model, response, "math_boxed_reward", options)
 
 
+@workflow("async_math_eval_workflow")
+@workflow("math_eval_workflow")
 async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
     """As math_boxed_workflow without options, for evaluations: the reward is whether the answer is right, whatever
     reward function trains. Metric: accuracy.
@@ -51,12 +60,14 @@ async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
     return Reward(correct, {"accuracy": correct})
 
 
+@workflow("on_policy_distill_workflow")
 async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once; there is no reward, because the teacher's logprobs, which the trainer computes, are what is learned."""
     await ask(task, model)
     return Reward(0.0)
 
 
+@workflow("on_policy_distill_math_workflow")
 async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
     """The same for math: the metric accuracy says how the student does, the reward stays 0."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)

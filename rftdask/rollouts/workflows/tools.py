@@ -14,6 +14,7 @@ from rftdask.rollouts.policy.openai_client import ToolCall, parse_tool_calls
 from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
 from rftdask.rollouts.rewards.registry import compute_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
+from rftdask.rollouts.workflows.registry import workflow
 
 CALCULATOR = {
     "type": "function",
@@ -34,6 +35,7 @@ TOOLS_SYSTEM_PROMPT = (
 )
 
 
+@workflow("tool_call_workflow")
 async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask, run the tools the policy calls, tell it what they said, until it answers without a call or after the last
     turn. The default reward is math_reward, of the last answer. Metrics: num_tool_calls, num_turns.

@@ -17,8 +17,14 @@ from typing import Any
 from rftdask.data.task import Task
 from rftdask.rollouts.policy.openai_server import KEY_VARIABLE, open_endpoint
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
+from rftdask.rollouts.workflows.registry import workflow
 
 
+@workflow(
+    "verifiers_workflow",
+    in_process=False,  # its environments are anybody's code
+    requires={"verifiers.v1": "verifiers"},
+)
 async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
     """Play one episode of the task's environment. The reward is the mean over its agents of what each earned, which is
     the weighted sum of the environment's rewards. Metrics: the environment's, and each reward by its name.
@@ -39,10 +45,6 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
         raise _failure(episode, endpoint.failure, task)
     rewards = [float(trace.reward) for trace in episode.traces]
     return Reward(sum(rewards) / len(rewards), _metrics(episode.traces[0]))
-
-
-verifiers_workflow.in_process = False  # type: ignore[attr-defined]  # its environments are anybody's code
-verifiers_workflow.requires = {"verifiers.v1": "verifiers"}  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4)

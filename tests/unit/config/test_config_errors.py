@@ -89,8 +89,8 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vlm"}}},
-            "explorer.rollout_model.engine_type: 'vlm' is no engine; did you mean vllm?; one of your own is given as "
-            "package.module.Name, or by its name in a file of plugin_dirs",
+            "explorer.rollout_model.engine_type: 'vlm' is not one of external, fake, transformers, vllm; did you mean "
+            "vllm?",
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
@@ -391,3 +391,27 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
     source["explorer"] = {"min_workers": 5, "max_workers": 4}
     (line,) = problems(source)
     assert line == "explorer.min_workers: 5: more than explorer.max_workers, 4; lower one or raise the other"
+
+
+@pytest.mark.parametrize(
+    ("taskset", "line"),
+    [
+        (
+            {"default_workflow_type": "math_worklow"},
+            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is not one of async_",
+        ),
+        (
+            {"default_reward_fn_type": "math_boxed_rewad"},
+            "buffer.explorer_input.taskset.default_reward_fn_type: 'math_boxed_rewad' is not one of accuracy_reward",
+        ),
+    ],
+)
+def test_an_unknown_workflow_or_reward_is_told_with_what_comes_nearest(taskset: dict, line: str) -> None:
+    [problem] = problems(grpo(buffer={"explorer_input": {"taskset": {"path": "t.jsonl", **taskset}}}))
+    assert problem.startswith(line)
+    assert "; did you mean math_" in problem
+
+
+def test_a_workflow_that_a_plug_in_may_have_is_no_error_where_nothing_is_imported() -> None:
+    taskset = {"path": "t.jsonl", "default_workflow_type": "no_such_module.workflow"}
+    assert load_config(grpo(buffer={"explorer_input": {"taskset": taskset}}))

@@ -143,7 +143,7 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
         "buffer.explorer_input.default_workflow_type=math_workflow",
         "buffer.explorer_input.default_reward_fn_type=math_reward",
         "buffer.explorer_input.eval_tasksets=[{path: e, rollout_args: {temperature: 0}}]",
-        "buffer.explorer_input.default_eval_workflow_type=other_workflow",
+        "buffer.explorer_input.default_eval_workflow_type=grid_workflow",
     )
     assert (loaded.algorithm.repeat_times, loaded.buffer.train_batch_size) == (8, 32)
     assert (loaded.model.max_prompt_tokens, loaded.model.max_response_tokens) == (32, 32)
@@ -154,7 +154,7 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
     assert (taskset.name, taskset.repeat_times, taskset.default_workflow_type) == ("taskset_0", 8, "math_workflow")
     assert (taskset.rollout_args.temperature, taskset.rollout_args.max_tokens) == (0.7, 32)
     assert (evaluation.name, evaluation.repeat_times) == ("eval_taskset_0", 1)
-    assert evaluation.default_workflow_type == "other_workflow"
+    assert evaluation.default_workflow_type == "grid_workflow"
     assert evaluation.default_reward_fn_type == "math_reward"
     assert evaluation.rollout_args.temperature == 0
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "queue"

@@ -263,13 +263,13 @@ def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
 
 def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
     spec = engine_spec("fake")
-    hanging = worker_task._resources.engine(spec)
-    assert worker_task._resources.engine(spec) is hanging
+    hanging = worker_task._cache.engine(spec)
+    assert worker_task._cache.engine(spec) is hanging
     with pytest.raises(WaitTimeout), worker_task._ending_what_hangs():
         raise WaitTimeout("the engine gave no answer")
     assert not hanging.alive()
-    assert worker_task._resources.engine(spec).alive()
-    worker_task._resources.drop_engine()
+    assert worker_task._cache.engine(spec).alive()
+    worker_task._cache.drop_engine()
 
 
 @pytest.mark.parametrize("engine_type", ["transformers", "vllm"])
