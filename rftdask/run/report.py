@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,43 +76,26 @@ def render_report(summary: RunSummary, stages: Stages, *, title: str | None = No
         lstrip_blocks=True,
     )
     environment.filters.update(percent=percent, duration=duration)
-    return environment.get_template("report.html.j2").render(
-        title=title or summary.run_name,
-        summary=summary,
-        date=_date(summary.started_at_s),
-        numbers=_numbers(summary),
-        learned=learned(summary),
-        charts=_drawings(stages),
-        time_shares=_shares(summary.time_split),
-        metrics=_explained(stages),
-        directions=DIRECTIONS,
-        machine=f"{platform.system()} {platform.machine()}",
-    )
-
-
-def _date(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if time_s else "-"
-
-
-def _numbers(summary: RunSummary) -> dict[str, str]:
-    """Label -> text of the large figures at the top."""
     numbers = {"time": duration(summary.seconds)}
     if summary.stages:
         numbers["optimizer steps"] = f"{sum(stage.steps for stage in summary.stages):,}"
     if summary.counts:
         numbers["experiences trained"] = f"{summary.counts['trained']:,}"
-    return numbers | dict(summary.numbers)
-
-
-def _drawings(stages: Stages) -> list[_Drawing]:
-    drawn = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
-    return [_Drawing(metric.label, metric.unit, DIRECTIONS[metric.direction], svg) for metric, svg in drawn if svg]
-
-
-def _shares(time_split: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(what, seconds, share 0 to 1); shares are 0 when nothing was measured."""
-    total = sum(time_split.values())
-    return [(name, seconds, seconds / total if total else 0.0) for name, seconds in time_split.items()]
+    drawings = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
+    total_s = sum(summary.time_split.values())
+    began = datetime.fromtimestamp(summary.started_at_s, UTC)
+    return environment.get_template("report.html.j2").render(
+        title=title or summary.run_name,
+        summary=summary,
+        date=began.strftime("%Y-%m-%d %H:%M UTC") if summary.started_at_s else "-",
+        numbers=numbers | dict(summary.numbers),
+        learned=learned(summary),
+        charts=[_Drawing(m.label, m.unit, DIRECTIONS[m.direction], svg) for m, svg in drawings if svg],
+        time_shares=[(name, s, s / total_s if total_s else 0.0) for name, s in summary.time_split.items()],
+        metrics=_explained(stages),
+        directions=DIRECTIONS,
+        machine=f"{platform.system()} {platform.machine()}",
+    )
 
 
 def _explained(stages: Stages) -> list[tuple[str, Metric]]:

@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rftdask.buffer.batches.ledger import Ledger
@@ -73,15 +73,18 @@ class _State:
 def damage_files(
     plan: Plan, seed: int, *, num_flips: int = 3, kinds: str = ".*", parts: Parts | None = None, every: int = 1
 ) -> Figures:
-    """All files of `kinds` (a pattern) of a run that was killed in its middle, and of one that has ended; `parts` can
-    take a protection away.
+    """Damage all files of `kinds` (a pattern) of a run that was killed in its middle, and of one that has ended.
+
+    num_flips: bits flipped in each file, one at a time. parts: a protection can be taken away there.
     """
     began = time.monotonic()
     figures = Figures("damage", "files truncated, emptied, flipped in a bit, swapped, removed; folders swapped")
     undisturbed = run_undisturbed(plan)
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    for state in (_killed(plan, seed), _ended(plan, seed)):
+    storage, witness = new_memory(), Witness()
+    run_all(lambda: storage, plan, Parts(), witness, seed)
+    for state in (_killed(plan, seed), _state("ended", storage, witness)):
         figures.num_operations += len(state.tree)
         cases = [case for case in _cases(state.tree, rng, num_flips) if re.fullmatch(kinds, case.kind)]
         for case in cases[::every]:
@@ -99,8 +102,8 @@ class _Killed(BaseException):
 
 
 def _killed(plan: Plan, seed: int) -> _State:
-    """Killed when the entry after the next checkpoint's was written: one step to replay, one not yet trained, and
-    shards that were not used at all.
+    """Kill a run when the entry after the next checkpoint's was written: one step to replay, one not yet trained,
+    and shards that were not used at all.
     """
     storage, witness = new_memory(), Witness()
     last = f"ledger/main/{plan.num_steps // plan.save_interval // 2 * plan.save_interval + 2:08d}.json"
@@ -116,12 +119,6 @@ def _killed(plan: Plan, seed: int) -> _State:
     raise AssertionError("unreachable")
 
 
-def _ended(plan: Plan, seed: int) -> _State:
-    storage, witness = new_memory(), Witness()
-    run_all(lambda: storage, plan, Parts(), witness, seed)
-    return _state("ended", storage, witness)
-
-
 def _state(name: str, storage: Storage, witness: Witness) -> _State:
     ledger = Ledger(storage)
     entries = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
@@ -132,44 +129,38 @@ def _state(name: str, storage: Storage, witness: Witness) -> _State:
 
 
 def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
+    """Damage each file in every way, alone or with one other, then swap folders."""
     # Without its newest entry a ledger is that of an earlier moment: only the counts of the audit can tell.
     newest_entry = max(path for path in tree if path.startswith("ledger/"))
     for path, data in tree.items():
         kind, name = _kind(path)
-        for what, damaged in _damages(data, rng, num_flips):
+        damages = {"truncated": data[: len(data) // 2], "emptied": b""}
+        for _ in range(num_flips):
+            bit = rng.randrange(8 * len(data))
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            damages[f"flipped bit {bit}"] = bytes(flipped)
+        for what, damaged in damages.items():
             yield _Case(f"{what}: {path}", {**tree, path: damaged}, (path,), kind)
         if path != newest_entry:
             yield _Case(f"removed: {path}", {p: d for p, d in tree.items() if p != path}, (path,), kind)
+        # With one other is enough: what refuses it, a checksum or a version, would refuse the next.
         others = [p for p in tree if _kind(p) == (kind, name) and tree[p] != data and p > path]
         for other in others[:1]:
             swapped = {**tree, path: tree[other], other: data}
             yield _Case(f"swapped: {path} and {other}", swapped, (path, other), kind)
-    yield from _swapped_folders(tree)
-
-
-def _damages(data: bytes, rng: random.Random, num_flips: int) -> Iterator[tuple[str, bytes]]:
-    yield "truncated", data[: len(data) // 2]
-    yield "emptied", b""
-    for _ in range(num_flips):
-        bit = rng.randrange(8 * len(data))
-        flipped = bytearray(data)
-        flipped[bit // 8] ^= 1 << bit % 8
-        yield f"flipped bit {bit}", bytes(flipped)
-
-
-def _swapped_folders(tree: Tree) -> Iterator[_Case]:
     folders = sorted({match[0] for path in tree if (match := re.match(_FOLDERS, path))})
     for one, other in itertools.pairwise(folders):
-        if one.rstrip("0123456789") == other.rstrip("0123456789"):
-            names = {f"{one}/": f"{other}/", f"{other}/": f"{one}/"}
-            yield _Case(f"swapped: {one} and {other}", _renamed(tree, names), (one, other), "folder")
-
-
-def _renamed(tree: Tree, names: Mapping[str, str]) -> Tree:
-    def rename(path: str) -> str:
-        return next((new + path.removeprefix(old) for old, new in names.items() if path.startswith(old)), path)
-
-    return {rename(path): data for path, data in tree.items()}
+        if one.rstrip("0123456789") != other.rstrip("0123456789"):
+            continue  # a checkpoint and published weights
+        swapped = {}
+        for path, data in tree.items():
+            if path.startswith(f"{one}/"):
+                path = other + path.removeprefix(one)
+            elif path.startswith(f"{other}/"):
+                path = one + path.removeprefix(other)
+            swapped[path] = data
+        yield _Case(f"swapped: {one} and {other}", swapped, (one, other), "folder")
 
 
 def _kind(path: str) -> tuple[str, str]:
@@ -181,13 +172,20 @@ def _kind(path: str) -> tuple[str, str]:
 
 
 def _go_on(case: _Case, state: _State, plan: Plan, parts: Parts, undisturbed: Undisturbed) -> tuple[str, Ending]:
-    """(healed, told or broken; what is wrong)."""
-    storage = _restored(case.tree)
+    """Go on with the damaged run: (healed, told or broken; what is wrong)."""
+    storage = new_memory()
+    for path, data in case.tree.items():
+        storage.put(path, data)
     witness = state.witness.copy()
+    names = [path.rpartition("/")[2] for path in case.paths]
     ending = _end(storage, witness, plan, parts, undisturbed)
     if not ending.problems:
         return "healed", ending
-    if not _may_be_told(case, state) or not any(_names(problem, case.paths) for problem in ending.problems):
+    # Telling is right only where nobody can know what was there, and only if the file is named.
+    may_be_told = case.kind in ("ledger entry", "seal") or (
+        case.kind == "shard" and any(name in state.in_ledger for name in names)
+    )
+    if not may_be_told or not any(name in problem for problem in ending.problems for name in names):
         return "broken", ending
     for path in case.paths:
         storage.put(path, state.tree[path])
@@ -195,23 +193,6 @@ def _go_on(case: _Case, state: _State, plan: Plan, parts: Parts, undisturbed: Un
     if ending.problems:
         return "broken", Ending([f"put back, and yet: {p}" for p in ending.problems], ending.num_lost)
     return "told", Ending()
-
-
-def _may_be_told(case: _Case, state: _State) -> bool:
-    if case.kind == "shard":
-        return any(path.rpartition("/")[2] in state.in_ledger for path in case.paths)
-    return case.kind in ("ledger entry", "seal")
-
-
-def _names(problem: str, paths: tuple[str, ...]) -> bool:
-    return any(path.rpartition("/")[2] in problem for path in paths)
-
-
-def _restored(tree: Tree) -> Storage:
-    storage = new_memory()
-    for path, data in tree.items():
-        storage.put(path, data)
-    return storage
 
 
 def _end(storage: Storage, witness: Witness, plan: Plan, parts: Parts, undisturbed: Undisturbed) -> Ending:

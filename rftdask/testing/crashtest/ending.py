@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.log.file_log import FileLog, ParquetLog
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import RftError
 from rftdask.storage import Storage
@@ -61,9 +61,18 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness, undisturbed: Un
     """Read everything, and compare. The product's own parts do it, also where the run went without some of them."""
     try:
         log, ledger = ParquetLog(storage), Ledger(storage)
-        problems = _ask_the_audit(log, ledger, plan)
+        audit = audit_log(log, ledger, plan.tasks_per_batch)
+        problems = [f"audit: {problem}" for problem in audit.problems]
+        if audit.waiting:
+            problems.append(f"audit: {audit.waiting} experiences still wait")
         missing, repeated, more = _count_uids(ledger, plan)
-        gone = _lost_shards(storage, witness)
+        # A commit had returned for these, and they are neither in the log nor in quarantine.
+        aside = set(storage.list("experiences/quarantine"))
+        gone = [
+            path
+            for path in witness.shards_acknowledged()
+            if path.rpartition("/")[2] not in aside and not storage.exists(path)
+        ]
         problems += [*more, *(f"acknowledged and lost: {path}" for path in gone)]
         problems += _compare_batches(plan, witness, undisturbed)
         problems += _compare_weights(storage, plan, undisturbed)
@@ -74,7 +83,7 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness, undisturbed: Un
 
 
 def try_to_end(run: Callable[[], None]) -> Ending | None:
-    """None if `run` returns, else what it raised: an error of our tree says what is wrong, any other one is a bug."""
+    """Run to the end; None if `run` returns, else what it raised. An error outside our tree is called a bug."""
     try:
         run()
     except RftError as error:
@@ -89,20 +98,13 @@ def num_rows(path: str) -> int:
     return name.num_rows if name else 0
 
 
-def _ask_the_audit(log: FileLog, ledger: Ledger, plan: Plan) -> list[str]:
-    audit = audit_log(log, ledger, plan.tasks_per_batch)
-    problems = [f"audit: {problem}" for problem in audit.problems]
-    if audit.waiting:
-        problems.append(f"audit: {audit.waiting} experiences still wait")
-    return problems
-
-
 def _count_uids(ledger: Ledger, plan: Plan) -> tuple[list[str], list[str], list[str]]:
-    """(uids that no entry names, uids that several name, all of that, and wrong reasons, as sentences)."""
+    """Count by the plan: (uids that no entry names, uids that several name, these and wrong reasons as sentences)."""
     planned = {e.uid: e for e in plan.all_experiences()}
     named: Counter[str] = Counter()
     problems = []
-    for rows in (r for entry in _entries(ledger) for r in (*entry.use, *entry.drop)):
+    entries = [entry for step in range(1, ledger.last_step() + 1) if (entry := ledger.read(step)) is not None]
+    for rows in (r for entry in entries for r in (*entry.use, *entry.drop)):
         name = ShardName.try_parse(rows.source)
         if name is None:
             continue  # the audit has said so
@@ -117,23 +119,6 @@ def _count_uids(ledger: Ledger, plan: Plan) -> tuple[list[str], list[str], list[
     repeated = [uid for uid, count in named.items() if count > 1]
     problems += [f"lost: {uid}" for uid in missing] + [f"twice: {uid}" for uid in repeated]
     return missing, repeated, problems
-
-
-def _entries(ledger: Ledger) -> Iterator[LedgerEntry]:
-    for step in range(1, ledger.last_step() + 1):
-        entry = ledger.read(step)
-        if entry is not None:
-            yield entry
-
-
-def _lost_shards(storage: Storage, witness: Witness) -> list[str]:
-    """Shards whose commit had returned, and that are neither in the log nor in quarantine."""
-    aside = set(storage.list("experiences/quarantine"))
-    return [
-        path
-        for path in witness.shards_acknowledged()
-        if path.rpartition("/")[2] not in aside and not storage.exists(path)
-    ]
 
 
 def _compare_batches(plan: Plan, witness: Witness, undisturbed: Undisturbed) -> list[str]:
@@ -165,7 +150,7 @@ def _compare_weights(storage: Storage, plan: Plan, undisturbed: Undisturbed) -> 
 
 
 def _replayed_weights(storage: Storage, plan: Plan) -> bytes:
-    """Final weights of one undisturbed life that trains what the ledger says."""
+    """Train what the ledger says in one undisturbed life; its final weights."""
     replay = new_memory()
     for path, data in read_tree(storage).items():
         if path.startswith(("experiences/", "ledger/")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,7 +86,12 @@ class CrashReport:
                 f"  without {p.protection:<32} broken in {p.num_broken:>4} of {p.num_tried:>4}   {_cut(p.example)}"
                 for p in self.protections
             ]
-        lines += _shown(self.failures)
+        failures = self.failures
+        if not failures:
+            return "\n".join([*lines, "every promise held"])
+        lines += [f"BROKEN: {len(failures)}", *(f"  {line}" for line in failures[:_MAX_PROBLEMS_SHOWN])]
+        if len(failures) > _MAX_PROBLEMS_SHOWN:
+            lines.append(f"  ... and {len(failures) - _MAX_PROBLEMS_SHOWN} more")
         return "\n".join(lines)
 
 
@@ -107,12 +112,3 @@ def _line(part: str, *cells: str) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."
-
-
-def _shown(failures: Iterable[str]) -> list[str]:
-    lines = list(failures)
-    if not lines:
-        return ["every promise held"]
-    shown = [f"  {line}" for line in lines[:_MAX_PROBLEMS_SHOWN]]
-    rest = len(lines) - len(shown)
-    return [f"BROKEN: {len(lines)}", *shown, *([f"  ... and {rest} more"] if rest else [])]

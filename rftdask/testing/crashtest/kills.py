@@ -64,7 +64,7 @@ def kill_at_random(folder: Path, plan: Plan, num_kills: int, seed: int) -> Figur
 
 
 class _Run:
-    """One run, from an empty folder to its end."""
+    """One run, from an empty folder to its end, whose processes are killed and replaced."""
 
     def __init__(self, place: Path, plan: Plan, rng: random.Random) -> None:
         self.witness = Witness(place / "witness.txt")
@@ -95,7 +95,11 @@ class _Run:
 
     def _kill(self, victim: str) -> None:
         if victim != "writer":
-            self._wait_for_progress(self._rng.randint(0, _MAX_PROGRESS))
+            # A trainer that dies before it has trained anything would prove nothing.
+            num_batches = self._rng.randint(0, _MAX_PROGRESS)
+            while len(self.witness.steps_trained(self._trainer.pid)) < num_batches and self._trainer.poll() is None:
+                time.sleep(_POLL_S)
+                self._check()
         time.sleep(self._rng.uniform(0, _MAX_PAUSE_S))
         if victim != "writer":
             self.num_killed["trainer"] += self._trainer.kill()
@@ -103,13 +107,9 @@ class _Run:
             for number in self._rng.sample(range(_NUM_WRITERS), self._rng.randint(1, _NUM_WRITERS)):
                 self.num_killed["writer"] += self._writers[number].kill()
                 self._writers[number] = self._start_writer()
+        # Last, so that in "both" nobody is alive for a moment; a trainer that has ended well (0) is not replaced.
         if victim != "writer" and self._trainer.status:
             self._trainer = self._start_trainer()
-
-    def _wait_for_progress(self, num_batches: int) -> None:
-        while len(self.witness.steps_trained(self._trainer.pid)) < num_batches and self._trainer.poll() is None:
-            time.sleep(_POLL_S)
-            self._check()
 
     def _check(self) -> None:
         """Raises: RoleError: somebody ended who was not killed, or the run takes too long."""

@@ -41,8 +41,9 @@ def lose_power(
     sync_folders: bool = True,
     parts: Parts | None = None,
 ) -> Figures:
-    """At every `every`-th call among those like `where`, a pattern for "link /run/ledger/main/00000001.json", with each
-    seed. The other arguments take a protection away.
+    """Lose the power before every `every`-th call among those like `where`, with each seed.
+
+    where: a pattern for "link /run/ledger/main/00000001.json". The arguments after it take a protection away.
     """
     began = time.monotonic()
     parts = parts or Parts()
@@ -55,6 +56,7 @@ def lose_power(
     for number in chosen[::every]:
         for seed in seeds:
             witness = moments[number].witness.copy()
+            # Another draw for each moment: what is kept at one call says nothing of the next.
             disk = moments[number].disk.after_power_loss(seed * len(moments) + number)
             ending = _go_on(disk, plan, parts, witness, undisturbed, seed)
             figures.num_tried += 1

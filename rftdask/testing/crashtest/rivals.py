@@ -25,8 +25,10 @@ Wrap = Callable[[Storage], Storage]
 def meet_rivals(
     plan: Plan, seeds: range, *, every: int = 1, where: str = ".*", wrap: Wrap = lambda storage: storage
 ) -> Figures:
-    """At every `every`-th operation among those like `where`, a pattern for "before put weights/1/MANIFEST.json (1)".
-    `wrap`: what stands between the first trainer and its storage; a protection can be taken away there.
+    """Hold a trainer at every `every`-th operation among those like `where`, while another one trains to the end.
+
+    where: a pattern for "before put weights/1/MANIFEST.json (1)". wrap: what stands between the first trainer and its
+    storage; a protection can be taken away there.
     """
     began = time.monotonic()
     figures = Figures("rivals", "trainers held at each operation while another one trained to the end")
