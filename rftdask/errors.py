@@ -11,7 +11,8 @@
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
         |-- WeightsError     an engine does not compute what the trainer computed with the weights it was given
-        |-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
+        |-- ProcessLostError a child process, its worker or its node is gone or hangs; another try may succeed
+        |   `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
         `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
 All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
@@ -72,7 +73,11 @@ class WeightsError(RoleError):
     """An engine has loaded weights and computes something else than the trainer did with them."""
 
 
-class PeerLostError(RoleError):
+class ProcessLostError(RoleError):
+    """A child process, its worker or its node is gone or hangs. What it did can be done again."""
+
+
+class PeerLostError(ProcessLostError):
     """A rank of the trainer cannot go on, because another one went away or hangs; the cause is with that one."""
 
 

@@ -11,15 +11,18 @@ files, so it tells the same of a run that another process makes, or that ended l
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rftdask.buffer.log import open_log
-from rftdask.cluster.base import Layout, plan_cluster, start_cluster
+from rftdask.cluster.base import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
@@ -31,7 +34,7 @@ from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
 from rftdask.run.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
-from rftdask.run.stage import StageResult, StageRun
+from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage
 from rftdask.storage import Storage, open_storage
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FEED_EVERY_S = 2.0
+"""Between two looks at the metrics files for the tracker."""
+_SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
+"""Metrics of a step that `Progress` shows."""
 
 
 class Experiment:
@@ -107,9 +113,9 @@ class Experiment:
         began_s = time.time()
         stages = self.config.stage_configs()
         sizes = check_inputs(stages)
-        for number, stage in enumerate(stages):
+        for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
-            check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
+            check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         storage = open_storage(self.url)
         record_run(storage, self.config)
         storage.remove(END_FILE)
@@ -117,10 +123,40 @@ class Experiment:
         setup_logging("driver", self.config.log.level, logs.path)
         layout = plan_cluster(self.config, stages)
         folders: list[Stage] = []
-        status, error = "failed", ""
+        status, error, model_path = "failed", "", ""
         try:
-            with ProgressView.create(progress) as view, start_cluster(self.config, layout, storage) as cluster:
-                status = self._run_stages(stages, sizes, cluster, layout, view, folders)
+            with (
+                ProgressView.create(progress) as view,
+                start_cluster(self.config, layout, storage) as cluster,
+                HeadStart(cluster.client, layout, stages) as ahead,
+            ):
+                for number, config in enumerate(stages):
+                    began = time.monotonic()
+                    config = replace(config, {"model.model_path": model_path}) if model_path else config
+                    stage_storage = open_storage(config.checkpoint_job_dir)
+                    config = open_run(stage_storage, config)
+                    watcher = _Watcher(self, config, number, stage_storage, cluster, view, ahead)
+                    stage = StageRun(
+                        config, stage_storage, cluster, layout, sizes[number], watcher.on_event, watcher.log_folder
+                    )
+                    watcher.show(stage.work)
+                    self._stage = stage
+                    if self._stop_requested:
+                        stage.stop()  # it was asked to before there was a stage
+                    try:
+                        with _stopping_on_interrupt(stage, view):
+                            ended = stage.run()
+                    finally:
+                        self._stage = None
+                        watcher.close()
+                        folders.append(Stage(config, stage_storage, time.monotonic() - began))
+                    if ended.stopped or self._stop_requested:
+                        status = "stopped"
+                        break
+                    if number + 1 < len(stages) and config.mode in ("both", "train"):
+                        model_path = _trained_model(config)
+                else:
+                    status = "finished"
                 cluster.may_return = self._may_return
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -241,68 +277,6 @@ class Experiment:
         """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
         return _trained_model(self.config.stage_configs()[-1])
 
-    def _run_stages(
-        self,
-        stages: list[Config],
-        sizes: Sequence[Mapping[str, int]],
-        cluster: Cluster,
-        layout: Layout,
-        view: ProgressView,
-        folders: list[Stage],
-    ) -> str:
-        """Run the stages in order; "finished" or "stopped"."""
-        model_path = ""
-        with HeadStart(cluster.client, layout, stages) as ahead:
-            for number, stage in enumerate(stages):
-                if model_path:
-                    stage = replace(stage, {"model.model_path": model_path})
-                result = self._run_stage(stage, number, sizes[number], cluster, layout, view, folders, ahead)
-                if result.stopped or self._stop_requested:
-                    return "stopped"
-                if number + 1 < len(stages) and stage.mode in ("both", "train"):
-                    model_path = _trained_model(stage)
-        return "finished"
-
-    def _run_stage(
-        self,
-        stage: Config,
-        number: int,
-        sizes: Mapping[str, int],
-        cluster: Cluster,
-        layout: Layout,
-        view: ProgressView,
-        folders: list[Stage],
-        ahead: HeadStart,
-    ) -> StageResult:
-        began = time.monotonic()
-        storage = open_storage(stage.checkpoint_job_dir)
-        stage = open_run(storage, stage)
-        shown = _Shown(stage, number + 1, ahead.num_stages, cluster)
-        feed, logs = _Feed(storage, stage), LogFolder(storage)
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, Note):
-                view.note(event.text)
-            self._progress = shown.after(event)
-            ahead.after(number, event)
-            view.update(self._progress)
-            feed.poll()
-            logs.poll()
-
-        run = StageRun(stage, storage, cluster, layout, sizes, on_event, str(logs.path))
-        shown.total_steps = run.work.train_steps if stage.mode in ("both", "train") else run.work.explore_steps
-        self._stage = run
-        if self._stop_requested:
-            run.stop()  # it was asked to before there was a stage
-        view.update(shown.progress)
-        try:
-            return _until_done(run, view)
-        finally:
-            self._stage = None
-            feed.close()
-            logs.close()
-            folders.append(Stage(stage, storage, time.monotonic() - began))
-
     def _exploring_stage(self) -> Config:
         exploring = [s for s in self.config.stage_configs() if s.algorithm.schema_type == "experience"]
         if not exploring:
@@ -310,8 +284,9 @@ class Experiment:
         return exploring[-1]
 
 
-def _until_done(run: StageRun, view: ProgressView) -> StageResult:
-    """Run the stage; the first Ctrl-C asks it to end with a checkpoint."""
+@contextlib.contextmanager
+def _stopping_on_interrupt(stage: StageRun, view: ProgressView) -> Iterator[None]:
+    """The first Ctrl-C asks the stage to end with a checkpoint, the second one ends it at once."""
     interrupted = False
 
     def on_interrupt(*_: object) -> None:
@@ -320,81 +295,105 @@ def _until_done(run: StageRun, view: ProgressView) -> StageResult:
             raise KeyboardInterrupt
         interrupted = True
         view.note("stopping: the trainer writes a checkpoint first (press Ctrl-C again to end at once)")
-        run.stop()
+        stage.stop()
 
     if threading.current_thread() is not threading.main_thread():
-        return run.run()
-    import signal
-
+        yield  # signals are the main thread's
+        return
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        return run.run()
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-class _Shown:
-    """Turns the events of a stage into what a person is shown."""
+class _Watcher:
+    """What happens beside a stage as it tells its events: the view, the tracker, the logs, the next stage's start."""
 
-    def __init__(self, stage: Config, number: int, num_stages: int, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        config: Config,
+        number: int,
+        storage: Storage,
+        cluster: Cluster,
+        view: ProgressView,
+        ahead: HeadStart,
+    ) -> None:
+        """number: of the stage, from 0."""
+        self._experiment = experiment
+        self._number = number
+        self._cluster = cluster
+        self._view = view
+        self._ahead = ahead
+        self._config = config
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None
-        self._cluster = cluster
-        self.total_steps: int | None = None
-        name = stage.name.rpartition("/")[2]
-        self.progress = Progress(stage=name, stage_number=number, num_stages=num_stages, mode=stage.mode)
-        self._follows = "trainer" if stage.mode in ("both", "train") else "explorer"
-
-    def after(self, event: Event) -> Progress:
-        from dataclasses import replace as replaced
-
-        now = time.monotonic()
-        changes: dict[str, Any] = {"elapsed_s": now - self._began, "total_steps": self.total_steps}
-        if isinstance(event, Step) and event.role == self._follows:
-            step, metrics = event.step, event.metrics
-            if self._first is None:
-                self._first = (step - 1, now - metrics.get("step_s", 0.0))
-            pace = (now - self._first[1]) / max(1, step - self._first[0])
-            left = None if self.total_steps is None else max(0, self.total_steps - step) * pace
-            changes.update(step=step, eta_s=left)
-            for name in ("loss", "reward", "staleness", "tokens_per_s"):
-                if name in metrics:
-                    changes[name] = metrics[name]
-        elif isinstance(event, Step):
-            changes["reward"] = event.metrics.get("reward", self.progress.reward)
-        elif isinstance(event, Evaluated):
-            changes["accuracy"] = event.metrics.get("accuracy")
-        changes["workers"] = len(self._cluster.client.scheduler_info(n_workers=-1)["workers"])
-        self.progress = replaced(self.progress, **changes)
-        return self.progress
-
-
-class _Feed:
-    """Feeds the tracker from the metrics files, now and then."""
-
-    def __init__(self, storage: Storage, stage: Config) -> None:
-        folder = _local_folder(storage, "monitor")
-        monitor = stage.monitor
+        """The step before the first one that was told, and when that one began."""
+        self._role = "trainer" if config.mode in ("both", "train") else "explorer"
+        """The role whose steps are the stage's."""
+        self._logs = LogFolder(storage)
+        self.log_folder = str(self._logs.path)
+        folder = None if "://" in storage.url else Path(storage.url, "monitor")
+        monitor = config.monitor
         tracker = make_tracker(
             monitor.monitor_type,
-            folder=Path(folder) if folder else None,
-            project=stage.project,
-            name=stage.name,
-            config=stage.to_dict(),
+            folder=folder,
+            project=config.project,
+            name=config.name,
+            config=config.to_dict(),
             args=monitor.monitor_args,
-            plugin_dirs=stage.explorer.plugin_dirs,
+            plugin_dirs=config.explorer.plugin_dirs,
         )
         self._feed = TrackerFeed(storage, tracker, monitor.monitor_type)
         self._fed = time.monotonic()
 
-    def poll(self) -> None:
-        if time.monotonic() - self._fed > _FEED_EVERY_S:
-            self._fed = time.monotonic()
+    def show(self, work: StageWork) -> None:
+        """Show the stage before its first event."""
+        self._experiment._progress = Progress(
+            stage=self._config.name.rpartition("/")[2],
+            stage_number=self._number + 1,
+            num_stages=self._ahead.num_stages,
+            mode=self._config.mode,
+            total_steps=work.train_steps if self._role == "trainer" else work.explore_steps,
+        )
+        self._view.update(self._experiment._progress)
+
+    def on_event(self, event: Event) -> None:
+        """Take in what a role said. In the thread that runs the stage."""
+        now = time.monotonic()
+        progress = dataclasses.replace(
+            self._experiment._progress,
+            elapsed_s=now - self._began,
+            workers=len(self._cluster.client.scheduler_info(n_workers=-1)["workers"]),
+        )
+        if isinstance(event, Note):
+            self._view.note(event.text)
+        elif isinstance(event, Evaluated):
+            progress = dataclasses.replace(progress, accuracy=event.metrics.get("accuracy"))
+        elif isinstance(event, Step) and event.role == self._role:
+            if self._first is None:
+                self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
+            pace = (now - self._first[1]) / max(1, event.step - self._first[0])
+            total = progress.total_steps
+            shown: dict[str, Any] = {name: event.metrics[name] for name in _SHOWN if name in event.metrics}
+            eta_s = None if total is None else max(0, total - event.step) * pace
+            progress = dataclasses.replace(progress, step=event.step, eta_s=eta_s, **shown)
+        elif isinstance(event, Step):
+            progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
+        self._experiment._progress = progress
+        self._ahead.after(self._number, event)
+        self._view.update(progress)
+        if now - self._fed > _FEED_EVERY_S:
+            self._fed = now
             self._feed.poll()
+        self._logs.poll()
 
     def close(self) -> None:
+        """Feed the tracker what is left, and let go of the logs."""
         self._feed.poll()
         self._feed.close()
+        self._logs.close()
 
 
 def _trained_model(stage: Config) -> str:
@@ -406,8 +405,3 @@ def _trained_model(stage: Config) -> str:
             f"{stage.checkpoint_job_dir} has no trained model yet (trainer.save_hf_checkpoint must not be never)"
         )
     return f"{storage.url}/{folder}"
-
-
-def _local_folder(storage: Storage, name: str) -> str | None:
-    """A folder of the run as a local path, None when the run is on remote storage."""
-    return None if "://" in storage.url else f"{storage.url}/{name}"

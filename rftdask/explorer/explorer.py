@@ -41,7 +41,7 @@ from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_batches
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
-from rftdask.errors import FencedError, RftError, RoleError, UserError
+from rftdask.errors import FencedError, ProcessLostError, RftError, RoleError, UserError
 from rftdask.explorer.autoscale import ScaleRule, Seen
 from rftdask.explorer.evaluation import EvaluationQueue, eval_tasksets
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
@@ -422,8 +422,8 @@ class Explorer:
         if isinstance(error, UserError | FencedError):
             raise error
         # A lost worker, or a lost engine (RoleError itself, none of its kinds), which is as good as that.
-        if error is None or isinstance(error, KilledWorker) or type(error) is RoleError:
-            was_running, cause = error is not None, f"RoleError: {error}"
+        if error is None or isinstance(error, KilledWorker | ProcessLostError) or type(error) is RoleError:
+            was_running, cause = error is not None, f"{type(error).__name__}: {error}"
             if isinstance(error, KilledWorker):
                 address = error.last_worker.address
                 was_running, cause = (

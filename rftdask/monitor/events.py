@@ -1,17 +1,17 @@
 """Events: what the roles of a run tell whoever watches it. Nothing that matters is in them alone: a lost event costs
 a line on a screen, never data.
 
-A role emits an event as an object. Between processes it travels as a plain dict: rank --msgpack--> supervisor --Dask
+A role emits an event as an object. Between processes it travels as a plain list: rank --msgpack--> supervisor --Dask
 topic--> driver. `encode` and `decode` are the two ends of that way, and nothing in between looks inside.
 
     emit(Step("trainer", 12, {"loss": 0.3}))
-    encode(Published(12, "ab12")) == {"event": "Published", "version": 12, "content_hash": "ab12"}
-    decode({"event": "Published", "version": 12, "content_hash": "ab12"}) == Published(12, "ab12")
+    encode(Published(12, "ab12")) == ["Published", {"version": 12, "content_hash": "ab12"}]
+    decode(["Published", {"version": 12, "content_hash": "ab12"}]) == Published(12, "ab12")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -88,18 +88,18 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
-def encode(event: Event) -> dict[str, Any]:
-    """The event as a dict of plain values, which msgpack and Dask's topics carry."""
-    return {"event": type(event).__name__, **asdict(event)}
+def encode(event: Event) -> list[Any]:
+    """[class' name, fields] of plain values, which msgpack and Dask's topics carry.
+
+    Not a dict: to those Dask's scheduler adds a key of its own on the way.
+    """
+    return [type(event).__name__, asdict(event)]
 
 
-def decode(message: Mapping[str, Any]) -> Event:
+def decode(message: Sequence[Any]) -> Event:
     """The event that `encode` was given. Raises: ValueError: the message is none, or has other fields."""
-    fields = dict(message)
-    kind = _KINDS.get(fields.pop("event", ""))
-    if kind is None:
-        raise ValueError(f"not an event: {message!r}; known are {', '.join(sorted(_KINDS))}")
     try:
-        return kind(**fields)
-    except TypeError as error:
-        raise ValueError(f"not an event: {message!r}: {error}") from error
+        name, fields = message
+        return _KINDS[name](**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not an event: {message!r}; known are {', '.join(sorted(_KINDS))}") from error

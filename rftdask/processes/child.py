@@ -35,7 +35,7 @@ from typing import IO, Any
 import msgpack
 
 from rftdask import errors
-from rftdask.errors import ConfigError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
 
 _LENGTH = struct.Struct(">I")
 _TAIL_LINES = 20
@@ -150,7 +150,7 @@ class Child:
         return self._process.poll() is None
 
     def send(self, message: Any) -> None:
-        """Hand the child a message. Raises: RoleError: it is dead."""
+        """Hand the child a message. Raises: ProcessLostError: it is dead."""
         assert self._process.stdin is not None
         try:
             _write_frame(self._process.stdin, message)
@@ -158,7 +158,10 @@ class Child:
             raise self._death() from error
 
     def receive(self, timeout_s: float) -> Any:
-        """The child's next message. Raises: WaitTimeout: none came; RoleError: it ended or failed; its last lines."""
+        """The child's next message.
+
+        Raises: WaitTimeout: none came; ProcessLostError: it ended, with its last lines; what the child raised.
+        """
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
@@ -195,24 +198,29 @@ class Child:
                 self._messages.put(message)
         self._messages.put(None)
 
-    def _failure(self, kind: str, text: str) -> RftError:
+    def _failure(self, kind: str, text: str, traceback: str) -> RftError:
+        """What the child raised, as an error of this process: our own by their class, others with their traceback."""
         known = getattr(errors, kind, None)
         if known is ConfigError:
             return UserError(text)  # its own arguments are lists; what counts is that a restart does not mend it
+        if known is WaitTimeout:
+            return RoleError(f"{self.name} failed: {text}")  # WaitTimeout of `receive` is the child's own silence
+        if known is OperatorError:
+            return OperatorError(f"{text}\n{traceback}")
         if isinstance(known, type) and issubclass(known, RftError):
             return known(text)
-        return RoleError(f"{self.name} failed: {kind}: {text} (log: {self._log_file})")
+        return RoleError(f"{self.name} failed: {kind}: {text} (log: {self._log_file})\n{traceback}")
 
-    def _death(self) -> RoleError:
+    def _death(self) -> ProcessLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         with contextlib.suppress(OSError):
             tail = deque(self._log_file.read_text(errors="replace").splitlines(), maxlen=_TAIL_LINES)
             lines = "\n".join(f"  | {line}" for line in tail)
-            return RoleError(
+            return ProcessLostError(
                 f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}; its last lines:\n{lines}"
             )
-        return RoleError(f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}")
+        return ProcessLostError(f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}")
 
 
 class Channel:
@@ -276,8 +284,9 @@ def main(target: str, *modules: str) -> None:
         # The decision: every failure becomes a message to the parent and a non-zero exit; the traceback is in the log.
         import traceback
 
-        traceback.print_exc()
-        channel.send({"child_error": {"kind": type(error).__name__, "text": str(error)}})
+        lines = traceback.format_exc().rstrip()
+        print(lines, file=sys.stderr)
+        channel.send({"child_error": {"kind": type(error).__name__, "text": str(error), "traceback": lines}})
         sys.stderr.flush()
         os._exit(1)
     sys.stderr.flush()

@@ -12,8 +12,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
+
+from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
@@ -39,14 +42,6 @@ _RETENTION_S = 5.0
 """Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StageResult:
-    step: int
-    """Last policy version."""
-    stopped: bool
-    """Ended on request, with work left."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +104,33 @@ class StageRun:
         self._sizes = sizes
         self._on_event = on_event
         self._log_folder = log_folder
-        self._num_ranks = num_ranks(config, layout)
         self.work = plan_work(config, sizes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._over = threading.Event()
+        """Set when the roles are to end now."""
+        self._ended = threading.Event()
+        """Set when the roles have ended, so that compaction stops."""
         self._stopping = False
-        self._trainer_result: Ended | None = None
-        self._errors: list[BaseException] = []
+        self._trainer_ended: Ended | None = None
         self._explorer: Explorer | None = None
         self._sync: SyncHandle | None = None
         self._actor: Any = None
         self._generation = 0
         self._can_scale = True
-        self._retention: threading.Thread | None = None
-        self._ended = threading.Event()
-        """Set when the roles are over, so that compaction stops."""
+        # Threads of Dask's own executor do not outlive this process, so a second Ctrl-C ends it at once.
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="stage")
+        self._errors: list[BaseException] = []
+        """Of the roles, in the order in which they failed."""
+        self._work: dict[str, Future[Any]] = {}
+        """What runs in them, by role, and retention."""
         self._workers: dict[str, str] = {}
         self._watched = self._tidied = 0.0
 
-    def run(self) -> StageResult:
-        """Until the roles have ended. Raises: the error of the role that failed first; FencedError."""
+    def run(self) -> Ended:
+        """Start the roles, watch them and pass on what they say, until they have ended; how the trainer ended.
+
+        Raises: the error of the role that failed first; FencedError: another process has a role, or took one over.
+        """
         roles = roles_of(self._config)
         leases: list[Lease] = []
         try:
@@ -138,9 +140,41 @@ class StageRun:
                 self._storage.remove(STOP_FILE)
             if self._stopping:
                 self.stop()  # it was asked to before the file of an earlier stop was removed
-            return self._run_roles(roles, leases)
+            self._client.subscribe_topic(TOPIC, lambda message: self._events.put(decode(message[1])))
+            if "explorer" in roles:
+                self._start_synchronizer()
+                self._explorer = self._make_explorer()
+                self._work["explorer"] = self._threads.submit(self._explorer.run)
+            if "trainer" in roles:
+                self._work["trainer"] = self._threads.submit(self._make_gang().run)
+            try:
+                while self._work.keys() & set(roles):
+                    self._pass_events_on(_TICK_S)
+                    self._watch(leases)
+                    self._take_ends()
+                    if self._errors:
+                        self._over.set()
+                    if self._explorer is None and time.monotonic() - self._tidied >= _RETENTION_S:
+                        self._tidied = time.monotonic()  # where there is an explorer, it has its own time for this
+                        self._remove_old_shards()
+                self._pass_events_on(0.0)
+                if not self._errors and self._explorer is None:
+                    self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
+            finally:
+                self._ended.set()
+                # Retention ends after the bucket it is at, while this process has the lease.
+                wait(self._work.values(), WORKER_DEADLINE_S)
+                self._take_ends()
+                self._client.unsubscribe_topic(TOPIC)
+                if self._actor is not None:
+                    self._client.unpublish_dataset("rftdask-synchronizer")
+                    self._actor.release()
+            if self._errors:
+                raise self._errors[0]
+            return self._trainer_ended or Ended(0, stopped=self._over.is_set())
         finally:
             self._over.set()
+            self._threads.shutdown(wait=False)
             for lease in leases:
                 lease.release()
 
@@ -152,81 +186,40 @@ class StageRun:
         else:
             self._storage.put(STOP_FILE, b"stop\n")
 
-    def _run_roles(self, roles: tuple[str, ...], leases: list[Lease]) -> StageResult:
-        self._client.subscribe_topic(TOPIC, lambda message: self._events.put(decode(message[1])))
-        threads = []
-        if "explorer" in roles:
-            self._start_synchronizer()
-            self._explorer = self._make_explorer()
-            threads.append(self._start("explorer", self._explorer.run))
-        if "trainer" in roles:
-            threads.append(self._start("trainer", self._run_gang))
-        try:
-            while any(thread.is_alive() for thread in threads):
-                self._pump(_TICK_S)
-                self._watch(leases)
-                self._tidy(time.monotonic())
-                if self._errors:
-                    self._over.set()
-            self._pump(0.0)
-            if not self._errors and self._explorer is None:
-                self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
-        finally:
-            self._ended.set()
-            if self._retention is not None:
-                self._retention.join(
-                    WORKER_DEADLINE_S
-                )  # it ends after the bucket it is at, while this process has the lease
-            self._client.unsubscribe_topic(TOPIC)
-            if self._actor is not None:
-                self._client.unpublish_dataset("rftdask-synchronizer")
-                self._actor.release()
-        if self._errors:
-            raise self._errors[0]
-        result = self._trainer_result or Ended(0, stopped=self._over.is_set())
-        return StageResult(result.step, result.stopped)
-
-    def _start(self, role: str, target: Callable[[], object]) -> threading.Thread:
-        def guarded() -> None:
-            try:
-                target()
-            except BaseException as error:  # carried to the thread that runs the stage, and raised there
-                self._errors.append(error)
-
-        thread = threading.Thread(target=guarded, name=role, daemon=True)
-        thread.start()
-        return thread
-
-    def _run_gang(self) -> None:
-        gang = Gang(
+    def _make_gang(self) -> Gang:
+        spec = RankSpec(
+            config=self._config.to_dict(),
+            url=self._storage.url,
+            total_steps=self.work.train_steps,
+            world_size=num_ranks(self._config, self._layout),
+            threads=self._layout.threads_of(TRAINER_RESOURCE),
+            log_folder=self._log_folder,
+        )
+        return Gang(
             self._client,
-            self._rank_spec,
-            world_size=self._num_ranks,
+            spec,
             max_restarts=self._config.trainer.max_restarts,
             worker_deadline_s=self._cluster.worker_deadline_s,
             note=self._note,
             cancelled=self._over.is_set,
             stopping=lambda: self._stopping,
         )
-        # Without a rank there was nothing to write down.
-        result = gang.run() or Ended(max(checkpoint_steps(self._storage), default=0), stopped=True)
-        self._trainer_result = result
-        if result.stopped:
-            self._over.set()
-        if self._explorer is not None:
-            self._explorer.wake(result.step)
 
-    def _rank_spec(self, rank: int, rendezvous: tuple[str, int]) -> RankSpec:
-        return RankSpec(
-            config=self._config.to_dict(),
-            url=self._storage.url,
-            total_steps=self.work.train_steps,
-            rank=rank,
-            world_size=self._num_ranks,
-            rendezvous=rendezvous,
-            threads=self._layout.threads_of(TRAINER_RESOURCE),
-            log_file=f"{self._log_folder}/trainer-rank-{rank}.log" if self._log_folder else None,
-        )
+    def _take_ends(self) -> None:
+        """Take in what ended: an error of a role ends the stage, and after the trainer no newer weights will come."""
+        for name in [name for name, future in self._work.items() if future.done()]:
+            future = self._work.pop(name)
+            error = future.exception()
+            if error is not None:
+                self._errors.append(error)
+            elif name == "trainer":
+                # Without a rank there was nothing to write down.
+                newest = Ended(max(checkpoint_steps(self._storage), default=0), stopped=True)
+                ended = self._trainer_ended = future.result() or newest
+                if ended.stopped:
+                    self._over.set()
+                if self._explorer is not None:
+                    self._explorer.wake(ended.step)
 
     def _make_explorer(self) -> Explorer:
         bench = self._config.mode == "bench"
@@ -241,7 +234,7 @@ class StageRun:
             log_file=f"{self._log_folder}/engine.log" if self._log_folder else None,
             emit=self._events.put,
             cancelled=self._over.is_set,
-            trainer_ended_at=lambda: self._trainer_result.step if self._trainer_result is not None else None,
+            trainer_ended_at=lambda: self._trainer_ended.step if self._trainer_ended is not None else None,
             remove_old_shards=self._remove_old_shards,
             scale=self._ask_for_explorers,
             workers_asked=self._cluster.num_asked(EXPLORER_RESOURCE),
@@ -263,15 +256,9 @@ class StageRun:
         if rule.keep != "compact" and self._explorer is not None:
             return self._apply_retention(rule)
         # Seconds for each bucket, which neither the explorer nor this loop waits for.
-        if self._retention is None or not self._retention.is_alive():
-            self._retention = self._start("retention", lambda: self._apply_retention(rule))
+        if "retention" not in self._work:
+            self._work["retention"] = self._threads.submit(self._apply_retention, rule)
         return 0
-
-    def _tidy(self, now: float) -> None:
-        """Mode train: retention now and then, as the explorer does in mode both."""
-        if self._explorer is None and now - self._tidied >= _RETENTION_S:
-            self._tidied = now
-            self._remove_old_shards()
 
     def _apply_retention(self, rule: RetentionConfig) -> int:
         try:
@@ -308,23 +295,20 @@ class StageRun:
         )
         self._sync = SyncHandle(self._storage, self._client, poll_interval_s)
 
-    def _pump(self, timeout_s: float) -> None:
+    def _pass_events_on(self, timeout_s: float) -> None:
         """Pass on what the roles said; wait up to `timeout_s` for the first."""
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
                 if isinstance(event, Published):
-                    self._tell_published(event.version)
+                    if self._sync is not None:
+                        self._sync.hint()
+                    if self._explorer is not None:
+                        self._explorer.wake(event.version)
                 self._on_event(event)
                 event = self._events.get_nowait()
         except queue.Empty:
             return
-
-    def _tell_published(self, version: int) -> None:
-        if self._sync is not None:
-            self._sync.hint()
-        if self._explorer is not None:
-            self._explorer.wake(version)
 
     def _note(self, text: str) -> None:
         log.info(text)

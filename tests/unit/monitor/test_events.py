@@ -4,10 +4,12 @@ of Dask, which takes the same types; a message that is no event is an error.
 
 from __future__ import annotations
 
+import time
 from typing import Any, get_args
 
 import msgpack
 import pytest
+from distributed import Client
 
 from rftdask.monitor.events import (
     Alive,
@@ -44,7 +46,16 @@ def test_every_kind_of_event_is_tried_above() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event))
 
 
-@pytest.mark.parametrize("message", [{}, {"event": "Alive", "mood": "good"}, {"event": "Step"}, {"event": "Gone"}])
-def test_what_is_no_event_is_an_error(message: dict[str, Any]) -> None:
+def test_an_event_arrives_over_a_topic_of_dask() -> None:
+    with Client(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as client:
+        client.run(lambda dask_worker: [dask_worker.log_event("events", encode(event)) for event in EVENTS])
+        deadline = time.monotonic() + 30.0
+        while len(received := client.get_events("events")) < len(EVENTS) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [decode(message) for _, message in received] == EVENTS
+
+
+@pytest.mark.parametrize("message", [[], ["Alive", {"mood": "good"}], ["Step", {}], ["Gone", {}], {"event": "Alive"}])
+def test_what_is_no_event_is_an_error(message: Any) -> None:
     with pytest.raises(ValueError, match="not an event"):
         decode(message)

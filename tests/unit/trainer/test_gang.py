@@ -5,13 +5,24 @@ The Dask client is a fake that keeps the script a test gives it; a real cluster 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
-from rftdask.errors import DataError, FencedError, PeerLostError, RftError, RoleError, StorageError, WaitTimeout
+from rftdask.errors import (
+    DataError,
+    FencedError,
+    OperatorError,
+    PeerLostError,
+    ProcessLostError,
+    RftError,
+    RoleError,
+    StorageError,
+    WaitTimeout,
+)
 from rftdask.monitor.events import Ended
 from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys, interface_of
 
@@ -81,10 +92,6 @@ class FakeClient:
         self.cancelled.append(len(futures))
 
 
-def make_spec(rank: int, rendezvous: tuple[str, int]) -> RankSpec:
-    return RankSpec({}, "memory://x", None, rank, 1, rendezvous, 1, None)
-
-
 def gang(
     client: FakeClient,
     *,
@@ -95,9 +102,8 @@ def gang(
     stopping: bool | Callable[[], bool] = False,
 ) -> Gang:
     return Gang(
-        client,  # type: ignore[arg-type]  # the few calls that a gang makes
-        make_spec,
-        world_size=world_size,
+        client,  # type: ignore[arg-type]  # its futures are fakes too
+        RankSpec({}, "memory://x", None, world_size, threads=1, log_folder=None),
         max_restarts=2,
         worker_deadline_s=worker_deadline_s,
         note=(notes if notes is not None else []).append,
@@ -116,10 +122,9 @@ def test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers() -> No
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (RoleError("trainer-rank-0 ended with code -9"), "ended with code -9"),
-        (WaitTimeout("said nothing"), "said nothing"),
+        (ProcessLostError("trainer-rank-0 ended with code -9"), "ended with code -9"),
         (StorageError("disk"), "disk"),
-        (ZeroDivisionError("a bug"), "rank 1 failed: ZeroDivisionError: a bug"),
+        (ConnectionResetError("by the scheduler"), "rank 1 failed: ConnectionResetError: by the scheduler"),
         (CancelledError("trainer-0"), "rank 1 failed: CancelledError"),
         ("lost", "rank 1's task is lost: its worker or the scheduler was lost"),
         ("cancelled", "rank 1's task is cancelled"),
@@ -136,9 +141,56 @@ def test_a_lost_rank_ends_its_gang_and_the_next_one_goes_on(loss: Any, text: str
     assert text in notes[0]
 
 
-def test_a_rank_that_failed_at_once_is_a_lost_rank_too() -> None:
-    client = FakeClient({"tcp://a": True}, [ZeroDivisionError("at once")], [Ended(1, False)])
+def test_a_rank_that_was_lost_at_once_is_a_lost_rank_too() -> None:
+    client = FakeClient({"tcp://a": True}, [ProcessLostError("at once")], [Ended(1, False)])
     assert gang(client).run() == Ended(1, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RoleError("trainer-rank-0 failed: ValueError: no such shape\nTraceback ..."), "ValueError: no such shape"),
+        (OperatorError("operator mine failed"), "operator mine failed"),
+        (WaitTimeout("batch 3 did not come in 9 s"), "batch 3 did not come"),
+        (ZeroDivisionError("a bug"), "rank 1 failed: ZeroDivisionError: a bug"),
+    ],
+)
+def test_an_error_that_would_come_again_ends_the_run_at_once_and_says_what_to_do(error: Exception, text: str) -> None:
+    notes: list[str] = []
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, ["pending", error], [Ended(1, False), Ended(1, False)])
+    with pytest.raises(RoleError) as caught:
+        gang(client, world_size=2, notes=notes).run()
+    assert text in str(caught.value)
+    assert str(caught.value).splitlines()[-1].endswith("mend its cause, then run the same command again")
+    assert len(client.generations) == 1 and notes == [], "nothing was started again"
+    assert client.cancelled == [2], "the other rank was called off"
+
+
+def test_an_error_that_would_come_again_is_told_rather_than_a_loss_that_follows_from_it() -> None:
+    error, lost = RoleError("rank 0 failed: ValueError: nan"), ProcessLostError("rank 1 ended with code 1")
+    client = FakeClient({"tcp://a": True, "tcp://b": True}, [lost, error])
+    with pytest.raises(RoleError, match="ValueError: nan"):
+        gang(client, world_size=2).run()
+
+
+def test_a_worker_that_is_gone_is_a_cause_by_itself_and_nobody_waits_for_its_word() -> None:
+    notes: list[str] = []
+    client = FakeClient(
+        {"tcp://a": True, "tcp://b": True}, [PeerLostError("noticed"), "pending"], [Ended(9, False)] * 2
+    )
+
+    def submit(*args: Any, **options: Any) -> FakeFuture:
+        future = FakeClient.submit(client, *args, **options)
+        if len(client.keys) == 2:
+            del client.workers["tcp://b"]  # after both were submitted
+            client.workers["tcp://c"] = True
+        return future
+
+    client.submit = submit  # type: ignore[method-assign]
+    began = time.monotonic()
+    assert gang(client, world_size=2, notes=notes).run() == Ended(9, False)
+    assert "rank 1 was lost with its worker tcp://b" in notes[0]
+    assert time.monotonic() - began < 2.0
 
 
 def test_a_worker_lost_before_its_rank_started_is_a_lost_rank_too() -> None:
@@ -158,13 +210,13 @@ def test_a_run_that_ends_calls_its_ranks_off() -> None:
 def test_a_run_that_is_to_end_waits_for_no_trainer_workers() -> None:
     waiting = gang(FakeClient({"tcp://a": False}), worker_deadline_s=60.0, stopping=True)
     assert waiting.run() is None
-    lost = FakeClient({"tcp://a": True}, [RoleError("lost")], [Ended(9, False)])
+    lost = FakeClient({"tcp://a": True}, [ProcessLostError("lost")], [Ended(9, False)])
     restarted = gang(lost, stopping=lambda: len(lost.submitted) > 0)
     assert restarted.run() is None, "the newest checkpoint is as good"
 
 
 def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
-    client = FakeClient({"tcp://a": True}, *([RoleError(f"cause {n}")] for n in range(9)))
+    client = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(9)))
     with pytest.raises(RoleError, match="the trainer failed 3 times; the last time: cause 2"):
         gang(client).run()
     assert client.cancelled == [1, 1, 1]
@@ -179,7 +231,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(error: RftError) -> None:
 
 
 def test_a_run_that_is_over_is_not_restarted() -> None:
-    client = FakeClient({"tcp://a": True}, [RoleError("gone")], [Ended(1, False)])
+    client = FakeClient({"tcp://a": True}, [ProcessLostError("gone")], [Ended(1, False)])
     with pytest.raises(RoleError, match="gone"):
         gang(client, cancelled=True).run()
 
@@ -191,10 +243,10 @@ def test_workers_that_do_not_come_are_counted() -> None:
 
 
 def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> None:
-    client = FakeClient({"tcp://b": True}, [RoleError("lost")], [Ended(3, False)])
+    client = FakeClient({"tcp://b": True}, [ProcessLostError("lost")], [Ended(3, False)])
     client.lingering = 2
     looks_at_second_start: list[int] = []
-    runs = gang(client, notes=None)
+    runs = gang(client)
     runs._note = lambda _: looks_at_second_start.append(client.looks)  # called between two generations
     assert runs.run() == Ended(3, False)
     assert looks_at_second_start == [3]
@@ -202,7 +254,7 @@ def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> N
 
 def test_the_error_of_the_rank_that_was_lost_is_told_and_not_that_of_one_that_noticed() -> None:
     notes: list[str] = []
-    noticed, lost = PeerLostError("rank 0: another rank does not answer"), RoleError("rank 1 ended with code -9")
+    noticed, lost = PeerLostError("rank 0: another rank does not answer"), ProcessLostError("rank 1 ended with code -9")
     client = FakeClient({"tcp://a": True, "tcp://b": True}, [noticed, lost], [Ended(9, False), Ended(0, False)])
     assert gang(client, world_size=2, notes=notes).run() == Ended(9, False)
     assert notes == ["trainer restarts from its newest checkpoint (1 of 2): rank 1 ended with code -9"]
