@@ -14,7 +14,11 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Rows to train, in the order of the ledger."""
+    """Rows to train, in the order of the ledger.
+
+    Example: two rows of 3 and 2 tokens, a prompt token each: tokens [5, 6, 7, 5, 8], lengths [3, 2], prompt_lengths
+    [1, 1], loss_mask [True, True, True].
+    """
 
     tokens: np.ndarray
     """[S] int32, rows after another."""
@@ -99,35 +103,43 @@ BATCH_COLUMNS = (
     "env_state",
     "turn_reward",
 )
-"""Of the schema of experiences, what a batch is made of."""
+"""Columns of the schema of experiences that a batch is made of."""
 _GROUP_KEY = ("taskset", "epoch", "task_index")
 
 
-def _array(column: pa.ChunkedArray) -> pa.Array:
-    """As one array: `combine_chunks` copies also what is one already."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
-    return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
-
-
 def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> TrainingBatch:
-    """The rows of `table` (`BATCH_COLUMNS` at least), in its order; groups are numbered by first appearance.
+    """Make a batch of the rows of `table` (`BATCH_COLUMNS` at least), in its order.
 
-    baselines: rows whose rewards are the baselines of their groups.
+    Groups and rollouts are numbered by first appearance. No Python loop runs over tokens.
+    Args: baselines: rows whose rewards are the baselines of their groups; of a group, its last row counts.
     """
     tokens = _array(table.column("tokens"))
     lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
-    responses = lengths - prompt_lengths
     groups = _numbers(table, _GROUP_KEY, np.zeros(len(table), np.int64))
+
+    baseline_rewards = None
+    if baselines is not None:
+        keys = [zip(*(t.column(c).to_pylist() for c in _GROUP_KEY), strict=True) for t in (baselines, table)]
+        reward_of_group = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
+        # nan marks a group without a baseline; filters have dropped its rows before anything is computed of it.
+        baseline_rewards = np.array([reward_of_group.get(key, np.nan) for key in keys[1]], dtype=np.float32)
+
+    # Columns that most workflows leave empty are None, so that nothing is computed of them.
+    states, turn_rewards = table.column("env_state"), table.column("turn_reward")
+    state_numbers = rewards_of_turns = None
+    if states.null_count < len(states):
+        codes = states.combine_chunks().dictionary_encode().indices
+        state_numbers = np.asarray(codes.fill_null(-1).to_numpy(), dtype=np.int64)
+    if turn_rewards.null_count < len(turn_rewards):
+        rewards_of_turns = np.asarray(turn_rewards.combine_chunks().fill_null(0.0).to_numpy(), dtype=np.float32)
+
     return TrainingBatch(
         tokens=_flat(tokens, np.int32),
         lengths=lengths,
         prompt_lengths=prompt_lengths,
         rollout_logprobs=_flat(_array(table.column("rollout_logprobs")), np.float32),
-        loss_mask=_expand_masks(table.column("loss_mask_runs"), responses),
+        loss_mask=_expand_masks(_array(table.column("loss_mask_runs")), lengths - prompt_lengths),
         rewards=table.column("reward").to_numpy(zero_copy_only=False).astype(np.float32),
         groups=groups,
         temperatures=table.column("temperature").to_numpy().astype(np.float32),
@@ -136,63 +148,50 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         turns=table.column("turn").to_numpy().astype(np.int64),
         experts=np.zeros(len(table), bool),
         uids=tuple(table.column("uid").to_pylist()),
-        baselines=None if baselines is None else _baseline_rewards(table, baselines),
-        states=_states(table.column("env_state")),
-        turn_rewards=_turn_rewards(table.column("turn_reward")),
+        baselines=baseline_rewards,
+        states=state_numbers,
+        turn_rewards=rewards_of_turns,
     )
 
 
-def _states(column: pa.ChunkedArray) -> np.ndarray | None:
-    """[N] int64 numbers of equal states; None if no row has one."""
-    if column.null_count == len(column):
-        return None
-    codes = column.combine_chunks().dictionary_encode().indices
-    return np.asarray(codes.fill_null(-1).to_numpy(), dtype=np.int64)
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array: `combine_chunks` copies also what is one already."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _turn_rewards(column: pa.ChunkedArray) -> np.ndarray | None:
-    """[N] float32; None if no row has one."""
-    if column.null_count == len(column):
-        return None
-    return np.asarray(column.combine_chunks().fill_null(0.0).to_numpy(), dtype=np.float32)
-
-
-def _baseline_rewards(table: pa.Table, baselines: pa.Table) -> np.ndarray:
-    """[N] float32 reward of the baseline of each row's group (of its last turn); nan where there is none."""
-    keys = [zip(*(t.column(c).to_pylist() for c in _GROUP_KEY), strict=True) for t in (baselines, table)]
-    rewards = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
-    return np.array([rewards.get(key, np.nan) for key in keys[1]], dtype=np.float32)
+def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
+    return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
 
 
 def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.ndarray:
-    """[N] int64, which of the values of `numbers` and these columns together the row has, by first appearance."""
+    """Number the rows by the values of `numbers` and of these columns together: [N] int64, by first appearance."""
     for name in names:
         codes = _array(table.column(name)).dictionary_encode()
         if len(codes.dictionary) > 1:  # else it tells no two rows apart
-            both = numbers * len(codes.dictionary) + codes.indices.to_numpy()
-            numbers = pa.array(both).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
+            pairs = numbers * len(codes.dictionary) + codes.indices.to_numpy()
+            numbers = pa.array(pairs).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
     return numbers
 
 
-def _expand_masks(runs: pa.ChunkedArray, response_lengths: np.ndarray) -> np.ndarray:
-    """[Q] bool from run lengths; rows without runs are all True."""
-    array = _array(runs)
-    counts = np.asarray(array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarray:
+    """Expand run lengths, of which the first of a row is trained, to [Q] bool; rows without runs are all True."""
+    counts = np.asarray(runs.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     if not counts.any():
         return np.ones(int(response_lengths.sum()), dtype=bool)
-    flat = np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
+    lengths = np.asarray(runs.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
     # A row without runs becomes one run of its whole length.
     where = np.repeat(np.cumsum(counts) - counts, counts == 0)
-    flat = np.insert(flat, where, response_lengths[counts == 0])
+    lengths = np.insert(lengths, where, response_lengths[counts == 0])
     counts = np.where(counts == 0, 1, counts)
-    in_row = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(in_row % 2 == 0, flat)
+    # A run is trained if its number within its row is even.
+    number_in_row = np.arange(len(lengths)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(number_in_row % 2 == 0, lengths)
 
 
 def supervised_batch(
     rows: Sequence[tuple[Sequence[int], int, Sequence[bool] | None]], uids: Sequence[str], group_size: int = 1
 ) -> TrainingBatch:
-    """A batch of (tokens, prompt length, loss mask or None) without rollouts: logprobs and rewards are zeros.
+    """Make a batch of (tokens, prompt length, loss mask or None) without rollouts: logprobs and rewards are zeros.
 
     group_size: rows that belong together, next to each other; 2 for pairs.
     """
@@ -221,8 +220,9 @@ def supervised_batch(
 
 
 def join_batches(first: TrainingBatch, second: TrainingBatch) -> TrainingBatch:
-    """The rows of both, the first one's first; no group and no rollout is in both. The second are demonstrations,
-    which have neither baselines nor states nor rewards."""
+    """Join the rows of both, the first one's first. The second are demonstrations, which have neither baselines nor
+    states nor turn rewards.
+    """
     fillers = {"baselines": 0, "states": -1, "turn_rewards": 0}
     arrays = {
         f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])
@@ -230,6 +230,7 @@ def join_batches(first: TrainingBatch, second: TrainingBatch) -> TrainingBatch:
         if f.name not in ("groups", "rollouts", "uids", *fillers)
     }
     for name in ("groups", "rollouts"):
+        # Numbers of the second go on after those of the first: no group and no rollout is in both.
         ours = getattr(first, name)
         arrays[name] = np.concatenate([ours, getattr(second, name) + (ours.max() + 1 if len(ours) else 0)])
     for name, filler in fillers.items():

@@ -1,7 +1,7 @@
-"""Writer: commits the groups of one rollout batch, together or, if some are done long before the others, in parts.
+"""Writer: commits the groups of one work unit, together or, if some are done long before the others, in parts.
 
 A group waits at most `flush_age_s` for its siblings. Invariants: every group is committed once by this writer, and none
-that was committed before; a batch whose groups are done at about the same time is one shard, as is one that may not be
+that was committed before; a unit whose groups are done at about the same time is one shard, as is one that may not be
 parted. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that the rollouts go on.
 """
 
@@ -22,7 +22,7 @@ _JOIN_S = 600.0
 
 
 class BatchWriter:
-    """Writes one rollout batch.
+    """Writes one work unit.
 
     Example:
         with BatchWriter(log, explore_step=3, batch=0, num_tasks=8, flush_age_s=0.25) as writer:
@@ -41,34 +41,48 @@ class BatchWriter:
         flush_age_s: float | None,
         committed: Collection[int] = (),
     ) -> None:
-        """num_tasks: of the whole batch; flush_age_s: None commits all at once; committed: slots in the log already."""
+        """
+        Args:
+            num_tasks: tasks of the whole unit.
+            flush_age_s: seconds that a finished group waits for its siblings; None commits all at once.
+            committed: slots that are in the log already, by an earlier attempt at this unit.
+        """
         self._log = log
         self._explore_step, self._batch, self._num_tasks = explore_step, batch, num_tasks
         self._flush_age_s = flush_age_s if log.takes_parts and num_tasks <= MAX_PART_TASKS else None
         self._committed = set(committed)
         self._names: list[ShardName] = []
         self._waiting: dict[int, Sequence[Experience]] = {}
+        """Groups that are finished and not committed, by slot."""
         self._oldest_s = 0.0
+        """When the first of them came, by the monotonic clock."""
         self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def add(self, slot: int, experiences: Sequence[Experience]) -> None:
-        """Take a whole group; `slot` is the place of its task in the batch. Does not block."""
+        """Take a whole group; `slot` is the place of its task in the unit. Does not block, and commits nothing itself.
+
+        A slot that is waiting or committed is ignored: its rollouts ran twice.
+        """
         with self._changed:
             if slot in self._committed or slot in self._waiting:
                 return
             if not self._waiting:
                 self._oldest_s = time.monotonic()
             self._waiting[slot] = experiences
+            # Started by the first group: a unit that is committed as a whole needs no thread.
             if self._thread is None and self._flush_age_s is not None:
                 self._thread = threading.Thread(target=self._flush_old_ones, name="batch-writer", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def finish(self) -> list[ShardName]:
-        """Commit what waits; the shards that this writer committed. Raises: StorageError: one of them failed."""
+        """Commit what waits and return the names of all shards of this writer; they are durable.
+
+        Raises: StorageError: one of them failed; what was committed before stays, and the unit runs again.
+        """
         self.close()
         if self._error is not None:
             raise self._error
@@ -88,7 +102,7 @@ class BatchWriter:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                where = f"rollout batch {self._explore_step}/{self._batch}"
+                where = f"work unit {self._explore_step}/{self._batch}"
                 raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
 
     def __enter__(self) -> BatchWriter:
@@ -98,23 +112,25 @@ class BatchWriter:
         self.close()
 
     def _flush_old_ones(self) -> None:
+        """The thread: commits what waits whenever its oldest group has waited `flush_age_s`, until `close`."""
         assert self._flush_age_s is not None
         while True:
             with self._changed:
-                while not self._closed and (wait_s := self._due_in_s(self._flush_age_s)) > 0:
-                    self._changed.wait(wait_s)
+                while not self._closed:
+                    now = time.monotonic()
+                    due_in_s = self._oldest_s + self._flush_age_s - now if self._waiting else threading.TIMEOUT_MAX
+                    if due_in_s <= 0:
+                        break
+                    self._changed.wait(due_in_s)
                 if self._closed:
-                    return
+                    return  # what waits is the last shard's, which `finish` commits
                 groups, self._waiting = self._waiting, {}
+            # Without the lock: groups that finish meanwhile wait for the next shard, and nobody waits for storage.
             try:
                 self._commit(groups)
             except BaseException as error:  # handed to `finish`, which is where somebody listens
                 self._error = error
                 return
-
-    def _due_in_s(self, flush_age_s: float) -> float:
-        """Seconds until what waits is old enough."""
-        return self._oldest_s + flush_age_s - time.monotonic() if self._waiting else threading.TIMEOUT_MAX
 
     def _commit(self, groups: dict[int, Sequence[Experience]]) -> None:
         slots = tuple(sorted(groups))
