@@ -39,7 +39,7 @@ from rftdask.buffer.batches.selection import Cursor, SampleRule
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.schema import Experience, experiences_to_table
-from rftdask.buffer.log.writer import BatchWriter
+from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage, open_storage
 
@@ -157,7 +157,7 @@ def measure_log(
 
     def write() -> None:
         for _ in range(num_shards):
-            log.commit(rows, explore_step=next(numbers), batch=0)
+            log.commit(rows, explore_step=next(numbers), unit=0)
 
     def write_floor() -> None:
         for _ in range(num_shards):
@@ -210,7 +210,7 @@ def measure_share(report: Report, folder: Path, num_ranks: int = 8) -> None:
     random = np.random.default_rng(0)
     for batch in range(64):
         rows = [row for task in range(8) for row in make_group(random, batch * 8 + task)]
-        log.commit(rows, explore_step=1, batch=batch)
+        log.commit(rows, explore_step=1, unit=batch)
     rule = SampleRule(groups_per_batch=512, tasks_per_step=512, ordered=True)
     entry = LogSource(log, Ledger(counted), rule, tasks_per_unit=8, max_read_timeout_s=60).entry(1)
     assert entry is not None
@@ -275,7 +275,7 @@ def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
     random = np.random.default_rng(1)
     for step in range(1, num + 1):
         time.sleep(pause_s * random.uniform(0.5, 1.5))
-        log.commit(rows, explore_step=step, batch=0)
+        log.commit(rows, explore_step=step, unit=0)
         committed.put((step, time.monotonic()))
 
 
@@ -322,7 +322,7 @@ def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float
     random = np.random.default_rng(2)
     for step in range(1, num_batches + 1):
         groups = [make_group(random, task, step) for task in range(num_tasks)]
-        with BatchWriter(log, explore_step=step, batch=0, num_tasks=num_tasks, flush_age_s=flush_age_s) as writer:
+        with UnitWriter(log, explore_step=step, unit=0, num_tasks=num_tasks, flush_age_s=flush_age_s) as writer:
             for slot in random.permutation(num_tasks).tolist():
                 time.sleep(random.exponential(0.03))
                 finished.put(((step, slot), time.monotonic()))
@@ -449,7 +449,7 @@ def measure_long_log(
     random = np.random.default_rng(0)
     for batch in range(16):
         rows = [row for task in range(4) for row in make_group(random, task, last + 1)]
-        log.commit(rows, explore_step=last + 1, batch=batch)
+        log.commit(rows, explore_step=last + 1, unit=batch)
     rule = SampleRule(groups_per_batch=64, tasks_per_step=64, ordered=True)
     source = LogSource(log, Ledger(storage), rule, tasks_per_unit=4, max_read_timeout_s=60)
     source.load_state_dict(Cursor(last + 1, set()).state_dict())

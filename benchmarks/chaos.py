@@ -113,7 +113,7 @@ def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
             size = name.num_rows // len(name.part.slots) if name.part is not None else 0
             for row in part.rows:
                 place = row if name.part is None else name.part.slots[row // size] * size + row % size
-                rows.append((name.explore_step, name.batch, place, part.reason))
+                rows.append((name.explore_step, name.unit, place, part.reason))
         steps.append(sorted(rows))
     return steps
 

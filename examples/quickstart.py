@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rftdask import Experiment
 from rftdask.models.toy import build_toy_model, write_toy_tasks
-from rftdask.monitor.summary import render_summary
+from rftdask.run.summary import render_summary
 
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 

@@ -20,7 +20,7 @@ from rftdask.algorithm.selectors import DifficultyRule
 from rftdask.buffer.batches.groups import first_copies
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Status
-from rftdask.buffer.log.shard import ShardName, done_batches
+from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tasksets import Taskset
@@ -145,7 +145,7 @@ class LearnedOrder:
                     tables.append((name, self._log.read(name)))
                 except DamagedError as error:
                     self._log.quarantine(name, str(error))
-            if len(done_batches(name for name, _ in tables)) < self._units_per_step:
+            if len(done_units(name for name, _ in tables)) < self._units_per_step:
                 return False
             rates = pass_rates(first_copies(tables), self._repeat_times)
             self._state = self._rule.updated(

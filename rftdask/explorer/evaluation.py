@@ -103,7 +103,7 @@ class EvaluationQueue:
             num_units = -(-taskset.size // self._tasks_per_unit(taskset))
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
-                units.setdefault(name.explore_step, set()).add(name.batch)
+                units.setdefault(name.explore_step, set()).add(name.unit)
             complete = sorted(version for version, indices in units.items() if len(indices) == num_units)
             self._done.update((version, taskset.number) for version in complete)
             for version in complete:
@@ -182,7 +182,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
     and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
     """
     # By index of the unit: of two shards with the same rollouts one counts.
-    shards = {name.batch: name for name in log.shards(version) if name.explore_step == version}
+    shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_turns = 0
     turn_sums: dict[str, float] = {}

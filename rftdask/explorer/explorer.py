@@ -38,7 +38,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
-from rftdask.buffer.log.shard import done_batches
+from rftdask.buffer.log.shard import done_units
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import FencedError, ProcessLostError, RftError, RoleError, UserError
@@ -249,7 +249,7 @@ class Explorer:
     def _read_log(self) -> None:
         """Learn from the listing which units are committed; none of a step before the first open one is of interest."""
         first = first_open_step(self._storage, self._log)
-        self._done = done_batches([*self._log.shards(first), *self._log.removed(first)])
+        self._done = done_units([*self._log.shards(first), *self._log.removed(first)])
         self._complete = self._noted = first - 1
         self._cursor = (first, 0)
         self._advance()

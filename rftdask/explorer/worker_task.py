@@ -20,8 +20,8 @@ from distributed import get_client, get_worker
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
-from rftdask.buffer.log.shard import Part, done_batches
-from rftdask.buffer.log.writer import BatchWriter
+from rftdask.buffer.log.shard import Part, done_units
+from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.base import SamplingParams
@@ -168,7 +168,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         log = open_log(storage, config, unit.folder)
         # Dask runs a task again whose worker was lost after the commit and before the answer.
         committed = log.find_all(unit.explore_step, unit.unit_index)
-        if done_batches(committed):
+        if done_units(committed):
             version = max(name.max_policy_version for name in committed)
             return RolloutResult(unit.key, tuple(name.text for name in committed), version, worker.address)
         held = {slot for name in committed if name.part is not None for slot in name.part.slots}
@@ -194,10 +194,10 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                     engine = _cache.engine(engine.spec)
                     engine.wait_ready()
         loaded = time.perf_counter()
-        with BatchWriter(
+        with UnitWriter(
             log,
             explore_step=unit.explore_step,
-            batch=unit.unit_index,
+            unit=unit.unit_index,
             num_tasks=len(unit.tasks),
             flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
             committed=held,
@@ -382,7 +382,7 @@ def commit_poisoned(
     ]
     whole = len(slots) == len(unit.tasks)
     part = None if whole else Part(tuple(slots), len(unit.tasks))
-    name = log.commit(experiences, explore_step=unit.explore_step, batch=unit.unit_index, part=part)
+    name = log.commit(experiences, explore_step=unit.explore_step, unit=unit.unit_index, part=part)
     tasks = sorted({experience.group_id for experience in experiences})
     num_rollouts = len(slots) * unit.repeat_times
     return RolloutResult(

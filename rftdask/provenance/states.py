@@ -54,7 +54,7 @@ def row_states(
 ) -> pa.Table:
     """Lines of `STATE_SCHEMA` for the rows of `experiences`, in their order, then for those of the `lost` shards.
 
-    A rollout batch that ran twice stands in two shards. Of each group one copy is taken, or will be (the first, while
+    A work unit that ran twice stands in two shards. Of each group one copy is taken, or will be (the first, while
     none is taken); the rows of the other are dropped as "repeat", which the ledger does not write down.
 
     positions: "stage", "explore_step" and "slot" of the groups that the ledger has settled; a copy whose twin is lost

@@ -271,7 +271,7 @@ def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_unit: int | None) -> pa.Table:
-    """With the columns that say where a row is; its slot, if it is known how many tasks a rollout batch has."""
+    """With the columns that say where a row is; its slot, if it is known how many tasks a work unit has."""
     size = table.num_rows
     place = {
         "stage": pa.array([stage] * size, pa.string()),

@@ -61,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Copy:
-    """One committed row of the uid; there are several when its rollout batch ran twice."""
+    """One committed row of the uid; there are several when its work unit ran twice."""
 
     shard: ShardName
     row: int
@@ -151,15 +151,15 @@ def _parse(uid: str) -> tuple[str, list[int]]:
 
 
 def _find(tables: RunTables, stage: Stage, uid: str, seen: set[str]) -> pa.Table | None:
-    """The rows of the group of `uid`, of all copies. A group is in one rollout batch, so the search ends with that."""
+    """The rows of the group of `uid`, of all copies. A group is in one work unit, so the search ends with that."""
     found: list[pa.Table] = []
     batch: tuple[int, int] | None = None
     for name, table in tables.read_shards(stage):
-        if batch is not None and (name.explore_step, name.batch) != batch:
+        if batch is not None and (name.explore_step, name.unit) != batch:
             break
         if batch is None:
             seen.update(table.column("uid").to_pylist())
-            batch = (name.explore_step, name.batch) if uid in seen else None
+            batch = (name.explore_step, name.unit) if uid in seen else None
         if batch is not None:
             found.append(table)
     if batch is None:
@@ -287,7 +287,7 @@ def _copy_lines(copy: Copy) -> list[str]:
         ("expected", _short(row["truth"])),
         ("reward", reward),
         ("status", f"{row['status']}{', ' + _short(row['error']) if row['error'] else ''} (attempt {row['attempt']})"),
-        ("sampled", f"explore step {row['explore_step']}, batch {copy.shard.batch}, by writer {copy.shard.writer}"),
+        ("sampled", f"explore step {row['explore_step']}, batch {copy.shard.unit}, by writer {copy.shard.writer}"),
         ("", f"temperature {row['temperature']:.4g}, top_p {row['top_p']:.4g}, top_k {top_k}, seed {row['seed']}"),
         ("", f"{row['prompt_length']} prompt tokens, {num_response} response tokens{mean}"),
         ("weights", f"policy version {' to '.join(str(v) for v in sorted(versions))}"),
@@ -304,12 +304,12 @@ def _fate_lines(copy: Copy) -> list[tuple[str, str]]:
         return [
             (
                 "dropped",
-                f"its rollout batch ran twice; the other copy counts, which step {step} used (lineage {lineage})",
+                f"its work unit ran twice; the other copy counts, which step {step} used (lineage {lineage})",
             ),
             ("", "and which cannot be read any more: it was damaged and set aside, or removed"),
         ]
     if copy.reason == REPEAT and not copy.uses:
-        return [("dropped", "its rollout batch ran twice; the other copy is the one that counts")]
+        return [("dropped", "its work unit ran twice; the other copy is the one that counts")]
     if not copy.uses:
         return [("waiting", "no ledger entry names it yet")]
     lines: list[tuple[str, str]] = []

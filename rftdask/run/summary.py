@@ -184,7 +184,7 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     for stage in reversed(stages):
         for taskset in stage.config.buffer.explorer_input.eval_tasksets:
             log = open_log(stage.storage, stage.config, f"eval/{taskset.name}")
-            shards = [name for name in log.shards(0) if name.batch == 0]
+            shards = [name for name in log.shards(0) if name.unit == 0]
             if not shards:
                 continue
             before, after = (

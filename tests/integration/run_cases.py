@@ -263,7 +263,7 @@ def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
         for part in (*entry.use, *entry.drop):
             name = ShardName.try_parse(part.source)
             assert name is not None, part
-            rows += [(name.explore_step, name.batch, row_of_batch(name, row), part.reason) for row in part.rows]
+            rows += [(name.explore_step, name.unit, row_of_batch(name, row), part.reason) for row in part.rows]
         steps.append(sorted(rows))
     return steps
 

@@ -1,4 +1,4 @@
-"""A workflow whose tasks take different times, so that the groups of a rollout batch end one after another."""
+"""A workflow whose tasks take different times, so that the groups of a work unit end one after another."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
 
 def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: Config) -> None:
     log = ParquetLog(open_storage("memory://walks"))
-    table = log.read(log.commit(explore(config), explore_step=1, batch=0))
+    table = log.read(log.commit(explore(config), explore_step=1, unit=0))
     assert table.column("env_state").to_pylist() == ["at 0,0", "at 0,1", "at 0,0", "at 0,1", "at 0,0"]
     inputs = PaddedRows(batch_from_table(table), torch.device("cpu")).advantage_inputs(1)
 
@@ -102,7 +102,7 @@ def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: C
 def test_the_trainer_trains_with_them(config: Config) -> None:
     storage = open_storage(config.checkpoint_job_dir)
     log = ParquetLog(storage)
-    log.commit(explore(config), explore_step=1, batch=0)
+    log.commit(explore(config), explore_step=1, unit=0)
     log.seal(1)
     run_rank(config, storage, 1, [].append)
     [row] = read_metrics(storage, "trainer").to_dict("records")

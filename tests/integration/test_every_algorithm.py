@@ -102,7 +102,7 @@ class World:
                 )
                 for (task, k), request, answer in zip(keys, requests, self.engine.generate(requests), strict=True)
             ]
-            log.commit(rows, explore_step=step, batch=0)
+            log.commit(rows, explore_step=step, unit=0)
         log.seal(STEPS)
 
 

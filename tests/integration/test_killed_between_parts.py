@@ -10,7 +10,7 @@ import pytest
 from run_cases import RunProcess, assert_sound, final_weights, ledger_of, run_folder, write_config
 
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.shard import done_batches
+from rftdask.buffer.log.shard import done_units
 from rftdask.storage import open_storage
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ SETTINGS = (
 def num_half_done(folder: Path) -> int:
     """Rollout batches of which some groups are committed and some are not."""
     names = ParquetLog(open_storage(str(folder))).shards()
-    return len({(name.explore_step, name.batch) for name in names} - done_batches(names))
+    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 
 
 def is_paused_half_done(run: RunProcess, folder: Path) -> bool:

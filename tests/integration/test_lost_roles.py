@@ -28,7 +28,7 @@ from run_cases import (
 )
 
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.shard import done_batches
+from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
@@ -57,7 +57,7 @@ def assert_same_end(config: Path, plain: Path) -> None:
 
 def explored(folder: Path) -> tuple[int, int]:
     """Rollout batches that are committed, and the last explore step of which there is one."""
-    done = done_batches(ParquetLog(open_storage(folder)).shards())
+    done = done_units(ParquetLog(open_storage(folder)).shards())
     return len(done), max((step for step, _ in done), default=0)
 
 

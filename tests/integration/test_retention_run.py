@@ -35,7 +35,7 @@ def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
     removed = ParquetLog(open_storage(str(folder))).removed()
     status = assert_sound(folder)
     assert status["checkpoint"] == status["step"] >= 10
-    assert num_shards(folder) + len(removed) >= 2 * status["step"], "every rollout batch is there or was removed"
+    assert num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
 
 
 def test_training_alone_removes_what_it_trained_too(tmp_path: Path) -> None:

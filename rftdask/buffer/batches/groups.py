@@ -44,7 +44,7 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
             bad = sorted((names[code], code) for code in np.unique(own[~is_good]).tolist())
             rows = tuple((np.flatnonzero(is_good) + start).tolist())
             others = tuple((status, tuple((np.flatnonzero(own == code) + start).tolist())) for status, code in bad)
-        position = (name.explore_step, name.batch * tasks_per_unit + slot)
+        position = (name.explore_step, name.unit * tasks_per_unit + slot)
         groups.append(Group(position, name.text, rows, others, version if count else 0))
     return groups
 
@@ -70,7 +70,7 @@ def group_slots(table: pa.Table, name: ShardName, tasks_per_unit: int) -> np.nda
     """[N] int64 place of each row's group in its explore step, as in `groups_of_shard`."""
     numbers = group_numbers(table)
     slots = numbers if name.part is None else np.asarray(name.part.slots, np.int64)[numbers]
-    return slots + name.batch * tasks_per_unit
+    return slots + name.unit * tasks_per_unit
 
 
 def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]:
@@ -80,7 +80,7 @@ def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]
     for name, table in shards:
         numbers = group_numbers(table)
         slots = name.part.slots if name.part is not None else range(int(numbers[-1]) + 1 if len(numbers) else 0)
-        keys = [(name.explore_step, name.batch, slot) for slot in slots]
+        keys = [(name.explore_step, name.unit, slot) for slot in slots]
         new = [number for number, key in enumerate(keys) if key not in seen]
         tables.append(table if len(new) == len(keys) else table.filter(pa.array(np.isin(numbers, new))))
         seen.update(keys)

@@ -50,7 +50,7 @@ class FileLog(ExperienceLog):
         """Of buckets listed lately, the names: a waiting trainer looks often, and parsing costs more than listing."""
 
     @abstractmethod
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
         """The name and the bytes of a shard."""
 
     @abstractmethod
@@ -64,19 +64,19 @@ class FileLog(ExperienceLog):
         self._storage.list(self.folder)
 
     def commit(
-        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+        self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
-        name, data = self._encode(experiences, explore_step, batch)
+        name, data = self._encode(experiences, explore_step, unit)
         name = replace(name, part=part)
         self._storage.put(self.path(name), data)
         return name
 
-    def find(self, explore_step: int, batch: int) -> ShardName | None:
-        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+    def find(self, explore_step: int, unit: int) -> ShardName | None:
+        return next((n for n in self.find_all(explore_step, unit) if n.part is None), None)
 
-    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
+    def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
         names = self._names_in(self._bucket(explore_step))
-        return [n for n in names if (n.explore_step, n.batch) == (explore_step, batch)]
+        return [n for n in names if (n.explore_step, n.unit) == (explore_step, unit)]
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         first = self._bucket(first_step)
@@ -171,7 +171,7 @@ class FileLog(ExperienceLog):
 
 def _sorted(names: Iterable[ShardName]) -> list[ShardName]:
     # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
-    return sorted(names, key=lambda n: (n.explore_step, n.batch, n.writer, n.text))
+    return sorted(names, key=lambda n: (n.explore_step, n.unit, n.writer, n.text))
 
 
 class ParquetLog(FileLog):
@@ -186,9 +186,9 @@ class ParquetLog(FileLog):
         self._compacted = CompactedShards(storage, folder)
         self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
 
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
         return encode_shard(
-            experiences, explore_step=explore_step, batch=batch, writer=self.writer, run=self.run, codec=self._codec
+            experiences, explore_step=explore_step, unit=unit, writer=self.writer, run=self.run, codec=self._codec
         )
 
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:

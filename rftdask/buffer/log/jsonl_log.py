@@ -24,21 +24,21 @@ class JsonlLog(FileLog):
 
     suffix = "jsonl"
 
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, batch: int) -> tuple[ShardName, bytes]:
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
         data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
-        return shard_name(experiences, explore_step, batch, self.writer, data, self.suffix), data
+        return shard_name(experiences, explore_step, unit, self.writer, data, self.suffix), data
 
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         return from_lines(name, data)
 
 
 def shard_name(
-    experiences: Sequence[Experience], explore_step: int, batch: int, writer: str, data: bytes, suffix: str
+    experiences: Sequence[Experience], explore_step: int, unit: int, writer: str, data: bytes, suffix: str
 ) -> ShardName:
     """The name of a shard whose content has the bytes `data`."""
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
-    return ShardName(explore_step, batch, writer, len(experiences), low, high, zlib.crc32(data), suffix)
+    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
 
 
 def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:

@@ -4,8 +4,8 @@ change.
 What every backend must keep:
 
 - `commit` is atomic and durable: a reader sees all of a shard or none of it, and what was committed outlives the
-  process. A rollout batch is done exactly when `shards` or `find` show a shard of its (explore step, batch), or
-  parts that hold all its groups (`done_batches`).
+  process. A work unit is done exactly when `shards` or `find` show a shard of its (explore step, unit), or
+  parts that hold all its groups (`done_units`).
 - a shard never changes. It moves into quarantine when its content fails its checksum, and into a large file when it
   was compacted, and is then listed and read as before.
 - listings trust no cache: what was committed before the call, by anyone, is in the answer.
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from rftdask.buffer.log.compaction import Compaction
 from rftdask.buffer.log.schema import Experience
-from rftdask.buffer.log.shard import Part, ShardName, done_batches
+from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.errors import NotFoundError, UserError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -37,7 +37,7 @@ class ExperienceLog(ABC):
 
     Example:
         log = open_log(storage, config)
-        name = log.commit(experiences, explore_step=3, batch=0)
+        name = log.commit(experiences, explore_step=3, unit=0)
         for name in log.shards(first_step=3): table = log.read(name)
     """
 
@@ -49,39 +49,39 @@ class ExperienceLog(ABC):
         """Random for each incarnation of a process: a restarted worker cannot reuse a name."""
 
     takes_parts: bool = False
-    """Whether `commit` takes some groups of a rollout batch before the others are done."""
+    """True where `commit` takes some groups of a work unit before the others are done."""
 
     num_readers: int = 1
     """Calls of `read` that gain from going on at once."""
 
     @abstractmethod
     def check(self) -> None:
-        """Look whether the log can be reached; makes nothing. Raises: StorageError."""
+        """Try to reach the log; make nothing. Raises: StorageError."""
 
     @abstractmethod
     def commit(
-        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+        self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
-        """Write the experiences of one rollout batch, or of a part of it, as one shard; durable when it returns.
+        """Write the experiences of one work unit, or of a part of it, as one shard; durable when it returns.
 
         Raises: StorageError.
         """
 
     @abstractmethod
-    def find(self, explore_step: int, batch: int) -> ShardName | None:
-        """A committed shard of this whole rollout batch, if there is one."""
+    def find(self, explore_step: int, unit: int) -> ShardName | None:
+        """A committed shard of this whole work unit, if there is one."""
 
-    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
-        """The committed shards of this rollout batch, whole or in parts; of `loose_shards` only."""
-        whole = self.find(explore_step, batch)
+    def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
+        """The committed shards of this work unit, whole or in parts; of `loose_shards` only."""
+        whole = self.find(explore_step, unit)
         return [] if whole is None else [whole]
 
     @abstractmethod
     def shards(self, first_step: int = 1) -> list[ShardName]:
-        """All shards of explore steps >= `first_step`, sorted by step, batch and writer."""
+        """All shards of explore steps >= `first_step`, sorted by step, unit and writer."""
 
     def loose_shards(self, first_step: int = 1) -> list[ShardName]:
-        """Those of `shards` that were not compacted. For who looks again and again for what is new: it costs less."""
+        """Those of `shards` that were not compacted: for who looks again and again for what is new, at less cost."""
         return self.shards(first_step)
 
     def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
@@ -90,18 +90,18 @@ class ExperienceLog(ABC):
 
     @abstractmethod
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a shard, verified whole; of some columns at least, or of all.
+        """Read the rows of a shard, verified whole; of some columns at least, or of all.
 
         Raises: DamagedError; NotFoundError; StorageError.
         """
 
     @abstractmethod
     def quarantine(self, name: ShardName, reason: str) -> None:
-        """Set a damaged shard aside with the reason; its rollout batch counts as not done and runs again."""
+        """Set a damaged shard aside with the reason; its work unit counts as not done and runs again."""
 
     @abstractmethod
     def num_quarantined(self) -> int:
-        """Shards set aside. One whose original is still listed does not count yet: its batch would look done."""
+        """Shards set aside. One whose original is still listed does not count yet: its unit would look done."""
 
     def quarantined(self) -> list[ShardName] | None:
         """The names of the shards that were set aside; None where they are not known."""
@@ -147,12 +147,12 @@ NOTE_EVERY = 64
 
 
 def note_complete(storage: Storage, explore_step: int) -> None:
-    """Every explore step up to this one is complete in the log."""
+    """Write down that every explore step up to this one is complete in the log."""
     storage.put(COMPLETE, dump_checked({"explore_step": explore_step}))
 
 
 def noted_complete(storage: Storage) -> int:
-    """The step of the last note; 0 if there is none, or none that can be read."""
+    """Read the step of the last note; 0 if there is none, or none that can be read."""
     try:
         return int(load_checked(storage.get(COMPLETE))["explore_step"])
     except (NotFoundError, ValueError, KeyError, TypeError):
@@ -160,16 +160,15 @@ def noted_complete(storage: Storage) -> int:
 
 
 def first_open_step(storage: Storage, log: ExperienceLog) -> int:
-    """An explore step before which all are complete. What it costs does not grow with the log."""
+    """Find an explore step before which all are complete. What it costs does not grow with the log."""
     noted = noted_complete(storage)
     quarantined = log.quarantined() if noted else None
     if quarantined is None:
         return 1
-    batches = {(name.explore_step, name.batch) for name in quarantined if name.explore_step <= noted}
-    lost = [step for step, batch in batches if not _is_done(log, step, batch)]
-    return min([noted + 1, *lost])
-
-
-def _is_done(log: ExperienceLog, step: int, batch: int) -> bool:
-    loose = log.find_all(step, batch)
-    return bool(done_batches(loose)) or (step, batch) in done_batches([*loose, *log.compacted_shards(step, step)])
+    first = noted + 1
+    for step, unit in {(name.explore_step, name.unit) for name in quarantined if name.explore_step <= noted}:
+        # A unit with a shard in quarantine is done all the same if its groups are committed again, loose or compacted.
+        loose = log.find_all(step, unit)
+        if not done_units(loose) and (step, unit) not in done_units([*loose, *log.compacted_shards(step, step)]):
+            first = min(first, step)
+    return first

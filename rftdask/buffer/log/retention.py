@@ -47,7 +47,7 @@ def removable(
 
     def stays(name: ShardName) -> bool:
         # By its numbers alone, so that every pass and every process draws the same.
-        drawn = zlib.crc32(f"{name.explore_step}/{name.batch}".encode()) / 2**32
+        drawn = zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32
         return section.keep == "thin" and drawn < section.keep_share
 
     return [

@@ -1,8 +1,8 @@
 """Shard: one immutable file of experiences, whose name says what a planner needs and whose bytes prove themselves.
 
-A shard holds a rollout batch (part `batch` of explore step `explore_step`) whole, all its groups in the order of the
+A shard holds a work unit (number `unit` of explore step `explore_step`) whole, all its groups in the order of the
 tasks, or some of its groups, whole ones, if they were done long before the others: its name then says which. So what is
-done can be read off a listing, and a batch run twice gives two shards with the same groups, of which the reader takes
+done can be read off a listing, and a unit run twice gives two shards with the same groups, of which the reader takes
 one. This module knows no storage.
 """
 
@@ -25,22 +25,22 @@ _NAME = re.compile(
 )
 
 MAX_PART_TASKS = 512
-"""Larger rollout batches are committed whole: the bits of a part would make too long a file name."""
+"""Larger work units are committed whole: the bits of a part would make too long a file name."""
 _PAGE_BYTES = 1 << 16
 """Of a column: a page that stays in the processor's cache is a tenth cheaper to write than the usual megabyte."""
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Which groups of a rollout batch a shard holds, if not all.
+    """Which groups of a work unit a shard holds, if not all.
 
     Example: Part((0, 1, 3), num_tasks=8), which a name says as "p0b-8": bits 0, 1 and 3, of 8.
     """
 
     slots: tuple[int, ...]
-    """Of the groups in the order of their rows: places of their tasks in the batch, ascending."""
+    """Places of the groups' tasks in the unit, ascending, which is the order of the rows."""
     num_tasks: int
-    """Of the whole batch."""
+    """Tasks of the whole unit."""
 
     @property
     def text(self) -> str:
@@ -56,27 +56,32 @@ class Part:
 class ShardName:
     """What a shard's file name says.
 
-    Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is part 3 of explore step 12, written by 9f3a...,
+    Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is unit 3 of explore step 12, written by 9f3a...,
     with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file. With "-p0b-8" before
-    the rows it holds three of the eight groups of its batch, see `Part`.
+    the rows it holds three of the eight groups of its unit, see `Part`.
     """
 
     explore_step: int
-    batch: int
+    """From 1."""
+    unit: int
+    """Number of the work unit in its explore step, from 0."""
     writer: str
+    """Hexadecimal, random for each incarnation of a process: two attempts at a unit never share a name."""
     num_rows: int
     min_policy_version: int
     max_policy_version: int
+    """Oldest and newest weights that sampled a token of it."""
     crc32: int
+    """Checksum of all bytes."""
     suffix: str = "parquet"
     part: Part | None = None
-    """None: the whole batch."""
+    """None: the whole unit."""
 
     @cached_property
     def text(self) -> str:
         part = "" if self.part is None else f"-{self.part.text}"
         return (
-            f"{self.explore_step:08d}-{self.batch:04d}-{self.writer}{part}-n{self.num_rows}"
+            f"{self.explore_step:08d}-{self.unit:04d}-{self.writer}{part}-n{self.num_rows}"
             f"-v{self.min_policy_version}-{self.max_policy_version}-{self.crc32:08x}.{self.suffix}"
         )
 
@@ -86,18 +91,18 @@ class ShardName:
         match = _NAME.fullmatch(text)
         if match is None:
             return None
-        step, batch, writer, bits, num_tasks, rows, low, high, crc, suffix = match.groups()
+        step, unit, writer, bits, num_tasks, rows, low, high, crc, suffix = match.groups()
         part = None if bits is None else Part.parse(bits, num_tasks)
-        name = cls(int(step), int(batch), writer, int(rows), int(low), int(high), int(crc, 16), suffix, part)
+        name = cls(int(step), int(unit), writer, int(rows), int(low), int(high), int(crc, 16), suffix, part)
         return name if name.text == text else None  # other zeros or digits would name another path
 
 
-def done_batches(names: Iterable[ShardName]) -> set[tuple[int, int]]:
-    """(explore step, batch) of the rollout batches all of whose groups are in these shards."""
+def done_units(names: Iterable[ShardName]) -> set[tuple[int, int]]:
+    """The (explore step, unit) of the work units all of whose groups are in these shards."""
     done: set[tuple[int, int]] = set()
     held: dict[tuple[int, int], set[int]] = {}
     for name in names:
-        key = (name.explore_step, name.batch)
+        key = (name.explore_step, name.unit)
         if name.part is not None:
             held.setdefault(key, set()).update(name.part.slots)
         if name.part is None or len(held[key]) == name.part.num_tasks:
@@ -106,23 +111,28 @@ def done_batches(names: Iterable[ShardName]) -> set[tuple[int, int]]:
 
 
 def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
-    """The shards of rollout batches of which a group may stand in several."""
-    batches: dict[tuple[int, int], list[ShardName]] = {}
+    """The shards of work units of which a group may stand in several."""
+    units: dict[tuple[int, int], list[ShardName]] = {}
     for name in names:
-        batches.setdefault((name.explore_step, name.batch), []).append(name)
-    return [name for names in batches.values() if not _disjoint(names) for name in names]
-
-
-def _disjoint(names: list[ShardName]) -> bool:
-    """Whether these shards of one rollout batch have no group in common."""
-    slots = [slot for name in names if name.part is not None for slot in name.part.slots]
-    return len(names) == 1 or (all(name.part is not None for name in names) and len(set(slots)) == len(slots))
+        units.setdefault((name.explore_step, name.unit), []).append(name)
+    repeated: list[ShardName] = []
+    for shards in units.values():
+        slots = [slot for name in shards if name.part is not None for slot in name.part.slots]
+        all_parts = all(name.part is not None for name in shards)
+        is_disjoint = len(shards) == 1 or (all_parts and len(set(slots)) == len(slots))
+        if not is_disjoint:
+            repeated += shards
+    return repeated
 
 
 def encode_shard(
-    experiences: Sequence[Experience], *, explore_step: int, batch: int, writer: str, run: str = "", codec: str = "lz4"
+    experiences: Sequence[Experience], *, explore_step: int, unit: int, writer: str, run: str = "", codec: str = "lz4"
 ) -> tuple[ShardName, bytes]:
-    """The shard's name and bytes. `codec`: lz4 for file systems, zstd for object stores."""
+    """Encode experiences as a Parquet file; return its name and bytes. The same experiences give the same bytes.
+
+    Args: codec: lz4 for file systems, where time counts; zstd for object stores, where bytes do.
+    Raises: ValueError: as `experiences_to_table`.
+    """
     sink = pa.BufferOutputStream()
     pq.write_table(
         experiences_to_table(experiences, run),
@@ -139,11 +149,11 @@ def encode_shard(
     data: bytes = sink.getvalue().to_pybytes()
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
-    return ShardName(explore_step, batch, writer, len(experiences), low, high, zlib.crc32(data)), data
+    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data)), data
 
 
 def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows, verified, with these columns of `SCHEMA`, or with every column that is there.
+    """Decode the rows, verified, with these columns of `SCHEMA`, or with every column that is there.
 
     Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema.
     """

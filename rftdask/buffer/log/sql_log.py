@@ -69,7 +69,7 @@ def _shard_columns() -> list[sa.Column[Any]]:
         sa.Column("run", sa.Text, nullable=False),
         sa.Column("folder", sa.Text, nullable=False),
         sa.Column("writer", sa.String(32), nullable=False),
-        sa.Column("part", sa.Text, nullable=False),  # as in the name of a file; empty for a whole rollout batch
+        sa.Column("part", sa.Text, nullable=False),  # as in the name of a file; empty for a whole work unit
         *(sa.Column(name, sa.BigInteger, nullable=False) for name in numbers),
     ]
 
@@ -153,11 +153,11 @@ class SqlLog(ExperienceLog):
             self._run("check", lambda connection: connection.execute(sa.select(1)))
 
     def commit(
-        self, experiences: Sequence[Experience], *, explore_step: int, batch: int, part: Part | None = None
+        self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
         table = experiences_to_table(experiences)
         data = to_lines(table)
-        name = replace(shard_name(experiences, explore_step, batch, self.writer, data, _SUFFIX), part=part)
+        name = replace(shard_name(experiences, explore_step, unit, self.writer, data, _SUFFIX), part=part)
         place = {"run": self.run, "folder": self.folder}
         shard = {**_columns_of(name), **place, "log": self._make_log()}
         rows = [{**row, **place} for row in _rows_of(table, data)]
@@ -170,22 +170,22 @@ class SqlLog(ExperienceLog):
         try:
             self._run("commit", insert, write=True)
         except IntegrityError as error:
-            # Ours, if an earlier try was done and only its confirmation was lost: a writer commits a batch once.
-            found = self.find_all(explore_step, batch)
+            # Ours, if an earlier try was done and only its confirmation was lost: a writer commits a unit once.
+            found = self.find_all(explore_step, unit)
             if name not in found:
                 same = any((n.writer, n.part) == (self.writer, part) for n in found)
-                before = " (it committed others as this batch before)" * same
+                before = " (it committed others as this unit before)" * same
                 raise StorageError(
-                    f"{self._where()}: writer {self.writer} could not commit batch {batch} of explore step "
+                    f"{self._where()}: writer {self.writer} could not commit unit {unit} of explore step "
                     f"{explore_step}{before}: {error.orig}"
                 ) from error
         return name
 
-    def find(self, explore_step: int, batch: int) -> ShardName | None:
-        return next((n for n in self.find_all(explore_step, batch) if n.part is None), None)
+    def find(self, explore_step: int, unit: int) -> ShardName | None:
+        return next((n for n in self.find_all(explore_step, unit) if n.part is None), None)
 
-    def find_all(self, explore_step: int, batch: int) -> list[ShardName]:
-        return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == batch)
+    def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
+        return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == unit)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         return self._names(_shards, _shards.c.explore_step >= first_step)
@@ -360,7 +360,7 @@ def _create(connection: sa.Connection) -> None:
 def _columns_of(name: ShardName) -> dict[str, Any]:
     return {
         "explore_step": name.explore_step,
-        "batch": name.batch,
+        "batch": name.unit,
         "writer": name.writer,
         "part": "" if name.part is None else name.part.text,
         "num_rows": name.num_rows,

@@ -21,11 +21,11 @@ _JOIN_S = 600.0
 """For a commit under way to end; storage gives up long before, after its bounded retries."""
 
 
-class BatchWriter:
+class UnitWriter:
     """Writes one work unit.
 
     Example:
-        with BatchWriter(log, explore_step=3, batch=0, num_tasks=8, flush_age_s=0.25) as writer:
+        with UnitWriter(log, explore_step=3, unit=0, num_tasks=8, flush_age_s=0.25) as writer:
             for slot, experiences in finished_groups:
                 writer.add(slot, experiences)
             names = writer.finish()
@@ -36,7 +36,7 @@ class BatchWriter:
         log: ExperienceLog,
         *,
         explore_step: int,
-        batch: int,
+        unit: int,
         num_tasks: int,
         flush_age_s: float | None,
         committed: Collection[int] = (),
@@ -48,7 +48,7 @@ class BatchWriter:
             committed: slots that are in the log already, by an earlier attempt at this unit.
         """
         self._log = log
-        self._explore_step, self._batch, self._num_tasks = explore_step, batch, num_tasks
+        self._explore_step, self._unit, self._num_tasks = explore_step, unit, num_tasks
         self._flush_age_s = flush_age_s if log.takes_parts and num_tasks <= MAX_PART_TASKS else None
         self._committed = set(committed)
         self._names: list[ShardName] = []
@@ -74,7 +74,7 @@ class BatchWriter:
             self._waiting[slot] = experiences
             # Started by the first group: a unit that is committed as a whole needs no thread.
             if self._thread is None and self._flush_age_s is not None:
-                self._thread = threading.Thread(target=self._flush_old_ones, name="batch-writer", daemon=True)
+                self._thread = threading.Thread(target=self._flush_old_ones, name="unit-writer", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
@@ -102,10 +102,10 @@ class BatchWriter:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                where = f"work unit {self._explore_step}/{self._batch}"
+                where = f"work unit {self._explore_step}/{self._unit}"
                 raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
 
-    def __enter__(self) -> BatchWriter:
+    def __enter__(self) -> UnitWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -138,7 +138,7 @@ class BatchWriter:
         name = self._log.commit(
             [experience for slot in slots for experience in groups[slot]],
             explore_step=self._explore_step,
-            batch=self._batch,
+            unit=self._unit,
             part=None if whole else Part(slots, self._num_tasks),
         )
         self._committed.update(slots)

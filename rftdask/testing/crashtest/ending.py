@@ -108,7 +108,7 @@ def _count_uids(ledger: Ledger, plan: Plan) -> tuple[list[str], list[str], list[
         name = ShardName.try_parse(rows.source)
         if name is None:
             continue  # the audit has said so
-        experiences = plan.experiences(name.explore_step, name.batch)
+        experiences = plan.experiences(name.explore_step, name.unit)
         for row in rows.rows:
             uid = experiences[row].uid
             named[uid] += 1

@@ -193,7 +193,7 @@ class Writer:
         do.
         """
         plan = self._plan
-        done = {(name.explore_step, name.batch) for name in self._log.shards()}
+        done = {(name.explore_step, name.unit) for name in self._log.shards()}
         explored = self._ledger.last_step() * plan.groups_per_batch // plan.tasks_per_step
         waiting = [b for b in plan.batches(min(explored + _LEAD, plan.num_explore_steps)) if b not in done]
         if not waiting:
@@ -204,7 +204,7 @@ class Writer:
         chosen = self._rng.choice(waiting[:3])
         if done and self._rng.random() < _REPEAT_SHARE:
             chosen = self._rng.choice(sorted(done))
-        name = self._log.commit(plan.experiences(*chosen), explore_step=chosen[0], batch=chosen[1])
+        name = self._log.commit(plan.experiences(*chosen), explore_step=chosen[0], unit=chosen[1])
         self._witness.acknowledged(self._log.path(name))
         return True
 

@@ -62,7 +62,7 @@ def commit_batch(
     version: int = 0,
     statuses: Statuses = all_ok,
 ) -> ShardName:
-    """Commit rollout batch `batch` of explore step `step`. Tasks are numbered through the whole run, from 0."""
+    """Commit work unit `batch` of explore step `step`. Tasks are numbered through the whole run, from 0."""
     first = (step - 1) * tasks_per_step + batch * tasks_per_batch
     last = min(first + tasks_per_batch, step * tasks_per_step)
     rows = [
@@ -70,13 +70,13 @@ def commit_batch(
         for task in range(first, last)
         for k in range(repeat_times)
     ]
-    return log.commit(rows, explore_step=step, batch=batch)
+    return log.commit(rows, explore_step=step, unit=batch)
 
 
 def make_source(
     storage: Storage, *, log: ExperienceLog | None = None, lineage: str = "main", **options: Any
 ) -> LogSource:
-    """A source over `storage`: four tasks a step in rollout batches of two, two groups a train batch."""
+    """A source over `storage`: four tasks a step in work units of two, two groups a train batch."""
     rule = SampleRule(
         groups_per_batch=options.pop("groups_per_batch", 2),
         tasks_per_step=options.pop("tasks_per_step", 4),

@@ -43,7 +43,7 @@ class World:
         for batch in range(2):
             part = tasks[2 * batch : 2 * batch + 2]
             rows = [rollout(t.index, k, float(t.index % 2 == 0), step) for t in part for k in range(REPEAT_TIMES)]
-            self.log.commit(rows, explore_step=step, batch=batch)
+            self.log.commit(rows, explore_step=step, unit=batch)
 
 
 def rollout(index: int, number: int, reward: float | None, step: int = 1, **more: Any) -> Experience:

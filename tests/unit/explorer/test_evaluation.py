@@ -127,10 +127,10 @@ def answer(index: int, reward: float | None) -> Experience:
 def test_means_are_over_all_rollouts_of_the_version_each_once() -> None:
     storage = open_storage("memory://evaluations")
     log = ParquetLog(storage, "eval/held")
-    log.commit([answer(0, 1.0), answer(1, None)], explore_step=4, batch=0)
-    log.commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
-    ParquetLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, batch=1)
-    log.commit([answer(0, 0.0)], explore_step=5, batch=0)
+    log.commit([answer(0, 1.0), answer(1, None)], explore_step=4, unit=0)
+    log.commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, unit=1)
+    ParquetLog(storage, "eval/held").commit([answer(2, 1.0), answer(3, 0.0)], explore_step=4, unit=1)
+    log.commit([answer(0, 0.0)], explore_step=5, unit=0)
     metrics = evaluation_metrics(log, 4)
     assert {name: metrics[name] for name in ("reward", "num_rollouts", "accuracy")} == {
         "reward": 0.5,
@@ -147,7 +147,7 @@ def test_the_rollouts_of_a_task_are_told_together_and_a_rollout_of_several_turns
         for turn in (0, 1)
     ]
     lost = replace(answer(0, None), rollout=1)
-    log.commit([*turns, lost, answer(1, 0.0), replace(answer(1, 0.0), rollout=1)], explore_step=4, batch=0)
+    log.commit([*turns, lost, answer(1, 0.0), replace(answer(1, 0.0), rollout=1)], explore_step=4, unit=0)
     metrics = evaluation_metrics(log, 4)
     assert (metrics["num_rollouts"], metrics["reward"], metrics["accuracy"]) == (4.0, 0.25, 0.25)
     assert (metrics["reward/mean@2"], metrics["reward/std@2"]) == (0.25, 0.25)

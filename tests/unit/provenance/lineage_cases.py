@@ -93,19 +93,19 @@ def make_run(root: str, config: Config | None = None) -> Case:
     open_run(storage, config)
     log, again = ParquetLog(storage), ParquetLog(storage)
     log.writer, again.writer = "a" * 12, "b" * 12
-    taken = log.commit([*group(0), *group(1)], explore_step=1, batch=0)
-    repeated = again.commit([*group(0), *group(1, attempt=1)], explore_step=1, batch=0)
+    taken = log.commit([*group(0), *group(1)], explore_step=1, unit=0)
+    repeated = again.commit([*group(0), *group(1, attempt=1)], explore_step=1, unit=0)
     failed = experience(
         3, 1, status=Status.FAILED, reward=None, tokens=(), prompt_length=0, rollout_logprobs=(), response_text="",
         error="ValueError: no number",
     )  # fmt: skip
     evil = experience(3, 0, response_text=EVIL, loss_mask=(True, False))
-    second = log.commit([*group(2), evil, failed], explore_step=1, batch=1)
+    second = log.commit([*group(2), evil, failed], explore_step=1, unit=1)
     first_hash = publish_weights(storage, 1, b"weights one", "main").content_hash
     publish_weights(storage, 2, b"weights two", "main")
     versions = {"explore_step": 2, "min_policy_version": 1, "max_policy_version": 1}
     rows = [*group(4, weights_hash=first_hash, **versions), experience(5, 0, weights_hash=first_hash, **versions)]
-    waiting = log.commit([*rows, experience(5, 1, weights_hash="f" * 16, **versions)], explore_step=2, batch=0)
+    waiting = log.commit([*rows, experience(5, 1, weights_hash="f" * 16, **versions)], explore_step=2, unit=0)
     ledger = Ledger(storage)
     ledger.write(LedgerEntry(1, "main", (Rows(taken.text, (0, 1, 2, 3)),), positions=((1, 0), (1, 1))))
     use, drop = Rows(second.text, (0, 1, 2)), Rows(second.text, (3,), "failed")

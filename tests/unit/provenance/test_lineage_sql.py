@@ -128,7 +128,7 @@ def test_of_a_shard_in_quarantine_the_counts_are_those_of_the_audit(case):
     assert counts_of(case.url) == audited(case) == {**rest, "damaged": 2}
 
     versions = {"explore_step": 2, "min_policy_version": 1, "max_policy_version": 1}
-    log.commit([*group(4, **versions), *group(5, **versions)], explore_step=2, batch=0)
+    log.commit([*group(4, **versions), *group(5, **versions)], explore_step=2, unit=0)
     assert counts_of(case.url) == audited(case) == {**rest, "damaged": 2, "repeat": 6, "waiting": 2}
     lost = ask(case.url, f"select row, uid, state, step from states where shard = '{case.waiting.text}' order by row")
     assert lost == [
@@ -195,7 +195,7 @@ def test_the_overview_has_a_line_for_each_explore_step(case):
 
 def test_answers_of_evaluations_are_a_table_of_their_own(case):
     log = ParquetLog(case.storage, "eval/held_out")
-    log.commit([experience(9, 0, taskset="held_out", explore_step=0)], explore_step=0, batch=0)
+    log.commit([experience(9, 0, taskset="held_out", explore_step=0)], explore_step=0, unit=0)
     assert ask(case.url, "select uid from eval_experiences") == [("held_out/0/9/0/0",)]
     assert ask(case.url, "select count(*) from experiences where taskset = 'held_out'") == [(0,)]
 

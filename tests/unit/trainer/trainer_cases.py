@@ -42,7 +42,7 @@ def fill_log(storage: Storage, steps: int) -> None:
             )
             for k in (0, 1)
         ]
-        log.commit(rows, explore_step=step, batch=0)
+        log.commit(rows, explore_step=step, unit=0)
     log.seal(steps)
 
 

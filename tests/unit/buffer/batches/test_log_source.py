@@ -21,7 +21,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.buffer.buffer_cases import Statuses, all_ok, commit_batch, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
-"""Two explore steps of four tasks in rollout batches of two: eight groups, four train batches, two rows a group."""
+"""Two explore steps of four tasks in work units of two: eight groups, four train batches, two rows a group."""
 
 
 def uids(*tasks: int) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
 def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
     storage = committed()
     take(make_source(storage), [1])
-    damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.batch) == (1, 0)))
+    damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.unit) == (1, 0)))
     commit_batch(ParquetLog(storage), 1, 0)
     with pytest.raises(DamagedError, match=r"shard 00000001-0000-.* does not match its name"):
         make_source(storage).batch(1)

@@ -235,7 +235,7 @@ def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
     assert run(second, saved_at + 1, 10) == expected[saved_at:]
     strip = [(e.use, e.drop, e.positions, e.notes) for e in entries(storage)]
     if ordered or cooldown == 0.0:
-        names = {n.text: (n.explore_step, n.batch) for s in (whole, storage) for n in ParquetLog(s).shards()}
+        names = {n.text: (n.explore_step, n.unit) for s in (whole, storage) for n in ParquetLog(s).shards()}
         assert _by_place(strip, names) == _by_place(
             [(e.use, e.drop, e.positions, e.notes) for e in entries(whole)], names
         )

@@ -62,9 +62,9 @@ def write(folder: str) -> None:
     storage = open_storage(folder)
     log = ParquetLog(storage, run="golden")
     for step in (1, 2):
-        log.commit([*rows(step, 2 * step), *rows(step, 2 * step + 1)], explore_step=step, batch=0)
+        log.commit([*rows(step, 2 * step), *rows(step, 2 * step + 1)], explore_step=step, unit=0)
     for slot in (1, 0):
-        log.commit(rows(3, 6 + slot), explore_step=3, batch=0, part=Part((slot,), num_tasks=2))
+        log.commit(rows(3, 6 + slot), explore_step=3, unit=0, part=Part((slot,), num_tasks=2))
     source = make_source(storage, groups_per_batch=1, tasks_per_step=2, tasks_per_batch=2)
     take(source, range(1, 6))
     apply_retention(storage, log, Ledger(storage), RetentionConfig(keep="none"), ResumePoint(2, 2))

@@ -78,7 +78,7 @@ def new_run(root: str | None = None) -> Storage:
 
 
 def fill(storage: Storage, num_steps: int = NUM_STEPS // 2) -> None:
-    """Two rollout batches of two groups in each explore step: a train batch each."""
+    """Two work units of two groups in each explore step: a train batch each."""
     log = ParquetLog(storage)
     for step in range(1, num_steps + 1):
         for batch in (0, 1):

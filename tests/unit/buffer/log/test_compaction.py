@@ -274,7 +274,7 @@ def test_a_shard_that_nobody_has_is_not_found() -> None:
 
 def shard(step: int, rows: list[Experience], storage: Storage) -> tuple[ShardName, pa.Table]:
     log = ParquetLog(storage, run="r")
-    name = log.commit(rows, explore_step=step, batch=0)
+    name = log.commit(rows, explore_step=step, unit=0)
     return name, log.read(name)
 
 
@@ -337,7 +337,7 @@ def long_run(storage: Storage) -> None:
     """One batch of one task for each explore step, up to the second bucket, all trained."""
     log = ParquetLog(storage)
     for step in range(1, STEPS_PER_BUCKET + 9):
-        log.commit([experience(step, 0, step=step)], explore_step=step, batch=0)
+        log.commit([experience(step, 0, step=step)], explore_step=step, unit=0)
     source = make_source(storage, groups_per_batch=4, tasks_per_step=1, tasks_per_batch=1)
     take(source, range(1, (STEPS_PER_BUCKET + 8) // 4 + 1))
 

@@ -27,8 +27,8 @@ def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: S
     steps = [STEPS_PER_BUCKET + 1, 1, STEPS_PER_BUCKET - 1, STEPS_PER_BUCKET, 2]
     for step in steps:
         for batch in (1, 0):
-            log.commit([experience(step=step)], explore_step=step, batch=batch)
-    listed = [(name.explore_step, name.batch) for name in log.shards()]
+            log.commit([experience(step=step)], explore_step=step, unit=batch)
+    listed = [(name.explore_step, name.unit) for name in log.shards()]
     assert listed == [(step, batch) for step in sorted(steps) for batch in (0, 1)]
     assert [n.explore_step for n in log.shards(STEPS_PER_BUCKET)] == [64, 64, 65, 65]
 
@@ -45,7 +45,7 @@ def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
 
 def test_files_of_others_are_not_seen(storage: Storage) -> None:
     log = ParquetLog(storage)
-    name = log.commit([experience()], explore_step=1, batch=0)
+    name = log.commit([experience()], explore_step=1, unit=0)
     for path in ("experiences/notes.txt", "experiences/000000/README.md", "experiences/mine/x.parquet"):
         storage.put(path, b"?")
     assert log.shards() == [name]

@@ -34,7 +34,7 @@ def long_log(storage: Storage, last_step: int = LAST_STEP) -> ParquetLog:
     log = ParquetLog(storage)
     for step in range(1, last_step + 1):
         for batch in BATCHES:
-            log.commit([experience(step, 0, step=step)], explore_step=step, batch=batch)
+            log.commit([experience(step, 0, step=step)], explore_step=step, unit=batch)
     return log
 
 
@@ -107,7 +107,7 @@ def test_a_batch_that_was_set_aside_before_the_note_is_open_until_it_ran_again()
     assert lost is not None
     log.quarantine(lost, "bad")
     assert first_open_step(storage, log) == 7
-    log.commit([experience(7, 0, step=7)], explore_step=7, batch=1)
+    log.commit([experience(7, 0, step=7)], explore_step=7, unit=1)
     assert first_open_step(storage, log) == STEPS_PER_BUCKET + 1
 
 
@@ -200,9 +200,9 @@ def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -
     names = [ShardName(step, batch, "ab", 1, 0, 0, 0) for step in range(1, 501) for batch in BATCHES]
     gone = removable(names, RetentionConfig(keep="thin", keep_share=0.1), 501, ())
     assert 850 < len(gone) < 950
-    others = [ShardName(name.explore_step, name.batch, "cd", 1, 0, 0, 1) for name in names]
-    assert [(n.explore_step, n.batch) for n in removable(others, RetentionConfig(keep="thin"), 501, ())] == [
-        (n.explore_step, n.batch) for n in gone
+    others = [ShardName(name.explore_step, name.unit, "cd", 1, 0, 0, 1) for name in names]
+    assert [(n.explore_step, n.unit) for n in removable(others, RetentionConfig(keep="thin"), 501, ())] == [
+        (n.explore_step, n.unit) for n in gone
     ]
 
 
@@ -213,7 +213,7 @@ def test_a_batch_that_ran_twice_stays_for_its_rows_tell_what_is_a_repeat() -> No
     before = audit(storage)
     assert before.dropped == {"repeat": 4}
     apply(storage, NONE, 6)
-    assert [name.batch for name in ParquetLog(storage).shards()] == [0, 0]
+    assert [name.unit for name in ParquetLog(storage).shards()] == [0, 0]
     assert audit(storage) == before
 
 

@@ -78,7 +78,7 @@ def test_a_trainer_goes_on_from_a_golden_log(golden: Storage) -> None:
 
 def of_a_later_version() -> tuple[ShardName, bytes]:
     """A shard with a column that this version does not know."""
-    name, data = encode_shard([experience(1, 0), experience(1, 1)], explore_step=1, batch=0, writer="ab")
+    name, data = encode_shard([experience(1, 0), experience(1, 1)], explore_step=1, unit=0, writer="ab")
     table = decode_shard(name, data).append_column(pa.field("mood", pa.string()), pa.array(["calm", None]))
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({"rftdask.schema": "1.99"}), sink)

@@ -1,7 +1,7 @@
 """What every backend of the experience log keeps, the same for Parquet, JSON lines and databases, wherever they are:
 
-- what is committed is listed by anyone at once, found by its rollout batch, and read back to the bit;
-- two writers of one rollout batch leave two shards; one writer that commits again, its confirmation lost, leaves one;
+- what is committed is listed by anyone at once, found by its work unit, and read back to the bit;
+- two writers of one work unit leave two shards; one writer that commits again, its confirmation lost, leaves one;
 - what is damaged is told and never read as if it were whole; set aside, its batch is undone and can run again;
 - a log is sealed and opened again; logs of different folders and runs do not see each other;
 - the trainer's source reads it exactly once.
@@ -32,7 +32,7 @@ from rftdask.buffer.log.file_log import FileLog, ParquetLog
 from rftdask.buffer.log.jsonl_log import JsonlLog
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
-from rftdask.buffer.log.shard import Part, ShardName, done_batches
+from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
@@ -82,7 +82,7 @@ class Database(Backend):
         return SqlLog(self.storage, self.url, folder, "run")
 
     def damage(self, name: ShardName) -> None:
-        where = f"where shard = (select id from shards where writer = '{name.writer}' and batch = {name.batch})"
+        where = f"where shard = (select id from shards where writer = '{name.writer}' and batch = {name.unit})"
         engine = sa.create_engine(
             self.url.replace("postgresql:", "postgresql+psycopg:")
             if self.url
@@ -124,35 +124,35 @@ class TestLog:
         assert backend.storage.list() == []  # looking makes nothing
 
     def test_what_is_committed_is_listed_found_and_read_by_anyone(self, backend: Backend) -> None:
-        name = backend.open().commit([experience(3, 1), experience(3, 2)], explore_step=5, batch=1)
+        name = backend.open().commit([experience(3, 1), experience(3, 2)], explore_step=5, unit=1)
         log = backend.open()
         assert log.shards() == [name] and ShardName.try_parse(name.text) == name
         assert (log.find(5, 1), log.find(5, 0), log.find(6, 1)) == (name, None, None)
         assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
-        assert (name.num_rows, name.explore_step, name.batch) == (2, 5, 1)
+        assert (name.num_rows, name.explore_step, name.unit) == (2, 5, 1)
 
     def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:
         log = backend.open()
         for step in (65, 1, 64):
             for batch in (1, 0):
-                log.commit([experience(step=step)], explore_step=step, batch=batch)
-        listed = [(name.explore_step, name.batch) for name in log.shards()]
+                log.commit([experience(step=step)], explore_step=step, unit=batch)
+        listed = [(name.explore_step, name.unit) for name in log.shards()]
         assert listed == [(1, 0), (1, 1), (64, 0), (64, 1), (65, 0), (65, 1)]
         assert [n.explore_step for n in log.shards(64)] == [64, 64, 65, 65]
 
     def test_a_batch_without_a_row_is_done(self, backend: Backend) -> None:
-        name = backend.open().commit([], explore_step=1, batch=0)
+        name = backend.open().commit([], explore_step=1, unit=0)
         assert backend.open().find(1, 0) == name
         assert backend.open().read(name).num_rows == 0
 
     def test_a_batch_in_parts_is_done_with_the_last_of_them(self, backend: Backend) -> None:
         log = backend.open()
-        first = log.commit([experience(1)], explore_step=1, batch=0, part=Part((1,), 2))
-        assert (log.find(1, 0), log.find_all(1, 0), done_batches(log.shards())) == (None, [first], set())
-        last = log.commit([experience(0)], explore_step=1, batch=0, part=Part((0,), 2))
+        first = log.commit([experience(1)], explore_step=1, unit=0, part=Part((1,), 2))
+        assert (log.find(1, 0), log.find_all(1, 0), done_units(log.shards())) == (None, [first], set())
+        last = log.commit([experience(0)], explore_step=1, unit=0, part=Part((0,), 2))
         assert ShardName.try_parse(last.text) == last and log.read(last).num_rows == 1
         assert set(backend.open().find_all(1, 0)) == {first, last}
-        assert done_batches(backend.open().shards()) == {(1, 0)}
+        assert done_units(backend.open().shards()) == {(1, 0)}
 
     def test_what_is_removed_is_known_by_name(self, backend: Backend) -> None:
         log = backend.open()
@@ -211,7 +211,7 @@ class TestLog:
 
     def test_logs_of_other_folders_are_not_seen(self, backend: Backend) -> None:
         evals = backend.open("eval/gsm8k")
-        name = evals.commit([experience(step=0)], explore_step=0, batch=0)
+        name = evals.commit([experience(step=0)], explore_step=0, unit=0)
         evals.seal(3)
         log = backend.open()
         assert (log.shards(0), log.sealed_at(), log.find(0, 0)) == ([], None, None)
@@ -228,7 +228,7 @@ class TestLog:
                 )
         commit_batch(backend.open(), 1, 1)  # ran twice
         backend.open().seal(2)
-        backend.damage(next(n for n in backend.open().shards() if (n.explore_step, n.batch) == (2, 0)))
+        backend.damage(next(n for n in backend.open().shards() if (n.explore_step, n.unit) == (2, 0)))
         first = make_source(backend.storage, log=backend.open())
         batches = [first.batch(step) for step in (1, 2)]
         commit_batch(backend.open(), 2, 0)  # what the explorer does about the damaged one
@@ -286,7 +286,7 @@ def test_a_form_for_people_keeps_every_bit(kind: str, tmp_path: Path, request: p
     @example([experience(response_text="a\0b"), experience(reward=-0.0), experience(reward=float("inf"))])
     def holds(rows: list[Experience]) -> None:
         log = backend.open()
-        name = log.commit(rows, explore_step=1, batch=0)
+        name = log.commit(rows, explore_step=1, unit=0)
         assert repr(log.read(name).to_pylist()) == as_read(rows)
 
     holds()
@@ -295,7 +295,7 @@ def test_a_form_for_people_keeps_every_bit(kind: str, tmp_path: Path, request: p
 def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
     log = JsonlLog(open_storage(tmp_path), run="r")
     name = log.commit(
-        [experience(3, 1, loss_mask=(True, False, True), response_text="4 \u00b1 1")], explore_step=1, batch=0
+        [experience(3, 1, loss_mask=(True, False, True), response_text="4 \u00b1 1")], explore_step=1, unit=0
     )
     line = (tmp_path / log.path(name)).read_text()
     assert line.startswith(
@@ -329,7 +329,7 @@ def test_a_writer_cannot_commit_other_rows_as_the_same_batch(tmp_path: Path) -> 
     log = SqlLog(open_storage(tmp_path))
     name = commit_batch(log, 1, 0)
     with pytest.raises(StorageError, match=r"could not commit batch 0 of explore step 1 \(it committed others"):
-        log.commit([experience(9)], explore_step=1, batch=0)
+        log.commit([experience(9)], explore_step=1, unit=0)
     assert log.shards() == [name]
 
 

@@ -1,4 +1,4 @@
-"""Promises of a rollout batch that is committed in parts: a finished group waits for no slow sibling, what is done can
+"""Promises of a work unit that is committed in parts: a finished group waits for no slow sibling, what is done can
 be read off a listing, and however often and wherever the writer dies, no group is lost and none is taken twice.
 """
 
@@ -16,8 +16,8 @@ from rftdask.buffer.batches.groups import first_copies, group_numbers
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
-from rftdask.buffer.log.shard import MAX_PART_TASKS, Part, ShardName, done_batches
-from rftdask.buffer.log.writer import BatchWriter
+from rftdask.buffer.log.shard import MAX_PART_TASKS, Part, ShardName, done_units
+from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
@@ -31,15 +31,15 @@ def group(task: int, **fields: object) -> list[Experience]:
     return [experience(task, rollout, **fields) for rollout in (0, 1)]  # type: ignore[arg-type]
 
 
-def writer(log: ParquetLog, flush_age_s: float | None = FOR_EVER_S, num_tasks: int = NUM_TASKS) -> BatchWriter:
-    """What a worker makes for the first rollout batch of the first step, looking at the log as it does."""
+def writer(log: ParquetLog, flush_age_s: float | None = FOR_EVER_S, num_tasks: int = NUM_TASKS) -> UnitWriter:
+    """What a worker makes for the first work unit of the first step, looking at the log as it does."""
     committed = [slot for name in log.find_all(1, 0) if name.part is not None for slot in name.part.slots]
-    return BatchWriter(log, explore_step=1, batch=0, num_tasks=num_tasks, flush_age_s=flush_age_s, committed=committed)
+    return UnitWriter(log, explore_step=1, unit=0, num_tasks=num_tasks, flush_age_s=flush_age_s, committed=committed)
 
 
 def commit(log: ParquetLog, *slots: int) -> ShardName:
     rows = [row for slot in slots for row in group(slot)]
-    return log.commit(rows, explore_step=1, batch=0, part=Part(slots, NUM_TASKS) if len(slots) < NUM_TASKS else None)
+    return log.commit(rows, explore_step=1, unit=0, part=Part(slots, NUM_TASKS) if len(slots) < NUM_TASKS else None)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -68,13 +68,13 @@ def test_a_finished_group_does_not_wait_for_its_batch() -> None:
     with writer(log, flush_age_s=0.001) as batch:
         batch.add(2, group(2))
         wait_until(lambda: held(log) == [(2,)])
-        assert done_batches(log.shards()) == set()
+        assert done_units(log.shards()) == set()
         assert log.find(1, 0) is None, "that is for whole batches"
         for slot in (3, 0, 1):
             batch.add(slot, group(slot))
         names = batch.finish()
     assert sorted(slot for name in names if name.part for slot in name.part.slots) == [0, 1, 2, 3]
-    assert done_batches(log.shards()) == {(1, 0)}
+    assert done_units(log.shards()) == {(1, 0)}
 
 
 def test_a_batch_that_may_not_be_parted_is_not() -> None:
@@ -118,7 +118,7 @@ def test_after_a_kill_between_parts_only_the_missing_groups_are_committed(killed
             batch.add(slot, group(slot))
         (rest,) = batch.finish()
     assert rest.part == Part(tuple(range(killed_after, NUM_TASKS)), NUM_TASKS)
-    assert done_batches(log.shards()) == {(1, 0)}
+    assert done_units(log.shards()) == {(1, 0)}
     assert audit(storage).committed == 2 * NUM_TASKS
 
 
@@ -156,7 +156,7 @@ def test_whatever_parts_overlap_every_group_is_trained_once(parts: list[tuple[in
 @given(st.lists(st.sets(st.integers(0, 3), min_size=1).map(lambda slots: tuple(sorted(slots))), max_size=6))
 def test_a_batch_is_done_exactly_when_its_parts_add_up(parts: list[tuple[int, ...]]) -> None:
     names = [ShardName(1, 0, f"{n:x}", 2, 0, 0, 0, part=Part(slots, 4)) for n, slots in enumerate(parts)]
-    assert (done_batches(names) == {(1, 0)}) == (set().union(*parts) == {0, 1, 2, 3})
+    assert (done_units(names) == {(1, 0)}) == (set().union(*parts) == {0, 1, 2, 3})
 
 
 def test_of_groups_in_several_shards_the_first_copies_are_taken() -> None:
@@ -174,7 +174,7 @@ def test_failed_rollouts_of_a_part_are_sorted_out_by_their_reason() -> None:
     rows = [
         experience(task, k, status=status, min_policy_version=k) for task in (1, 3) for k, status in enumerate(kinds)
     ]
-    log.commit(rows, explore_step=1, batch=0, part=Part((1, 3), NUM_TASKS))
+    log.commit(rows, explore_step=1, unit=0, part=Part((1, 3), NUM_TASKS))
     found = make_source(storage, tasks_per_batch=NUM_TASKS, ordered=False).batch(1)
     assert found is not None
     entry = found[0]

@@ -22,13 +22,13 @@ def a_shard(codec: str = "lz4") -> tuple[ShardName, bytes]:
     rows = [
         experience(task, k, min_policy_version=task, max_policy_version=task + 2) for task in (4, 5) for k in (0, 1)
     ]
-    return encode_shard(rows, explore_step=12, batch=3, writer="9f3a61c2b07d", run="r", codec=codec)
+    return encode_shard(rows, explore_step=12, unit=3, writer="9f3a61c2b07d", run="r", codec=codec)
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_a_shard_comes_back_as_it_was_written(codec: str) -> None:
     rows = [experience(task, k) for task in (4, 5) for k in (0, 1)]
-    name, data = encode_shard(rows, explore_step=1, batch=0, writer="ab", codec=codec)
+    name, data = encode_shard(rows, explore_step=1, unit=0, writer="ab", codec=codec)
     assert decode_shard(name, data).equals(experiences_to_table(rows))
 
 
@@ -42,7 +42,7 @@ def test_the_name_says_step_batch_writer_rows_versions_and_checksum() -> None:
     st.builds(
         ShardName,
         explore_step=st.integers(0, 10**11),
-        batch=st.integers(0, 10**6),
+        unit=st.integers(0, 10**6),
         writer=st.text("0123456789abcdef", min_size=1, max_size=12),
         num_rows=st.integers(0, 10**6),
         min_policy_version=st.integers(0, 10**9),
@@ -94,7 +94,7 @@ def test_a_truncated_shard_is_refused(keep: int) -> None:
 
 def test_a_shard_below_the_name_of_another_is_refused() -> None:
     name, _ = a_shard()
-    _, other = encode_shard([experience()], explore_step=12, batch=3, writer="ff")
+    _, other = encode_shard([experience()], explore_step=12, unit=3, writer="ff")
     with pytest.raises(DamagedError, match="does not match its name"):
         decode_shard(name, other)
 
