@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rftdask.config.algorithms import ALGORITHMS
-from rftdask.config.cross_checks.rule import Rules, is_natural, is_number
+from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share
 from rftdask.config.schema.run import Config
@@ -16,11 +16,6 @@ _DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
 
 _DATASET_TYPES = ("file", "sql")
 """Values of storage_type that a dataset may have."""
-
-_PRIORITY_ARGS: dict[str, set[str]] = {
-    "linear_decay": {"decay"},
-    "decay_limit_randomization": {"decay", "use_count_limit", "sigma"},
-}
 
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer.explorer_input")
@@ -136,14 +131,11 @@ def _priorities_are_known(config: Config) -> Iterator[Problem]:
             at = f"buffer.trainer_input.auxiliary_buffers.{name}.replay_buffer.enable"
             yield at, "rows of a dataset are read in order, epoch after epoch; replay is for experience_buffer"
     section, at = source.experience_buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
-    takes = _PRIORITY_ARGS[section.priority_fn]
     for key, value in sorted(section.priority_fn_args.items()):
         where = f"{at}.priority_fn_args.{key}"
-        if key not in takes:
-            yield where, f"unknown key; {section.priority_fn} takes {', '.join(sorted(takes))}"
-        elif key == "use_count_limit" and not (is_natural(value) and value > 0):
+        if key == "use_count_limit" and is_number(value) and value < 1:
             yield where, f"{value!r} is not a whole number of at least 1"
-        elif key != "use_count_limit" and not (is_number(value) and value >= 0):
+        elif key in ("decay", "sigma") and is_number(value) and value < 0:
             yield where, f"{value!r} is not a number of at least 0"
 
 

@@ -146,17 +146,3 @@ def _one_staleness(config: Config) -> Iterator[Problem]:
         yield at, f"{bound!r} is not a whole number of at least 0"
     elif ours is not None and ours != bound:
         yield at, f"{bound} differs from synchronizer.max_staleness {ours}, and both are the same bound; give one"
-
-
-@RULES.reading("algorithm.sample_strategy", "algorithm.sample_strategy_args")
-def _strategy_arguments_are_known(config: Config) -> Iterator[Problem]:
-    known = {
-        "staleness_control": {"max_staleness"},
-        "mix": {"max_staleness", "expert_data_ratio", "sft_dataset_name"},
-    }.get(config.algorithm.sample_strategy or "default", set())
-    for key in sorted(set(config.algorithm.sample_strategy_args or {}) - known):
-        takes = ", ".join(sorted(known)) or "no arguments"
-        yield (
-            f"algorithm.sample_strategy_args.{key}",
-            f"unknown key; sample_strategy {config.algorithm.sample_strategy or 'default'} takes {takes}",
-        )

@@ -1,11 +1,13 @@
 """Section `algorithm`: what is optimized and by which rule. Names of functions are checked by rftdask.algorithm."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rftdask.config.algorithms import ALGORITHMS, ALIASES, BASELINE_ADVANTAGES, TEACHER_ADVANTAGES
-from rftdask.config.base import Aliases, Count, Filled, Free, Later, Renamed, Section, absent
+from rftdask.config.base import Aliases, Count, Filled, Free, Later, Named, Renamed, Section, absent
+from rftdask.config.plugins import read_parts
 
 EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
@@ -57,7 +59,12 @@ class AlgorithmConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate schedule."""
     sample_strategy: Annotated[
-        Literal["default", "staleness_control", "mix"],
+        str,
+        Named(
+            "sample strategy",
+            partial(read_parts, "rftdask.buffer.batches.selection", "sample_strategy"),
+            arguments="sample_strategy_args",
+        ),
         Filled("the algorithm's default"),
         Aliases({"warmup": "default"}, "warmup is deprecated"),
     ] = absent()

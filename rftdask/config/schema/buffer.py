@@ -1,5 +1,6 @@
 """Section `buffer`: tasks in, experiences out. Names of workflows and rewards are checked by rftdask.explorer."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from rftdask.config.base import (
     absent,
     no_items,
 )
+from rftdask.config.plugins import read_parts
 from rftdask.config.rollout_parts import registered_rewards, registered_workflows
 
 _WORKFLOW = Named("workflow", registered_workflows)
@@ -176,12 +178,19 @@ class ReplayConfig(Section):
 
     enable: bool = False
     """Use it."""
-    priority_fn: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"
+    priority_fn: Annotated[
+        str,
+        Named(
+            "priority function",
+            partial(read_parts, "rftdask.buffer.batches.replay_priority", "priority_fn"),
+            arguments="priority_fn_args",
+        ),
+    ] = "linear_decay"
     """Which groups come first: those of the largest policy version - decay x uses; decay_limit_randomization adds noise
     and limits the uses."""
     reuse_cooldown_time: float | None = Field(default=None, ge=0)
     """Seconds between the batches of two uses of a group, by the stamps of the ledger. None: each is used once."""
-    priority_fn_args: Free = Field(default_factory=lambda: {"decay": 2.0})
+    priority_fn_args: Free = no_items()
     """linear_decay: {decay: 2.0}. decay_limit_randomization: {decay: 2.0, use_count_limit: 3, sigma: 0.0}."""
 
 

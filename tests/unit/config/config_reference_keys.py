@@ -314,6 +314,8 @@ REFERENCE_KEYS: dict[str, object] = {
 }
 
 OUR_DEFAULTS: dict[str, object] = {
+    # The same decay is the default of the priority function itself, and another function takes other arguments.
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": {},
     "project": "rftdask",
     "checkpoint_root_dir": "./runs",
     "algorithm.algorithm_type": "grpo",

@@ -45,7 +45,7 @@ def test_a_mixture_needs_its_demonstrations() -> None:
     (line,) = problems(mix({"expert_data_ratio": 1.0}))
     assert "1.0 is not a number from 0 to below 1" in line
     (line,) = problems(mix({"ratio": 0.5}))
-    assert "takes expert_data_ratio, max_staleness, sft_dataset_name" in line
+    assert "takes max_staleness, expert_data_ratio, sft_dataset_name" in line
 
 
 @pytest.mark.parametrize(

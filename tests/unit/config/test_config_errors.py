@@ -89,8 +89,8 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vlm"}}},
-            "explorer.rollout_model.engine_type: 'vlm' is not one of external, fake, transformers, vllm; did you mean "
-            "vllm?",
+            "explorer.rollout_model.engine_type: 'vlm' is no engine; did you mean vllm?; one of your own is given as "
+            "package.module.Name, or by its name in a file of plugin_dirs",
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
@@ -226,7 +226,7 @@ def test_two_names_of_one_limit_may_not_differ() -> None:
 
 def test_a_strategy_takes_only_its_own_arguments() -> None:
     assert problems(grpo(), "algorithm.sample_strategy_args={max_staleness: 2}") == [
-        "algorithm.sample_strategy_args.max_staleness: unknown key; sample_strategy default takes no arguments"
+        "algorithm.sample_strategy_args.max_staleness: unknown argument; default takes no arguments"
     ]
 
 
@@ -398,11 +398,11 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
     [
         (
             {"default_workflow_type": "math_worklow"},
-            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is not one of async_",
+            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
         ),
         (
             {"default_reward_fn_type": "math_boxed_rewad"},
-            "buffer.explorer_input.taskset.default_reward_fn_type: 'math_boxed_rewad' is not one of accuracy_reward",
+            "buffer.explorer_input.taskset.default_reward_fn_type: 'math_boxed_rewad' is no reward function",
         ),
     ],
 )

@@ -40,7 +40,10 @@ def test_without_a_cooldown_time_nothing_is_used_twice() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ((*ON, f"{AT}.replay_buffer.priority_fn_args={{sigma: 1}}"), "sigma: unknown key; linear_decay takes decay"),
+        (
+            (*ON, f"{AT}.replay_buffer.priority_fn_args={{sigma: 1}}"),
+            "sigma: unknown argument; linear_decay takes decay",
+        ),
         ((*ON, f"{AT}.replay_buffer.priority_fn_args={{decay: -1}}"), "decay: -1 is not a number of at least 0"),
         (
             (*LIMITED, f"{AT}.replay_buffer.priority_fn_args={{use_count_limit: 0}}"),
