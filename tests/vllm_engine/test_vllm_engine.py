@@ -18,6 +18,8 @@ import torch
 
 from rftdask import Experiment
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.verify import load_verified
@@ -59,7 +61,9 @@ def others(folders: dict[int, Path]) -> dict[int, TransformersEngine]:
 def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     if find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here; tests/vllm_engine/install_vllm.sh VENV makes an environment with it")
-    engine = VllmEngine(str(folders[0]), max_model_len=128)
+    section = InferenceModelConfig.model_validate({"engine_type": "vllm", "dtype": "float32"})
+    model = ModelConfig(model_path=str(folders[0]), max_model_len=128, max_prompt_tokens=64, max_response_tokens=64)
+    engine = VllmEngine.from_config(section, model, "cpu")
     yield engine
     engine.close()
     engine.close()
@@ -186,6 +190,10 @@ class VllmsOwnReload(Engine):
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
         self.num_anew = 0
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> Engine:
+        raise AssertionError("it is made by hand")
 
     def serve(self, take: Take, give: Give) -> None:
         self.engine.serve(take, give)
