@@ -1,12 +1,9 @@
-"""Sandbox child: the far side of sandbox.py. A process that does nothing but fork, and what its forks do.
+"""The fork server, a process that does nothing but fork, and what its forks do; the worker's side is pool.py.
 
 The fork server imports the plug-ins once, has one thread, and forks a process for each attempt that finds none idle. So
 an attempt starts in milliseconds with everything imported, and what it does to its memory, its threads and its children
 is its own. A fork leads a process group of its own, which the fork server kills whole, also when its leader has ended;
 and all of them end with the fork server, which ends with its parent.
-
-Messages of fork server and parent are msgpack, one in each packet of a SEQPACKET socket; those of a fork are frames of
-4 bytes length and msgpack on a stream. Only the parent's word is trusted: it alone may send a pickle.
 """
 
 from __future__ import annotations
@@ -22,12 +19,11 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -35,12 +31,30 @@ import msgpack
 from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.workflows.base import PromptTooLongError, Response, as_reward
+from rftdask.rollouts.sandbox.messages import (
+    FROM_FORK,
+    FROM_FORK_SERVER,
+    LENGTH,
+    MAX_FRAME_BYTES,
+    TO_FORK,
+    TO_FORK_SERVER,
+    Ask,
+    Ended,
+    Failed,
+    Finished,
+    Fork,
+    FromFork,
+    Hello,
+    Kill,
+    Ready,
+    Refused,
+    Run,
+    SetState,
+    Setup,
+)
+from rftdask.rollouts.workflows.base import PromptTooLongError, as_reward
 from rftdask.rollouts.workflows.registry import find_workflow
 
-LENGTH = struct.Struct(">I")
-MAX_FRAME_BYTES = 64 << 20
-"""Of one message from a fork; a longer one is an error of its workflow."""
 _PACKET_BYTES = 128 << 10
 _PR_SET_PDEATHSIG = 1
 _MAX_TRACEBACK = 8000
@@ -48,28 +62,25 @@ _MAX_TRACEBACK = 8000
 
 def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
-    setup = msgpack.unpackb(control.recv(_PACKET_BYTES))
+    setup = TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
+    assert isinstance(setup, Setup), setup
     try:
-        _preload(setup)
+        sys.path.extend(path for path in setup.path if path not in sys.path)
+        load_plugin_folders(setup.plugin_dirs)
+        for module in setup.modules:
+            __import__(module)
+        for name in setup.workflows:
+            find_workflow(name)
+        for name in setup.rewards:
+            get_reward(name)
+        for part in read_functions("rftdask.rollouts.rewards", "reward").values():
+            part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
     except BaseException as error:  # whatever a plug-in does when it is imported, its text goes to who started us
-        text = str(error) or type(error).__name__
-        control.send(msgpack.packb({"failed": text[-_MAX_TRACEBACK:]}))
+        refused = Refused((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
+        control.send(msgpack.packb(FROM_FORK_SERVER.encode(refused)))
         return
-    control.send(msgpack.packb({"ready": os.getpid()}))
-    _ForkServer(control, setup["max_memory_bytes"]).run()
-
-
-def _preload(setup: Mapping[str, Any]) -> None:
-    sys.path.extend(path for path in setup["path"] if path not in sys.path)
-    load_plugin_folders(setup["plugin_dirs"])
-    for module in setup["modules"]:
-        __import__(module)
-    for name in setup["workflows"]:
-        find_workflow(name)
-    for name in setup["rewards"]:
-        get_reward(name)
-    for part in read_functions("rftdask.rollouts.rewards", "reward").values():
-        part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
+    control.send(msgpack.packb(FROM_FORK_SERVER.encode(Ready())))
+    _ForkServer(control, setup.max_memory_bytes).run()
 
 
 class _ForkServer:
@@ -105,12 +116,11 @@ class _ForkServer:
         packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
         if not packet:
             return False
-        message = msgpack.unpackb(packet)
-        if "kill" in message:
-            if message["kill"] in self._living:
-                _kill_group(message["kill"])
-        else:
+        message = TO_FORK_SERVER.decode(msgpack.unpackb(packet))
+        if isinstance(message, Fork):
             self._fork(*fds)
+        elif isinstance(message, Kill) and message.pid in self._living:
+            _kill_group(message.pid)
         return True
 
     def _fork(self, stream_fd: int, output_fd: int) -> None:
@@ -165,7 +175,8 @@ class _ForkServer:
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
             self._living.discard(dead.si_pid)
-            self._control.send(msgpack.packb({"ended": dead.si_pid, "code": os.waitstatus_to_exitcode(status)}))
+            ended = Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
+            self._control.send(msgpack.packb(FROM_FORK_SERVER.encode(ended)))
 
 
 def _kill_group(pid: int) -> None:
@@ -183,94 +194,82 @@ class _Attempts:
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._runs: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self._runs: asyncio.Queue[Run] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
 
     async def run(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._stream)
         pump = asyncio.create_task(self._pump(reader))
-        self._send({"hello": os.getpid()})
+        self._send(Hello(os.getpid()))
         while True:
-            message = await self._runs.get()
-            outcome = await self._attempt(message)
+            outcome = await self._attempt(await self._runs.get())
             leftover = asyncio.all_tasks() - {pump, asyncio.current_task()}
             for task in leftover:
                 task.cancel()
             await asyncio.gather(*leftover, return_exceptions=True)
             # What is left behind in threads would go on beside the next attempt.
             clean = threading.active_count() == 1 and not leftover
-            self._send_outcome({**outcome, "clean": clean})
+            self._send(replace(outcome, clean=clean) if isinstance(outcome, Finished) else outcome)
             await self._writer.drain()
 
-    async def _attempt(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        task = pickle.loads(message["task"])  # the parent's own
-        handle = _RemoteModel(self, message["auxiliary"])
+    async def _attempt(self, run: Run) -> Finished | Failed:
+        task = pickle.loads(run.task)  # the worker's own
+        handle = _RemoteModel(self, run.auxiliary)
         try:
-            result = await find_workflow(message["workflow"]).run(task, handle)
-            reward = as_reward(result)
-            outcome = {"reward": asdict(reward), "times": handle.times}
-            msgpack.packb(outcome, default=_as_plain)
+            result = await find_workflow(run.workflow).run(task, handle)
+            outcome = Finished(as_reward(result), handle.times, clean=False)
+            try:
+                _packed(outcome)
+            except ValueError as error:
+                return Failed("ValueError", f"what the workflow returned: {error}")
             return outcome
         except asyncio.CancelledError:
-            return {"error": "RuntimeError", "text": "the workflow cancelled itself", "traceback": ""}
+            return Failed("RuntimeError", "the workflow cancelled itself")
         except SystemExit as error:
-            text = f"the workflow called sys.exit({error.code!r})"
-            return {"error": "RuntimeError", "text": text, "traceback": ""}
+            return Failed("RuntimeError", f"the workflow called sys.exit({error.code!r})")
         except BaseException as error:  # becomes the attempt's typed failure, with its traceback
             lines = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
-            return {"error": type(error).__name__, "text": str(error)[:_MAX_TRACEBACK], "traceback": lines}
-
-    def _send_outcome(self, outcome: dict[str, Any]) -> None:
-        try:
-            self._send(outcome)
-        except ValueError as error:
-            text = {"error": "ValueError", "text": f"what the workflow returned: {error}", "traceback": ""}
-            self._send({**text, "clean": False})
+            return Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         self._num_asked += 1
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"ask": number, "model": name, "method": method, "arguments": dict(arguments)})
+            self._send(Ask(number, name, method, dict(arguments)))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
 
-    def tell_state(self, values: Mapping[str, Any]) -> None:
-        self._send({"state": dict(values)})
+    def set_state(self, values: Mapping[str, Any]) -> None:
+        self._send(SetState(dict(values)))
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        """Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
-        try:
-            body = msgpack.packb(message, default=_as_plain)
-        except (TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"only plain values can leave a sandbox: {error}") from error
-        if len(body) > MAX_FRAME_BYTES:
-            raise ValueError(f"{len(body)} bytes; at most {MAX_FRAME_BYTES} leave a sandbox at once")
+    def _send(self, message: FromFork) -> None:
+        """Raises: ValueError: as `_packed`."""
+        body = _packed(message)
         self._writer.write(LENGTH.pack(len(body)) + body)
 
     async def _pump(self, reader: asyncio.StreamReader) -> None:
         while True:
             try:
                 size = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
-                message = msgpack.unpackb(await reader.readexactly(size), use_list=False)
+                body = await reader.readexactly(size)
             except (asyncio.IncompleteReadError, ConnectionError):
-                os._exit(0)  # the parent wants nothing more
-            if "run" in message:
-                self._runs.put_nowait(message["run"])
+                os._exit(0)  # the worker wants nothing more
+            message = TO_FORK.decode(msgpack.unpackb(body))
+            if isinstance(message, Run):
+                self._runs.put_nowait(message)
                 continue
-            answer = self._answers.get(message["answer"])
-            if answer is None or answer.done():
+            waiting = self._answers.get(message.number)
+            if waiting is None or waiting.done():
                 continue
-            if "error" in message:
-                kind = PromptTooLongError if message["error"] == "PromptTooLongError" else RuntimeError
-                answer.set_exception(kind(message["text"]))
+            if message.error:
+                too_long = message.error == PromptTooLongError.__name__
+                waiting.set_exception((PromptTooLongError if too_long else RuntimeError)(message.text))
             else:
-                value = message["value"]
-                answer.set_result(Response(**value) if isinstance(value, dict) else value)
+                waiting.set_result(message.logprobs if message.response is None else message.response)
 
 
 class _RemoteModel(PolicyHandle):
@@ -285,7 +284,18 @@ class _RemoteModel(PolicyHandle):
 
     def set_state(self, **values: Any) -> None:
         super().set_state(**values)
-        self._attempts.tell_state(values)
+        self._attempts.set_state(values)
+
+
+def _packed(message: FromFork) -> bytes:
+    """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
+    try:
+        body: bytes = msgpack.packb(FROM_FORK.encode(message), default=_as_plain)
+    except (AttributeError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"only plain values can leave a sandbox: {error}") from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes; at most {MAX_FRAME_BYTES} leave a sandbox at once")
+    return body
 
 
 def _as_plain(value: Any) -> Any:

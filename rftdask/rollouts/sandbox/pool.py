@@ -1,10 +1,10 @@
-"""Sandbox: attempts at rollouts in processes of their own, so that what one does costs nobody but itself.
+"""SandboxPool: attempts at rollouts in processes of their own, so that what one does costs nobody but itself.
 
 A workflow that hangs, blocks, dies, eats memory or prints without end is killed, with all it started, and its attempt
 ends as an error of a type; the event loop never waits for it. A process takes one attempt at a time, and another only
 after one that ended well and left nothing behind. This module knows neither engines nor retries.
 
-    fork_server = ForkServer(SandboxSpec(...))         one for many batches; it forks (sandbox_child.py)
+    fork_server = ForkServer(SandboxSpec(...))         one for many work units; it forks (child.py)
     pool = SandboxPool(fork_server)                 one for each event loop
     reward = await pool.attempt("my_module.my_workflow", task, model)    cancel it, and the process is killed
     await pool.close()
@@ -23,8 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
@@ -32,8 +31,30 @@ import msgpack
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError
 from rftdask.rollouts.policy.base import PolicyHandle
-from rftdask.rollouts.sandbox.child import LENGTH, MAX_FRAME_BYTES
-from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward, Step
+from rftdask.rollouts.sandbox.messages import (
+    FROM_FORK,
+    FROM_FORK_SERVER,
+    LENGTH,
+    MAX_FRAME_BYTES,
+    TO_FORK,
+    TO_FORK_SERVER,
+    Answer,
+    Ask,
+    Ended,
+    Failed,
+    Finished,
+    Fork,
+    FromFork,
+    Hello,
+    Kill,
+    Ready,
+    Refused,
+    Run,
+    SetState,
+    Setup,
+    ToFork,
+)
+from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
 
 START_TIMEOUT_S = 120.0
 """For importing the plug-ins."""
@@ -105,23 +126,36 @@ class ForkServer:
                 env={**os.environ, **dict(spec.env)},
                 start_new_session=True,
             )
-        setup = {**asdict(spec), "path": [path or os.getcwd() for path in sys.path]}
+        setup = Setup(
+            path=tuple(path or os.getcwd() for path in sys.path),
+            plugin_dirs=spec.plugin_dirs,
+            modules=spec.modules,
+            workflows=spec.workflows,
+            rewards=spec.rewards,
+            max_memory_bytes=spec.max_memory_bytes,
+        )
+        names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
+        reply = None
         try:
-            self._control.send(msgpack.packb(setup))
+            self._control.send(msgpack.packb(TO_FORK_SERVER.encode(setup)))
             self._control.settimeout(START_TIMEOUT_S)
-            said = msgpack.unpackb(self._control.recv(1 << 20) or msgpack.packb({}))
+            if packet := self._control.recv(1 << 20):
+                reply = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
         except TimeoutError:
             self.close()
-            raise UserError(f"importing {self._names()} took more than {START_TIMEOUT_S:.0f} s") from None
+            raise UserError(f"importing {names} took more than {START_TIMEOUT_S:.0f} s") from None
         except ConnectionError:
-            said = {}
-        if "failed" in said:
+            pass  # it died, which `reply` tells
+        if isinstance(reply, Refused):
             self.close()
-            raise UserError(said["failed"])
-        if "ready" not in said:
-            tail = self._tail()
+            raise UserError(reply.text)
+        if not isinstance(reply, Ready):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+            self._log.seek(0)
+            tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
             self.close()
-            raise RoleError(f"the process that imports {self._names()} died: {tail}")
+            raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
         self._spare = self._fork()
 
@@ -146,7 +180,7 @@ class ForkServer:
         near, far = socket.socketpair()
         output, far_output = os.pipe()
         try:
-            socket.send_fds(self._control, [msgpack.packb({"fork": 1})], [far.fileno(), far_output])
+            socket.send_fds(self._control, [msgpack.packb(TO_FORK_SERVER.encode(Fork()))], [far.fileno(), far_output])
         except OSError as error:
             near.close()
             os.close(output)
@@ -159,7 +193,7 @@ class ForkServer:
     def kill(self, pid: int) -> None:
         """Kill a fork with all it started. Through the fork server, which alone knows whose number it is now."""
         try:
-            self._control.send(msgpack.packb({"kill": pid}))
+            self._control.send(msgpack.packb(TO_FORK_SERVER.encode(Kill(pid))))
         except BlockingIOError:  # it has a great deal to do already
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -170,8 +204,9 @@ class ForkServer:
         """Take note of the forks that have ended."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
-                event = msgpack.unpackb(packet)
-                self.exit_codes[event["ended"]] = event["code"]
+                event = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
+                assert isinstance(event, Ended), event
+                self.exit_codes[event.pid] = event.code
 
     def close(self) -> None:
         self._control.close()  # the fork server then kills its forks and ends
@@ -186,15 +221,6 @@ class ForkServer:
             self._process.wait()
         self._log.close()
 
-    def _names(self) -> str:
-        return ", ".join((*self.spec.workflows, *self.spec.rewards)) or "nothing"
-
-    def _tail(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(2.0)
-        self._log.seek(0)
-        return self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
-
 
 class SandboxPool:
     """Processes for the attempts of one event loop; as many as attempts run at the same time."""
@@ -208,26 +234,30 @@ class SandboxPool:
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
         """One attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
-        process = self._idle.pop() if self._idle else await self._start()
-        keep = False
+        if self._idle:
+            process = self._idle.pop()
+        else:
+            async with self._starting:
+                process = await _Process.start(self._fork_server)
+        clean = False
         try:
-            run = {"workflow": workflow, "task": pickled(task), "auxiliary": list(model.auxiliary_names)}
-            outcome = await process.attempt(run, model)
-            keep = bool(outcome["clean"]) and "error" not in outcome
+            outcome = await process.attempt(Run(workflow, pickled(task), model.auxiliary_names), model)
+            clean = isinstance(outcome, Finished) and outcome.clean is True
         finally:
-            if keep:
+            # Also when this is cancelled: what an attempt is cut off from may be doing anything.
+            if clean:
                 self._idle.append(process)
             else:
                 process.kill()
-        model.times.update({name: model.times.get(name, 0.0) + s for name, s in outcome.get("times", {}).items()})
-        if "error" in outcome:
-            raise _failure(outcome)
-        steps = tuple(Step(**step) for step in outcome["reward"].pop("steps"))
-        return Reward(**outcome["reward"], steps=steps)
-
-    async def _start(self) -> _Process:
-        async with self._starting:
-            return await _Process.start(self._fork_server)
+        if isinstance(outcome, Finished):
+            for name, time_s in outcome.times.items():
+                model.times[name] = model.times.get(name, 0.0) + time_s
+            return outcome.reward
+        if outcome.traceback:
+            log.warning("a workflow raised:\n%s", outcome.traceback)
+        if outcome.error == PromptTooLongError.__name__:
+            raise PromptTooLongError(outcome.text)
+        raise SandboxError(f"{outcome.error}: {outcome.text}{_place(outcome.traceback)}")
 
     async def close(self) -> None:
         """Idempotent."""
@@ -250,7 +280,7 @@ class _TaskPickler(pickle.Pickler):
 
 
 class _Process:
-    """One fork as the parent sees it."""
+    """One fork as the worker sees it; it takes one attempt at a time."""
 
     def __init__(
         self, fork_server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
@@ -278,7 +308,9 @@ class _Process:
             raise
         process = cls(fork_server, *streams, output)
         try:
-            pid = int((await process._receive())["hello"])
+            hello = await process._receive()
+            assert isinstance(hello, Hello), "no code of a plug-in has run yet"
+            pid = hello.pid
             fork_server.exit_codes.pop(pid, None)  # of another that had the number before
             process._pid = pid
         except BaseException:
@@ -286,53 +318,54 @@ class _Process:
             raise
         return process
 
-    async def attempt(self, run: Mapping[str, Any], model: PolicyHandle) -> dict[str, Any]:
-        """The outcome: {"reward", "times", "clean"} or {"error", "text", "traceback", "clean"}."""
+    async def attempt(self, run: Run, model: PolicyHandle) -> Finished | Failed:
+        """Run an attempt whose questions `model` answers. Raises: SandboxError: its process died or makes no sense."""
         self._num_received = 0
-        self._send({"run": run})
+        self._send(run)
         answers: set[asyncio.Task[None]] = set()
         try:
             while True:
                 message = await self._receive()
-                if "ask" in message:
+                if isinstance(message, Ask):
                     answer = asyncio.create_task(self._answer(message, model))
                     answers.add(answer)
                     answer.add_done_callback(answers.discard)
-                elif "state" in message:
-                    model.set_state(**message["state"])
-                else:
+                elif isinstance(message, SetState):
+                    model.set_state(**message.values)
+                elif isinstance(message, Finished | Failed):
                     return message
-        except (KeyError, TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
+        except (TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
             raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
         finally:
             for answer in answers:
                 answer.cancel()
 
-    async def _answer(self, message: Mapping[str, Any], model: PolicyHandle) -> None:
-        reply: dict[str, Any] = {"answer": message["ask"]}
+    async def _answer(self, question: Ask, model: PolicyHandle) -> None:
         try:
-            value = await model.ask(message["model"], message["method"], message["arguments"])
-            reply["value"] = asdict(value) if isinstance(value, Response) else value
+            value = await model.ask(question.model, question.method, question.arguments)
         except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
-            reply |= {"error": type(error).__name__, "text": f"{error}"}
-        self._send(reply)
+            self._send(Answer(question.number, error=type(error).__name__, text=str(error)))
+        else:
+            response = value if isinstance(value, Response) else None
+            self._send(Answer(question.number, response, () if response is not None else tuple(value)))
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        body = msgpack.packb(message)
+    def _send(self, message: ToFork) -> None:
+        body = msgpack.packb(TO_FORK.encode(message))
         self._writer.write(LENGTH.pack(len(body)) + body)
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> FromFork:
+        """The fork's next message. Raises: SandboxError: it died, or sent too much; ValueError, TypeError: it sent what
+        is no message.
+        """
         try:
             size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
             self._num_received += size
             if size > MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
                 raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")
-            message = msgpack.unpackb(await self._reader.readexactly(size), strict_map_key=False)
+            body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._death() from None
-        if not isinstance(message, dict):
-            raise SandboxError("its process said what cannot be understood")
-        return message
+        return FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
     async def _death(self) -> SandboxError:
         """Why the process ended. Its exit code comes by another way, and a little later than the end of its stream."""
@@ -376,14 +409,6 @@ class _Process:
             self._loop.remove_reader(self._output_fd)
             os.close(self._output_fd)
             self._output_fd = -1
-
-
-def _failure(outcome: Mapping[str, Any]) -> Exception:
-    if outcome["traceback"]:
-        log.warning("a workflow raised:\n%s", outcome["traceback"])
-    if outcome["error"] == "PromptTooLongError":
-        return PromptTooLongError(outcome["text"])
-    return SandboxError(f"{outcome['error']}: {outcome['text']}{_place(outcome['traceback'])}")
 
 
 def _place(lines: str) -> str:

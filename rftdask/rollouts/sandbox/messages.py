@@ -1,0 +1,154 @@
+"""What the worker, its fork server and the forks say to each other. One codec for each channel and direction.
+
+Only the worker's word is trusted: it alone may send a pickle, and what a fork says is decoded as what anybody may have
+written to its stream.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rftdask.processes.messages import Codec
+from rftdask.rollouts.policy.base import Method
+from rftdask.rollouts.workflows.base import Response, Reward
+
+LENGTH = struct.Struct(">I")
+"""Before each message on a fork's stream: its bytes."""
+MAX_FRAME_BYTES = 64 << 20
+"""Of one message from a fork; a longer one is an error of its workflow."""
+
+
+# ---- worker and fork server: one message in each packet of a SEQPACKET socket
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message: what to import before anything is forked."""
+
+    path: tuple[str, ...]
+    """The worker's sys.path."""
+    plugin_dirs: tuple[str, ...]
+    modules: tuple[str, ...]
+    workflows: tuple[str, ...]
+    rewards: tuple[str, ...]
+    max_memory_bytes: int | None
+    """Of one attempt, on top of what the imports take."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Start a process; the packet carries its stream and the pipe that it prints to."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a fork with all it started."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Everything is imported."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A plug-in cannot be imported."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A fork has ended."""
+
+    pid: int
+    code: int
+    """As `os.waitstatus_to_exitcode` gives it: below 0 the signal that killed it."""
+
+
+ToForkServer: TypeAlias = Setup | Fork | Kill
+TO_FORK_SERVER: Codec[ToForkServer] = Codec(Setup, Fork, Kill)
+FromForkServer: TypeAlias = Ready | Refused | Ended
+FROM_FORK_SERVER: Codec[FromForkServer] = Codec(Ready, Refused, Ended)
+
+
+# ---- worker and fork: frames of LENGTH and msgpack on a stream
+
+
+@dataclass(frozen=True)
+class Run:
+    """Begin an attempt."""
+
+    workflow: str
+    task: bytes
+    """A pickled Task."""
+    auxiliary: tuple[str, ...]
+    """Names of the auxiliary models."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To the `Ask` of that number: a response, or logprobs, or an error."""
+
+    number: int
+    response: Response | None = None
+    logprobs: tuple[float, ...] = ()
+    error: str = ""
+    """Name of the exception's class; "": there is none."""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The fork has begun; its first message."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question to a model; answered by `Answer`, in any order."""
+
+    number: int
+    model: str
+    method: Method
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SetState:
+    """See PolicyModel.set_state."""
+
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The attempt ended well."""
+
+    reward: Reward
+    times: Mapping[str, float]
+    """Seconds by what the workflow timed."""
+    clean: bool
+    """It left nothing behind, so its process may take another attempt."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The attempt ended with an error."""
+
+    error: str
+    """Name of the exception's class."""
+    text: str
+    traceback: str = ""
+
+
+ToFork: TypeAlias = Run | Answer
+TO_FORK: Codec[ToFork] = Codec(Run, Answer)
+FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
+FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)
