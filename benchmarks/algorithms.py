@@ -16,11 +16,10 @@ import torch
 from report import Report, make_parser
 from torch import Tensor
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
+from rftdask.config.algorithms import registered_parts
 
 NUM_EXPERIENCES = 100_000
 GROUP_SIZE = 8
@@ -51,9 +50,9 @@ def advantages(report: Report) -> None:
         group_N=torch.arange(NUM_EXPERIENCES) // GROUP_SIZE,
         lengths_N=torch.full((NUM_EXPERIENCES,), 512),
     )
-    for name, cls in ADVANTAGE_FNS.items():
-        if set(cls.needs) <= {"lengths_N"}:
-            function = cls()
+    for name, part in registered_parts("advantage_fn").items():
+        if set(part.traits["needs"]) <= {"lengths_N"}:
+            function = part.load()()
             seconds = best_of(lambda function=function: function(inputs), 5)  # type: ignore[misc]
             report.add(f"advantages, {name}", NUM_EXPERIENCES / seconds, "experiences/s", goal=1e6)
 
@@ -98,7 +97,7 @@ def losses(report: Report, rounds: int) -> None:
         expert_mask_B=torch.arange(ROWS) % 8 == 0,
     )
     # m2po has more to do where a sequence is over its threshold; with this one every sequence is.
-    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in POLICY_LOSS_FNS]
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in registered_parts("policy_loss_fn")]
     cases += [("m2po", {"scope": scope, "m2_threshold": 0.004}) for scope in ("sequence", "batch")]
     for name, arguments in cases:
         kind = {"dpo": "dpo"}.get(name, "grpo")

@@ -8,7 +8,7 @@ add up to the full batch's. Knows nothing of losses. Invariant: a token outside 
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.names import one_of
+from rftdask.algorithm.checks import one_of
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 

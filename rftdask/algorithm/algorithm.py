@@ -125,35 +125,17 @@ class Algorithm:
 
         Metrics are token-weighted sums: loss, policy_loss, kl, entropy (of what is active), those of the policy
         loss, and weight_sum, by which a sum is divided to get a mean (it is 1 for the mean aggregations). Positions
-        outside the loss mask contribute exactly 0, whatever they hold. One tensor of the logprobs' size is kept for
-        backward().
+        outside the loss mask contribute exactly 0, to the value and to the gradient, whatever they hold.
 
         Raises: ValueError: nan or infinity at a trained position, naming it; something the parts need is missing.
         """
-        clean = inputs.cleaned()
-        if not (torch.is_grad_enabled() and _needs_grad(inputs)):
-            with torch.no_grad():
-                return self._total(clean)
-        logprobs_BT = clean.policy_logprobs_BT.detach().requires_grad_()
-        entropy_BT = clean.entropy_BT
-        leaves = [logprobs_BT]
-        if self.use_entropy and entropy_BT is not None:
-            entropy_BT = entropy_BT.detach().requires_grad_()
-            leaves.append(entropy_BT)
-        loss, metrics = self._total(replace(clean, policy_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT))
-        gradients = torch.autograd.grad(loss, leaves)
-        outside_BT = ~inputs.loss_mask_BT
-        masked = [gradient.masked_fill(outside_BT, 0.0) for gradient in gradients]
-        sources = [inputs.policy_logprobs_BT, inputs.entropy_BT][: len(leaves)]
-        return _WithGradient.apply(loss.detach(), *sources, *masked), metrics
-
-    def _total(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token_BT, metrics = self.policy_loss_fn(inputs)
+        inputs = inputs.cleaned()
+        loss_BT, metrics = self.policy_loss_fn(inputs)
         if self.correction.is_active:
             factors_BT, more = self.correction.factors(inputs)
-            per_token_BT = per_token_BT * factors_BT
+            loss_BT = loss_BT * factors_BT
             metrics |= more
-        metrics["policy_loss"] = inputs.weighted(per_token_BT)
+        metrics["policy_loss"] = inputs.weighted(loss_BT)
         if self.kl_loss_fn.is_active:
             if inputs.ref_logprobs_BT is None:
                 raise ValueError(
@@ -161,34 +143,12 @@ class Algorithm:
                 )
             kl_BT = self.kl_loss_fn.per_token(inputs.policy_logprobs_BT, inputs.ref_logprobs_BT, inputs.old_logprobs_BT)
             metrics["kl"] = inputs.weighted(kl_BT)
-            coef = self.kl_loss_fn.kl_coef if inputs.kl_coef is None else inputs.kl_coef
-            per_token_BT = per_token_BT + coef * kl_BT
+            loss_BT = loss_BT + (self.kl_loss_fn.kl_coef if inputs.kl_coef is None else inputs.kl_coef) * kl_BT
         if self.entropy_loss_fn.is_active:
             entropy_BT = self.entropy_loss_fn.per_token(inputs)
             metrics["entropy"] = inputs.weighted(entropy_BT)
-            per_token_BT = per_token_BT - self.entropy_loss_fn.entropy_coef * entropy_BT
-        loss = (per_token_BT * inputs.token_weights_BT).sum()
+            loss_BT = loss_BT - self.entropy_loss_fn.entropy_coef * entropy_BT
+        loss = (loss_BT * inputs.token_weights_BT).sum()
         metrics["loss"] = loss.detach()
         metrics["weight_sum"] = inputs.token_weights_BT.sum()
         return loss, metrics
-
-
-def _needs_grad(inputs: LossInputs) -> bool:
-    entropy_BT = inputs.entropy_BT
-    return inputs.policy_logprobs_BT.requires_grad or (entropy_BT is not None and entropy_BT.requires_grad)
-
-
-class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradients are known already: keeps one tensor per source instead of the loss's intermediate
-    results."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *sources_and_gradients: Tensor) -> Tensor:
-        ctx.save_for_backward(*sources_and_gradients[len(sources_and_gradients) // 2 :])
-        return loss.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-        return (None, *(grad_output * gradient for gradient in gradients), *(None for _ in gradients))

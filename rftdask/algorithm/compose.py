@@ -1,92 +1,67 @@
-"""The algorithm types by name, and `make_algorithm`: from names and arguments to a checked composition.
+"""From names and arguments to an algorithm whose parts go together.
 
-Knows nothing of config files. Invariant: what it returns can run; every name, argument or combination that cannot
-raises ValueError here.
+A part is named as everywhere: a registered name, `package.module.Name`, or a name in a file of a plug-in folder.
+Invariant: what `make_algorithm` returns can run; every name, argument or combination that cannot is an error here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS, DEPRECATED_ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageFn
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.correction import Correction
-from rftdask.algorithm.entropy import ENTROPY_FNS
-from rftdask.algorithm.kl import KL_FNS
+from rftdask.algorithm.entropy import EntropyBonus
+from rftdask.algorithm.kl import KlFn
 from rftdask.algorithm.losses.base import PolicyLoss
-from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
-from rftdask.algorithm.names import build, one_of, require, resolve
+from rftdask.algorithm.operators import Operator
+from rftdask.config.algorithms import load_part, warn_once
+from rftdask.config.plugins import bind_arguments
+from rftdask.errors import UserError
 
 Args = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Defaults:
-    """The parts of an algorithm type; each can be overridden by name and arguments."""
-
-    advantage_fn: str | None = "grpo"
-    policy_loss_fn: str = "ppo"
-    kl_loss_fn: str = "k2"
-    entropy_loss_fn: str = "default"
-    repeat_times: int = 8
-    schema: str = "experience"
-    sample_strategy: str = "default"
-    loss_agg_mode: str = "token-mean"
-    advantage_fn_args: Args = field(default_factory=dict)
-    policy_loss_fn_args: Args = field(default_factory=dict)
-    has_critic: bool = False
-
-
-def _no_reference(**parts: Any) -> Defaults:
-    return Defaults(kl_loss_fn="none", **parts)
-
-
-def _imitation(schema: str, **parts: Any) -> Defaults:
-    bare: dict[str, Any] = {"advantage_fn": None, "policy_loss_fn": "sft", "repeat_times": 1, "entropy_loss_fn": "none"}
-    return Defaults(schema=schema, **{"kl_loss_fn": "none", **bare, **parts})
-
-
-ALGORITHMS: dict[str, Defaults] = {
-    "ppo": Defaults("ppo", repeat_times=1, has_critic=True),
-    "grpo": Defaults(),
-    "dr_grpo": _no_reference(advantage_fn_args={"std": "none"}, loss_agg_mode="seq-mean-token-sum-norm"),
-    "bnpo": _no_reference(),
-    "dapo": _no_reference(
-        repeat_times=16,
-        advantage_fn_args={"std_threshold": 0.0},
-        policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
-    ),
-    "drpo": _no_reference(advantage_fn="drpo"),
-    "reinforceplusplus": Defaults("reinforceplusplus"),
-    "rloo": Defaults("rloo"),
-    "remax": Defaults("remax", repeat_times=1),
-    "opmd": Defaults("opmd", "opmd"),
-    "asymre": _no_reference(advantage_fn="asymre", policy_loss_fn="opmd", entropy_loss_fn="none"),
-    "topr": Defaults("reinforce", "topr"),
-    "cispo": Defaults("grpo", "cispo"),
-    "gspo": Defaults("grpo", "gspo", loss_agg_mode="seq-mean-token-mean"),
-    "sapo": Defaults("grpo", "sapo", loss_agg_mode="seq-mean-token-mean"),
-    "vespo": _no_reference(policy_loss_fn="vespo"),
-    "sppo": _no_reference(advantage_fn="opmd", policy_loss_fn="sppo", entropy_loss_fn="none"),
-    "rec": Defaults("rec", "rec"),
-    "m2po": _no_reference(policy_loss_fn="m2po"),
-    "dppo": _no_reference(policy_loss_fn="dppo"),
-    "decoupled_ppo": _no_reference(policy_loss_fn="decoupled_ppo"),
-    "multi_step_grpo": Defaults("step_wise_grpo"),
-    "gigpo": Defaults("gigpo"),
-    "mix": Defaults(policy_loss_fn="mix", entropy_loss_fn="mix", sample_strategy="mix"),
-    "mix_chord": Defaults(policy_loss_fn="mix_chord", entropy_loss_fn="mix", sample_strategy="mix"),
-    "raft": _imitation("experience"),
-    "sft": _imitation("sft"),
-    "cpt": _imitation("cpt"),
-    "dpo": _imitation("dpo", policy_loss_fn="dpo", repeat_times=2, loss_agg_mode="seq-mean-token-mean"),
-    "on_policy_distill": _no_reference(advantage_fn="on_policy_distill", entropy_loss_fn="none"),
-    "jsd": _no_reference(advantage_fn="jsd", entropy_loss_fn="none"),
+BASES: Mapping[str, type] = {
+    "algorithm_type": AlgorithmType,
+    "advantage_fn": AdvantageFn,
+    "policy_loss_fn": PolicyLoss,
+    "kl_penalty_fn": KlFn,
+    "kl_loss_fn": KlFn,
+    "entropy_loss_fn": EntropyBonus,
+    "operator": Operator,
 }
+"""Key -> the class that a part named there is a subclass of."""
 
-DEPRECATED_ALGORITHMS = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
+
+def find_class(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
+    """The class named under a key of `BASES`. Raises: UserError: there is none, or it is of another kind."""
+    found = load_part(key, name, plugin_dirs)
+    base = BASES[key]
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{key} {name!r} is no subclass of {base.__module__}.{base.__name__}")
+    return found
+
+
+def make_part(key: str, name: str, args: Args | None = None, plugin_dirs: Sequence[str] = ()) -> Any:
+    """The part named under a key of `BASES`, with its arguments; those left out keep their defaults.
+
+    Example: make_part("policy_loss_fn", "ppo", {"clip_range": 0.1})
+    Raises: UserError: unknown name, an argument it does not take, a value of another type or out of range.
+    """
+    return _construct(f"{key} {name!r}", find_class(key, name, plugin_dirs), args or {})
+
+
+def _construct(what: str, cls: Any, args: Args) -> Any:
+    ignored = sorted(set(args) & set(getattr(cls, "ignored_args", ())))
+    for argument in ignored:
+        warn_once(f"{what} argument {argument!r} is ignored: the whole batch is known here, nothing is rescaled")
+    args = {key: value for key, value in args.items() if key not in ignored}
+    bind_arguments(what, cls, args)
+    try:
+        return cls(**args)
+    except ValueError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def make_algorithm(
@@ -104,97 +79,85 @@ def make_algorithm(
     entropy_loss_fn_args: Args | None = None,
     loss_agg_mode: str | None = None,
     rollout_correction: Args | None = None,
+    plugin_dirs: Sequence[str] = (),
 ) -> Algorithm:
     """The algorithm of that name, with the given parts in place of its defaults.
 
     A part's `_args` are merged over the type's own arguments for that part, if the part is the type's default, and
     over the part's defaults. `loss_agg_mode` inside `policy_loss_fn_args` is the same setting as outside.
 
-    Raises: ValueError: an unknown name (near matches, all names), arguments a part does not take, a value out of range,
-        parts that do not go together.
+    Raises: UserError: an unknown name (near matches), arguments a part does not take, a value out of range, parts that
+        do not go together.
     """
-    name = resolve("algorithm_type", algorithm_type, ALGORITHMS, DEPRECATED_ALGORITHMS)
-    defaults = ALGORITHMS[name]
-    loss_args, agg_mode = _take_agg_mode(policy_loss_fn_args, loss_agg_mode)
-    loss_name = policy_loss_fn or defaults.policy_loss_fn
-    if loss_name == defaults.policy_loss_fn:
-        loss_args = {**defaults.policy_loss_fn_args, **loss_args}
-    loss = build("policy_loss_fn", loss_name, POLICY_LOSS_FNS, loss_args)
+    kind: type[AlgorithmType] = find_class("algorithm_type", algorithm_type, plugin_dirs)
+    type_name = getattr(kind, "algorithm_type", algorithm_type)
+
+    loss_args = dict(policy_loss_fn_args or {})
+    inner_mode = loss_args.pop("loss_agg_mode", None)
+    if None not in (inner_mode, loss_agg_mode) and inner_mode != loss_agg_mode:
+        raise UserError(f"loss_agg_mode is {loss_agg_mode!r}, but policy_loss_fn_args say {inner_mode!r}; give it once")
+    mode = loss_agg_mode or inner_mode
+    if mode not in (None, *AGGREGATIONS):
+        raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
+
+    loss_name = policy_loss_fn or kind.policy_loss_fn
+    if loss_name == kind.policy_loss_fn:
+        loss_args = {**kind.policy_loss_fn_args, **loss_args}
+    loss: PolicyLoss = make_part("policy_loss_fn", loss_name, loss_args, plugin_dirs)
+
+    advantage: AdvantageFn | None = None
+    advantage_name = advantage_fn or kind.advantage_fn
+    if not loss.uses_advantages:
+        if advantage_fn or advantage_fn_args:
+            raise UserError(
+                f"policy_loss_fn {loss_name!r} takes no advantages; "
+                f"remove advantage_fn from algorithm_type {type_name!r}"
+            )
+    elif advantage_name is None:
+        raise UserError(f"policy_loss_fn {loss_name!r} needs an advantage_fn; algorithm_type {type_name!r} has none")
+    else:
+        own = kind.advantage_fn_args if advantage_name == kind.advantage_fn else {}
+        advantage = make_part("advantage_fn", advantage_name, {**own, **(advantage_fn_args or {})}, plugin_dirs)
+
     algorithm = Algorithm(
-        name=name,
-        schema=defaults.schema,
-        repeat_times=defaults.repeat_times,
-        loss_agg_mode=agg_mode or loss.only_agg_mode or defaults.loss_agg_mode,
-        sample_strategy=defaults.sample_strategy,
-        advantage_fn=_advantage(name, defaults, loss, loss_name, advantage_fn, advantage_fn_args),
+        name=type_name,
+        schema=kind.schema,
+        repeat_times=kind.repeat_times,
+        loss_agg_mode=mode or loss.only_agg_mode or kind.loss_agg_mode,
+        sample_strategy=kind.sample_strategy,
+        advantage_fn=advantage,
         policy_loss_fn=loss,
-        kl_loss_fn=build("kl_loss_fn", kl_loss_fn or defaults.kl_loss_fn, KL_FNS, kl_loss_fn_args),
-        kl_penalty_fn=build("kl_penalty_fn", kl_penalty_fn or "none", KL_FNS, kl_penalty_fn_args),
-        entropy_loss_fn=build(
-            "entropy_loss_fn", entropy_loss_fn or defaults.entropy_loss_fn, ENTROPY_FNS, entropy_loss_fn_args
+        kl_loss_fn=make_part("kl_loss_fn", kl_loss_fn or kind.kl_loss_fn, kl_loss_fn_args, plugin_dirs),
+        kl_penalty_fn=make_part("kl_penalty_fn", kl_penalty_fn or "none", kl_penalty_fn_args, plugin_dirs),
+        entropy_loss_fn=make_part(
+            "entropy_loss_fn", entropy_loss_fn or kind.entropy_loss_fn, entropy_loss_fn_args, plugin_dirs
         ),
-        correction=build("rollout_correction", "correction", {"correction": Correction}, rollout_correction),
+        correction=_construct("rollout_correction", Correction, rollout_correction or {}),
     )
-    _check(algorithm, loss_name)
+    if problem := _mismatch(algorithm, kind, loss_name, advantage_name):
+        raise UserError(problem)
     return algorithm
 
 
-def _take_agg_mode(policy_loss_fn_args: Args | None, loss_agg_mode: str | None) -> tuple[dict[str, Any], str | None]:
-    """The loss's arguments without loss_agg_mode, and the mode from either place."""
-    args = dict(policy_loss_fn_args or {})
-    inner = args.pop("loss_agg_mode", None)
-    require(
-        inner is None or loss_agg_mode is None or inner == loss_agg_mode,
-        f"loss_agg_mode is {loss_agg_mode!r}, but policy_loss_fn_args say {inner!r}; give it once",
-    )
-    mode = loss_agg_mode or inner
-    if mode is not None:
-        one_of("loss_agg_mode", mode, AGGREGATIONS)
-    return args, mode
-
-
-def _advantage(
-    name: str, defaults: Defaults, loss: PolicyLoss, loss_name: str, given: str | None, args: Args | None
-) -> AdvantageFn | None:
-    """The advantage function; None for a loss without advantages."""
-    if not loss.uses_advantages:
-        require(
-            given is None and not args,
-            f"policy_loss_fn {loss_name!r} takes no advantages; remove advantage_fn from algorithm_type {name!r}",
+def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, advantage_name: str | None) -> str:
+    """Why the parts do not go together, with what to change; "" where they do."""
+    loss, name, schema = algorithm.policy_loss_fn, algorithm.name, algorithm.schema
+    if algorithm.use_critic and not kind.has_critic:
+        return (
+            f"advantage_fn {advantage_name!r} needs a critic and algorithm_type {name!r} has none; "
+            "use algorithm_type 'ppo'"
         )
-        return None
-    chosen = given or defaults.advantage_fn
-    if chosen is None:
-        raise ValueError(f"policy_loss_fn {loss_name!r} needs an advantage_fn; algorithm_type {name!r} has none")
-    if chosen == defaults.advantage_fn:
-        args = {**defaults.advantage_fn_args, **(args or {})}
-    advantage = build("advantage_fn", chosen, ADVANTAGE_FNS, args, DEPRECATED_ADVANTAGE_FNS)
-    require(
-        defaults.has_critic or not advantage.uses_critic,
-        f"advantage_fn {chosen!r} needs a critic and algorithm_type {name!r} has none; use algorithm_type 'ppo'",
-    )
-    return advantage
-
-
-def _check(algorithm: Algorithm, loss_name: str) -> None:
-    """Raise ValueError unless the parts go together."""
-    loss, schema = algorithm.policy_loss_fn, algorithm.schema
-    fits = loss.schema in ("any", schema)
-    require(
-        fits,
-        f"policy_loss_fn {loss_name!r} reads {loss.schema!r} rows, algorithm_type {algorithm.name!r} has {schema!r}",
-    )
-    require(
-        loss.only_agg_mode in (None, algorithm.loss_agg_mode),
-        f"policy_loss_fn {loss_name!r} needs loss_agg_mode {loss.only_agg_mode!r}, not {algorithm.loss_agg_mode!r}",
-    )
-    online = schema == "experience"
-    require(
-        online or not (algorithm.kl_penalty_fn.is_active or algorithm.correction.is_active),
-        f"{schema!r} rows have neither rewards nor recorded logprobs: algorithm_type {algorithm.name!r} takes neither "
-        "kl_penalty_fn nor rollout_correction",
-    )
-    require(
-        not algorithm.kl_penalty_fn.is_active or algorithm.advantage_fn is not None,
-        f"kl_penalty_fn changes rewards, and algorithm_type {algorithm.name!r} reads none; use kl_loss_fn",
-    )
+    if loss.schema not in ("any", schema):
+        return f"policy_loss_fn {loss_name!r} reads {loss.schema!r} rows, algorithm_type {name!r} has {schema!r}"
+    if loss.only_agg_mode not in (None, algorithm.loss_agg_mode):
+        return (
+            f"policy_loss_fn {loss_name!r} needs loss_agg_mode {loss.only_agg_mode!r}, not {algorithm.loss_agg_mode!r}"
+        )
+    if schema != "experience" and (algorithm.kl_penalty_fn.is_active or algorithm.correction.is_active):
+        return (
+            f"{schema!r} rows have neither rewards nor recorded logprobs: algorithm_type {name!r} takes neither "
+            "kl_penalty_fn nor rollout_correction"
+        )
+    if algorithm.kl_penalty_fn.is_active and algorithm.advantage_fn is None:
+        return f"kl_penalty_fn changes rewards, and algorithm_type {name!r} reads none; use kl_loss_fn"
+    return ""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.names import one_of, require
 
 METHODS = ("none", "truncate", "mask", "geometric_mask")
 LEVELS = ("token", "sequence", "geometric")

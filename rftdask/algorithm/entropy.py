@@ -19,6 +19,8 @@ class EntropyBonus:
     entropy_coef: float = 0.0
     """Factor of the entropy, in loss units per nat; 0: the entropy need not be computed."""
 
+    entropy_name = "default"
+
     @property
     def is_active(self) -> bool:
         """Whether the entropy is needed."""
@@ -37,6 +39,8 @@ class EntropyBonus:
 class MixEntropyBonus(EntropyBonus):
     """Only tokens the policy sampled itself count; demonstrations do not. Used by MIX and CHORD."""
 
+    entropy_name = "mix"
+
     def per_token(self, inputs: LossInputs) -> Tensor:
         entropy_BT = super().per_token(inputs)
         if inputs.expert_mask_B is None:
@@ -48,13 +52,8 @@ class MixEntropyBonus(EntropyBonus):
 class NoEntropyBonus(EntropyBonus):
     """No entropy term, whatever the coefficient."""
 
+    entropy_name = "none"
+
     @property
     def is_active(self) -> bool:
         return False
-
-
-ENTROPY_FNS: dict[str, type[EntropyBonus]] = {
-    "default": EntropyBonus,
-    "mix": MixEntropyBonus,
-    "none": NoEntropyBonus,
-}

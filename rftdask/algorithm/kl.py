@@ -5,20 +5,21 @@ Invariant: equal logprobs give exactly 0.
 Source: J. Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.names import require
+from rftdask.algorithm.checks import require
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log-ratio before exp: e^20 = 4.9e8 is finite in float32 with room for products."""
 
 
 @dataclass(frozen=True)
-class KlFn:
+class KlFn(ABC):
     """Base of the KL parts. Usage: `k2.per_token(policy_logprobs, ref_logprobs)` is [B, T], zero or more where it is
     squared."""
 
@@ -33,6 +34,8 @@ class KlFn:
     max_kl: float | None = None
     """Bound of the absolute value of a token's estimate; None: unbounded."""
 
+    kl_name: ClassVar[str]
+    """The name by which a configuration chooses it; one without is chosen by its class."""
     uses_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -51,11 +54,12 @@ class KlFn:
 
     def per_token(self, policy_logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
         """Estimate for each token, same shape; differentiable in `policy_logprobs`."""
-        value = self._estimate(policy_logprobs - ref_logprobs, policy_logprobs, old_logprobs)
+        value = self.estimate(policy_logprobs - ref_logprobs, policy_logprobs, old_logprobs)
         return value if self.max_kl is None else value.clamp(-self.max_kl, self.max_kl)
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """Estimate for each token from d and what it is made of, unbounded; all of one shape."""
 
     def next_coef(self, coef: float, measured_kl: float, num_experiences: int) -> float:
         """Coefficient of the next step: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon); fixed: `coef`.
@@ -72,9 +76,10 @@ class KlFn:
 class NoKl(KlFn):
     """No KL term, no reference policy."""
 
-    uses_reference: ClassVar[bool] = False
+    kl_name = "none"
+    uses_reference = False
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return torch.zeros_like(difference)
 
 
@@ -82,7 +87,9 @@ class NoKl(KlFn):
 class K1(KlFn):
     """d. Unbiased as a value, of any sign; its gradient in a loss has expectation 0, so use it as a reward penalty."""
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "k1"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return difference
 
 
@@ -90,7 +97,9 @@ class K1(KlFn):
 class K2(KlFn):
     """d^2 / 2. As a loss its gradient is that of the reverse KL."""
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "k2"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return 0.5 * difference.square()
 
 
@@ -99,7 +108,9 @@ class K3(KlFn):
     """exp(-d) - 1 + d, never negative; d below -20 counts as -20, without gradient. GRPO, arXiv:2402.03300, equation
     4."""
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "k3"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return _k3(difference)
 
 
@@ -107,7 +118,9 @@ class K3(KlFn):
 class LowVarKl(KlFn):
     """K3 bounded to +-10."""
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "low_var_kl"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return _k3(difference).clamp(-10.0, 10.0)
 
 
@@ -115,7 +128,9 @@ class LowVarKl(KlFn):
 class AbsKl(KlFn):
     """|d|, the absolute log-ratio."""
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "abs"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         return difference.abs()
 
 
@@ -126,7 +141,9 @@ class CorrectedK3(KlFn):
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
     """
 
-    def _estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    kl_name = "corrected_k3"
+
+    def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         if old_logprobs is None:
             return _k3(difference)
         return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=2.0) * _k3(difference)
@@ -135,14 +152,3 @@ class CorrectedK3(KlFn):
 def _k3(difference: Tensor) -> Tensor:
     bounded = difference.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
-
-
-KL_FNS: dict[str, type[KlFn]] = {
-    "none": NoKl,
-    "k1": K1,
-    "k2": K2,
-    "k3": K3,
-    "low_var_kl": LowVarKl,
-    "abs": AbsKl,
-    "corrected_k3": CorrectedK3,
-}

@@ -4,16 +4,17 @@ Table in, table out: every row stays, a dropped one carries a reason. Knows noth
 Invariant: an operator looks only at rows that are still kept, so a failed or dropped rollout influences nothing.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import group_stats, group_sums
+from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.names import build, one_of, require
 
 SHAPING_OPS = ("ADD", "SUB", "MUL", "DIV")
 
@@ -56,12 +57,25 @@ class ExperienceTable:
         return table, {f"dropped/{reason.name.lower()}": float(rows_N.sum())}
 
 
-@dataclass(frozen=True)
-class Operator:
-    """Base: `table, metrics = operator(table)`."""
+class Operator(ABC):
+    """The base of the operators: the fields of a frozen dataclass are its arguments.
 
+    Usage: `table, metrics = operator(table)`. One of your own is a subclass with `__call__`, in a file of its own:
+
+        @dataclass(frozen=True)
+        class DropTruncated(Operator):
+            def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+                return table.dropping(table.truncated_N, DropReason.TRUNCATED)
+    """
+
+    operator_name: ClassVar[str]
+    """The name by which a configuration chooses it; one without is chosen by its class."""
+
+    @abstractmethod
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        raise NotImplementedError
+        """The table with as many rows, some of them dropped or with another reward; and metrics by name, of which those
+        that begin with "dropped/" add up over operators.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ class RewardFilter(Operator):
 
     threshold: float = 0.0
 
+    operator_name = "reward_filter"
+
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         return table.dropping(table.rewards_N < self.threshold, DropReason.REWARD_RANGE)
 
@@ -77,6 +93,8 @@ class RewardFilter(Operator):
 @dataclass(frozen=True)
 class InvalidRewardFilter(Operator):
     """Drop experiences whose reward is missing, nan or infinite."""
+
+    operator_name = "invalid_reward_filter"
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         return table.dropping(~torch.isfinite(table.rewards_N), DropReason.INVALID_ROLLOUT)
@@ -88,6 +106,8 @@ class RewardStdFilter(Operator):
     included."""
 
     threshold: float = 0.0
+
+    operator_name = "reward_std_filter"
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         stats = group_stats(table.rewards_N, table.group_N, table.keep_N, table.num_groups, sample=False)
@@ -105,6 +125,8 @@ class DapoDynamicSampling(Operator):
 
     metric_key: str = "accuracy"
     correct_threshold: float = 0.0
+
+    operator_name = "dapo_dynamic_sampling"
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         scores_N = table.rewards_N
@@ -125,6 +147,8 @@ class DapoDynamicSampling(Operator):
 class MaskResponseTruncated(Operator):
     """Drop truncated responses from the loss. DAPO's overlong filtering, arXiv:2503.14476, section 3.4."""
 
+    operator_name = "mask_response_truncated"
+
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         require(table.truncated_N is not None, "mask_response_truncated needs truncated_N")
         assert table.truncated_N is not None
@@ -141,6 +165,8 @@ class RewardShapingMapper(Operator):
     """
 
     reward_shaping_configs: list[dict[str, Any]] | tuple[dict[str, Any], ...] | None = None
+
+    operator_name = "reward_shaping_mapper"
 
     def __post_init__(self) -> None:
         for rule in self.reward_shaping_configs or ():
@@ -177,6 +203,8 @@ class PassRateCalculator(Operator):
     Metrics: shares of tasks with a pass rate within (0, 1), below 1, above 0. The rates themselves: `pass_rates`.
     """
 
+    operator_name = "pass_rate_calculator"
+
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         _, rates_K = pass_rates(table)
         shares = {
@@ -194,22 +222,6 @@ def pass_rates(table: ExperienceTable) -> tuple[Tensor, Tensor]:
     stats = group_stats(table.rewards_N, table.group_N, used_N, table.num_groups)
     groups_K = (stats.count_G > 0).nonzero().squeeze(-1)
     return groups_K, stats.mean_G[groups_K]
-
-
-OPERATORS: dict[str, type[Operator]] = {
-    "reward_filter": RewardFilter,
-    "invalid_reward_filter": InvalidRewardFilter,
-    "reward_std_filter": RewardStdFilter,
-    "dapo_dynamic_sampling": DapoDynamicSampling,
-    "mask_response_truncated": MaskResponseTruncated,
-    "reward_shaping_mapper": RewardShapingMapper,
-    "pass_rate_calculator": PassRateCalculator,
-}
-
-
-def make_operator(name: str, args: Mapping[str, Any] | None = None) -> Operator:
-    """The operator of that name. Raises: ValueError: unknown name or arguments."""
-    return build("operator", name, OPERATORS, args)
 
 
 def run_operators(operators: Sequence[Operator], table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:

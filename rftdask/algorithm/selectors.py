@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.names import require
+from rftdask.algorithm.checks import require
 
 
 def easy_to_hard(features_NF: Tensor) -> Tensor:
@@ -57,6 +57,8 @@ class DifficultyRule:
     cap_discount: float = 0.9
     """How slowly the estimate of the policy's strength moves."""
     seed: int = 42
+
+    selector_name = "difficulty_based"
 
     def __post_init__(self) -> None:
         require(self.tau >= 0.0, f"tau must be >= 0, got {self.tau}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rftdask.config import Config
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info
 from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import UserError
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
@@ -159,7 +159,7 @@ def longest_part(config: Config) -> int:
 
 def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     """Read the sizes of a rank from the config."""
-    trainer, info = config.trainer, ALGORITHMS[config.algorithm.algorithm_type]
+    trainer, info = config.trainer, algorithm_info(config.algorithm.algorithm_type)
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
     longest = longest_part(config)

@@ -5,7 +5,7 @@ Pure: a Config in, messages out.
 
 from collections.abc import Iterator
 
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info
 from rftdask.config.base import default_of
 from rftdask.config.engine_keys import engine_warnings
 from rftdask.config.schema.explorer import ExplorerConfig
@@ -18,7 +18,7 @@ _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 
 def warn(config: Config) -> Iterator[Problem]:
     """(path, message) of what is accepted and may surprise."""
-    info = ALGORITHMS[config.algorithm.algorithm_type]
+    info = algorithm_info(config.algorithm.algorithm_type)
     buffer = config.buffer
     if info.grouped and config.algorithm.repeat_times < 2 and config.mode != "bench":
         yield (

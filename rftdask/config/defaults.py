@@ -6,7 +6,7 @@ Pure: a Config in, values out.
 import math
 from typing import Any
 
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import is_natural
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.run import Config, count_demonstrations
@@ -53,7 +53,7 @@ def _fill_lengths(config: Config, fills: Fills) -> None:
 
 
 def _fill_batches(config: Config, fills: Fills) -> None:
-    info = ALGORITHMS[config.algorithm.algorithm_type]
+    info = algorithm_info(config.algorithm.algorithm_type)
     repeat_times = config.algorithm.repeat_times
     if repeat_times is None:
         repeat_times = fills["algorithm", "repeat_times"] = info.repeat_times
@@ -86,7 +86,7 @@ def _fill_synchronizer(config: Config, fills: Fills) -> None:
         if getattr(config.synchronizer, key) is None:
             fills["synchronizer", key] = config.synchronizer.sync_interval
     bound = (config.algorithm.sample_strategy_args or {}).get("max_staleness")
-    strategy = config.algorithm.sample_strategy or ALGORITHMS[config.algorithm.algorithm_type].sample_strategy
+    strategy = config.algorithm.sample_strategy or algorithm_info(config.algorithm.algorithm_type).sample_strategy
     if strategy in BOUNDED_STRATEGIES and config.synchronizer.max_staleness is None:
         fills["synchronizer", "max_staleness"] = bound if is_natural(bound) else None
 

@@ -5,7 +5,7 @@ Reads the sizes of local datasets and nothing else. Numbers that depend on an un
 
 from dataclasses import dataclass
 
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info
 from rftdask.config.count_rows import count_rows
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.run import Config
@@ -113,10 +113,10 @@ def _roles(config: Config) -> list[RolePlan]:
             what = f"{config.model.external_model.model_name}, behind an API"
         roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
     if config.mode in ("both", "train"):
-        reference = ALGORITHMS[config.algorithm.algorithm_type].reference and config.algorithm.kl_loss_fn != "none"
+        reference = algorithm_info(config.algorithm.algorithm_type).reference and config.algorithm.kl_loss_fn != "none"
         what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
         what += ", with a frozen reference model unless its coefficient is 0" if reference else ""
-        what += ", with a critic" if ALGORITHMS[config.algorithm.algorithm_type].critic else ""
+        what += ", with a critic" if algorithm_info(config.algorithm.algorithm_type).critic else ""
         what += f", with the teacher {_teacher(config)}" if config.algorithm.needs_teacher else ""
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
     if config.mode == "both":

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 import pyarrow as pa
 import torch
 
-from rftdask.algorithm.names import build
 from rftdask.algorithm.selectors import DifficultyRule
 from rftdask.buffer.batches.groups import first_copies
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName, done_units
+from rftdask.config.plugins import bind_arguments
 from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tasksets import Taskset
@@ -29,10 +29,11 @@ from rftdask.storage import Storage
 
 
 def difficulty_rule(selector: DataSelectorConfig) -> DifficultyRule:
-    """The rule with the selector's arguments. Raises: DataError: an argument that it does not take."""
+    """The rule with the selector's arguments. Raises: UserError: an argument that it does not take."""
     args = {"seed": selector.seed, **selector.kwargs}
+    bind_arguments("data_selector.kwargs", DifficultyRule, args)
     try:
-        return build("selector", "difficulty_based", {"difficulty_based": DifficultyRule}, args)
+        return DifficultyRule(**args)
     except ValueError as error:
         raise DataError(f"data_selector.kwargs: {error}") from error
 

@@ -28,9 +28,10 @@ def algorithm_of(config: Config) -> Algorithm:
             section.algorithm_type,
             loss_agg_mode=section.loss_agg_mode,
             rollout_correction=section.rollout_correction,
+            plugin_dirs=config.explorer.plugin_dirs,
             **choices,
         )
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"algorithm: {error}") from error
     return algorithm
 

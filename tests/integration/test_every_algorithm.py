@@ -15,13 +15,12 @@ import torch
 from run_cases import BATCH_SIZE as NUM_TASKS
 from run_cases import assert_sound, finish, run_folder, write_config
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info, registered_parts
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
@@ -56,10 +55,10 @@ class World:
             "trainer": {"total_steps": STEPS},
         }
         plaintext = {"prompt_type": "plaintext"}
-        if ALGORITHMS[name].schema != "experience":
-            buffer = {"path": str(self.folder / f"{ALGORITHMS[name].schema}.jsonl"), "format": plaintext}
+        if algorithm_info(name).schema != "experience":
+            buffer = {"path": str(self.folder / f"{algorithm_info(name).schema}.jsonl"), "format": plaintext}
             tree["buffer"]["trainer_input"]["experience_buffer"] = buffer
-        if ALGORITHMS[name].sample_strategy == "mix":
+        if algorithm_info(name).sample_strategy == "mix":
             shown = {"shown": {"path": str(self.folder / "sft.jsonl"), "format": plaintext}}
             tree["buffer"]["trainer_input"]["auxiliary_buffers"] = shown
         if name in ("on_policy_distill", "jsd"):
@@ -145,7 +144,7 @@ def entry(storage: Storage, step: int = 1) -> LedgerEntry:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))
 def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: str) -> None:
     config = world.config(name)
     storage = train(world, config)
@@ -192,7 +191,7 @@ def test_demonstrations_are_in_the_ledger_beside_the_rollouts(world: World) -> N
     assert len(shown.rows) == sum(len(rows.rows) for rows in entry(storage, 2).use[:-1]) == 16
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_FNS))
+@pytest.mark.parametrize("name", sorted(registered_parts("advantage_fn")))
 def test_every_advantage_function_trains_where_it_fits(world: World, name: str) -> None:
     fitting = {"ppo": "ppo", "remax": "remax", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}.get(name, "grpo")
     storage = train(world, world.config(fitting, f"algorithm.advantage_fn={name}", run=f"by-{name}"))

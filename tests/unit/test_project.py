@@ -30,8 +30,8 @@ PROJECT = PYPROJECT["project"]
 LAYERS = (
     {"errors"},
     {"config.plugins"},  # the one rule of plug-ins, below all that has parts
-    {"config", "storage", "algorithm", "processes", "models"},
-    {"data", "weights", "monitor"},
+    {"config", "storage", "processes", "models"},
+    {"algorithm", "data", "weights", "monitor"},
     {"buffer", "synchronizer"},
     {"run.run_folder", "engines"},
     {"rollouts"},

@@ -1,27 +1,9 @@
-"""The advantage functions by name."""
+"""The advantages: from the rewards of a batch to what each experience, or each token, is to be reinforced by.
 
-from rftdask.algorithm.advantages.base import AdvantageFn
-from rftdask.algorithm.advantages.group import Asymre, Drpo, Grpo, Opmd, Rec, Reinforce, Rloo
-from rftdask.algorithm.advantages.tokens import ClipB, ClipV, Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus, Remax
-from rftdask.algorithm.advantages.turns import Gigpo, StepWiseGrpo
+    base    what an advantage function takes and gives; statistics of groups
+    group   one number per rollout, compared with the other rollouts of its task
+    tokens  one number per token: critics, rewards to go, teachers, filters of tokens
+    turns   rollouts of several turns
 
-ADVANTAGE_FNS: dict[str, type[AdvantageFn]] = {
-    "grpo": Grpo,
-    "reinforce": Reinforce,
-    "rloo": Rloo,
-    "opmd": Opmd,
-    "asymre": Asymre,
-    "rec": Rec,
-    "drpo": Drpo,
-    "step_wise_grpo": StepWiseGrpo,
-    "gigpo": Gigpo,
-    "ppo": Gae,
-    "reinforceplusplus": ReinforcePlusPlus,
-    "remax": Remax,
-    "on_policy_distill": OnPolicyDistill,
-    "jsd": Jsd,
-    "clipb": ClipB,
-    "clipv": ClipV,
-}
-
-DEPRECATED_ADVANTAGE_FNS = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
+An algorithm type whose loss is PPO's stands here, beside the advantage that makes it special. Knows nothing of losses.
+"""

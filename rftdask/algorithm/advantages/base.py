@@ -4,6 +4,7 @@ Rows are experiences; N of them, in any order. Knows nothing of losses. Invarian
 other row's advantage, and no row's advantage depends on the order of the rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rftdask.algorithm.checks import require
 from rftdask.algorithm.drops import DropReason, count_drops
-from rftdask.algorithm.names import require
 
 ROUNDING = 1e-12
 """Spread of a group, relative to its mean, below which its rewards are equal; float64 rounds at 1e-16."""
@@ -131,22 +132,43 @@ class AdvantageResult:
         return self.advantages_N[:, None] * loss_mask_NT
 
 
-@dataclass(frozen=True)
-class AdvantageFn:
-    """Base of the advantage functions: fields are the arguments, a call gives the advantages of a batch."""
+class AdvantageFn(ABC):
+    """The base of the advantage functions: the fields of a frozen dataclass are its arguments, a call is the advantages
+    of a batch.
 
+    One of your own is a subclass with `compute`, in a file of its own:
+
+        @dataclass(frozen=True)
+        class Sign(AdvantageFn):
+            threshold: float = 0.5
+
+            def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+                return result(inputs, (inputs.rewards_N - self.threshold).sign(), metrics={})
+    """
+
+    advantage_name: ClassVar[str]
+    """The name by which a configuration chooses it; one without is chosen by its class."""
+    deprecated_names: ClassVar[tuple[str, ...]] = ()
+    """Old names, each with one warning."""
+    ignored_args: ClassVar[tuple[str, ...]] = ()
+    """Arguments of other systems that mean nothing here: each is accepted with a warning."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Optional fields of `AdvantageInputs` that must be there."""
     uses_critic: ClassVar[bool] = False
+    """Whether `values_NT` are needed, so that a critic is trained."""
     uses_groups: ClassVar[bool] = True
     """Whether the rollouts of a task are compared, so that one alone teaches nothing."""
     token_level: ClassVar[bool] = False
+    """Whether it gives a number per token, `advantages_NT`, rather than one per row."""
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Raises: ValueError: a needed field is missing, or a valid row's reward is not finite."""
+        """Advantages of all rows, without gradient.
+
+        Raises: ValueError: a needed field is missing, or a valid row's reward is not finite.
+        """
         inputs.check(self.needs)
         with torch.no_grad():
-            return self._compute(inputs)
+            return self.compute(inputs)
 
     def without_drops(self) -> "AdvantageFn":
         """The same function for rows that are left after its own drops; itself if it drops none.
@@ -155,8 +177,9 @@ class AdvantageFn:
         """
         return self
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        raise NotImplementedError
+    @abstractmethod
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Advantages of checked inputs; see `result` for one number per row."""
 
 
 def result(

@@ -5,7 +5,6 @@ tokens. Invariant: a task with one valid rollout gives a finite advantage: 0 whe
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from rftdask.algorithm.advantages.base import (
     ranks_in_group,
     result,
 )
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.names import one_of, require
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Grpo(AdvantageFn):
     duplicate_experiences: bool = False
     """Not supported: an experience is trained at most once."""
 
+    advantage_name = "grpo"
+    deprecated_names = ("grpo_verl",)
+
     def __post_init__(self) -> None:
         one_of("std", self.std, ("sample", "population", "none"))
         one_of("std_cal_level", self.std_cal_level, ("group", "batch"))
@@ -56,7 +59,7 @@ class Grpo(AdvantageFn):
             "duplicate_experiences would train an experience twice; refill with dapo_dynamic_sampling instead",
         )
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         rewards_N = inputs.rewards_N.double()
         if self.rank_penalty is not None:
             rewards_N = rewards_N * (1.0 - self.rank_penalty * self._likelihood_rank(inputs))
@@ -98,9 +101,10 @@ class Grpo(AdvantageFn):
 class Reinforce(AdvantageFn):
     """r itself, no baseline. REINFORCE, Williams 1992; used by TOPR, arXiv:2503.14286."""
 
-    uses_groups: ClassVar[bool] = False
+    advantage_name = "reinforce"
+    uses_groups = False
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         return result(inputs, inputs.rewards_N, stats.metrics())
 
@@ -110,15 +114,24 @@ class Rloo(AdvantageFn):
     """r minus the mean of the task's other rollouts, n / (n - 1) (r - mu). RLOO, arXiv:2402.14740. A lone rollout:
     0."""
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    advantage_name = "rloo"
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         count_N = stats.count_G[inputs.group_N]
         centered_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
         return result(inputs, centered_N * count_N / (count_N - 1.0).clamp(min=1.0), stats.metrics())
 
 
+class RlooAlgorithm(AlgorithmType):
+    """PPO's loss with the leave-one-out baseline."""
+
+    algorithm_type = "rloo"
+    advantage_fn = "rloo"
+
+
 @dataclass(frozen=True)
-class Opmd(AdvantageFn):
+class OpmdAdvantage(AdvantageFn):
     """r - b, b = mu ("mean") or tau log mean exp(r / tau) ("logavgexp"). OPMD, arXiv:2505.17826; Kimi k1.5,
     arXiv:2501.12599."""
 
@@ -126,11 +139,14 @@ class Opmd(AdvantageFn):
     tau: float = 1.0
     """Temperature of "logavgexp"."""
 
+    advantage_name = "opmd"
+    deprecated_names = ("opmd_verl",)
+
     def __post_init__(self) -> None:
         one_of("opmd_baseline", self.opmd_baseline, ("mean", "logavgexp"))
         require(self.tau > 0.0, f"tau must be > 0, got {self.tau}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_G = stats.mean_G
         if self.opmd_baseline == "logavgexp":
@@ -151,7 +167,10 @@ class Asymre(AdvantageFn):
 
     baseline_shift: float = -0.1
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    advantage_name = "asymre"
+    deprecated_names = ("asymre_verl",)
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_N = stats.mean_G[inputs.group_N] + self.baseline_shift
         return result(inputs, inputs.rewards_N - baseline_N, stats.metrics())
@@ -173,12 +192,13 @@ class Drpo(AdvantageFn):
     threshold: float = 0.0
     """A rollout is correct if its reward is above this."""
 
-    needs: ClassVar[tuple[str, ...]] = ("lengths_N",)
+    advantage_name = "drpo"
+    needs = ("lengths_N",)
 
     def __post_init__(self) -> None:
         require(self.length_lambda > 0.0, f"length_lambda must be > 0, got {self.length_lambda}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         assert inputs.lengths_N is not None
         group_N, num_groups = inputs.group_N, inputs.num_groups
         stats = group_stats(inputs.rewards_N, group_N, inputs.used_N, num_groups)
@@ -191,8 +211,16 @@ class Drpo(AdvantageFn):
         return result(inputs, weight_N * (inputs.rewards_N - stats.mean_G[group_N]), stats.metrics())
 
 
+class DrpoAlgorithm(AlgorithmType):
+    """PPO's loss with short correct answers preferred; no KL."""
+
+    algorithm_type = "drpo"
+    advantage_fn = "drpo"
+    kl_loss_fn = "none"
+
+
 @dataclass(frozen=True)
-class Rec(AdvantageFn):
+class RecAdvantage(AdvantageFn):
     """r - mu, or (r - mu) / (sigma_population + epsilon). REC, arXiv:2509.24203. A lone rollout: 0.
 
     drop "balance": where more rollouts are below mu than not, drop surplus ones at random (seed and step fix which);
@@ -205,11 +233,13 @@ class Rec(AdvantageFn):
     """"balance" or None."""
     seed: int = 0
 
+    advantage_name = "rec"
+
     def __post_init__(self) -> None:
         if self.drop is not None:
             one_of("drop", self.drop, ("balance",))
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         drops_N = base_drops(inputs)
         used_N = inputs.used_N
         if self.drop == "balance":

@@ -5,7 +5,6 @@ advantage nor change that of another token: recursions step over them.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from rftdask.algorithm.advantages.base import (
     group_stats,
 )
 from rftdask.algorithm.advantages.group import Grpo
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import require
 from rftdask.algorithm.drops import count_drops
-from rftdask.algorithm.names import require
 
 
 def whiten(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
@@ -77,16 +77,17 @@ class Gae(AdvantageFn):
     lam: float = 1.0
     whiten: bool = True
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "values_NT")
-    uses_critic: ClassVar[bool] = True
-    uses_groups: ClassVar[bool] = False
-    token_level: ClassVar[bool] = True
+    advantage_name = "ppo"
+    needs = ("loss_mask_NT", "values_NT")
+    uses_critic = True
+    uses_groups = False
+    token_level = True
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
             require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         assert inputs.values_NT is not None
         mask_NT = used_mask(inputs)
         values_NT = torch.where(mask_NT, inputs.values_NT, 0.0).double()
@@ -114,32 +115,49 @@ class ReinforcePlusPlus(AdvantageFn):
     gamma: float = 1.0
     """Discount per trained token."""
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT",)
-    uses_groups: ClassVar[bool] = False
-    token_level: ClassVar[bool] = True
+    advantage_name = "reinforceplusplus"
+    needs = ("loss_mask_NT",)
+    uses_groups = False
+    token_level = True
 
     def __post_init__(self) -> None:
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, self.gamma)
         return token_result(inputs, whiten(returns_NT, mask_NT), returns_NT=returns_NT)
+
+
+class ReinforcePlusPlusAlgorithm(AlgorithmType):
+    """PPO's loss with rewards to go, normalized over the batch."""
+
+    algorithm_type = "reinforceplusplus"
+    advantage_fn = "reinforceplusplus"
 
 
 @dataclass(frozen=True)
 class Remax(AdvantageFn):
     """Reward to go minus the reward of the greedy rollout of the same task. ReMax, arXiv:2310.10505."""
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "baseline_rewards_N")
-    uses_groups: ClassVar[bool] = False
-    token_level: ClassVar[bool] = True
+    advantage_name = "remax"
+    needs = ("loss_mask_NT", "baseline_rewards_N")
+    uses_groups = False
+    token_level = True
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         assert inputs.baseline_rewards_N is not None
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, 1.0)
         return token_result(inputs, returns_NT - inputs.baseline_rewards_N[:, None], returns_NT=returns_NT)
+
+
+class RemaxAlgorithm(AlgorithmType):
+    """PPO's loss; one rollout a task, and a greedy one that is its baseline."""
+
+    algorithm_type = "remax"
+    repeat_times = 1
+    advantage_fn = "remax"
 
 
 @dataclass(frozen=True)
@@ -149,15 +167,25 @@ class OnPolicyDistill(AdvantageFn):
 
     kl_coef: float = 1.0
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
-    uses_groups: ClassVar[bool] = False
-    token_level: ClassVar[bool] = True
+    advantage_name = "on_policy_distill"
+    needs = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
+    uses_groups = False
+    token_level = True
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         student_NT, teacher_NT = student_and_teacher(inputs)
         gap_NT = teacher_NT - student_NT
         mean_kl = float(-gap_NT.sum() / used_mask(inputs).sum().clamp(min=1))
         return token_result(inputs, self.kl_coef * gap_NT, {"teacher_kl": mean_kl})
+
+
+class OnPolicyDistillAlgorithm(AlgorithmType):
+    """PPO's loss; the teacher's logprobs are the only reward."""
+
+    algorithm_type = "on_policy_distill"
+    advantage_fn = "on_policy_distill"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"
 
 
 @dataclass(frozen=True)
@@ -172,16 +200,17 @@ class Jsd(AdvantageFn):
     kl_coef: float = 1.0
     temperature: float = 1.0
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
-    uses_groups: ClassVar[bool] = False
-    token_level: ClassVar[bool] = True
-    ignored_args: ClassVar[tuple[str, ...]] = ("chunk_size",)
+    advantage_name = "jsd"
+    needs = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
+    uses_groups = False
+    token_level = True
+    ignored_args = ("chunk_size",)
 
     def __post_init__(self) -> None:
         require(0.0 <= self.lambda_coef <= 1.0, f"lambda_coef must be within [0, 1], got {self.lambda_coef}")
         require(self.temperature > 0.0, f"temperature must be > 0, got {self.temperature}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         student_NT, teacher_NT = (x / self.temperature for x in student_and_teacher(inputs))
         share = self.lambda_coef
         if share in (0.0, 1.0):
@@ -192,6 +221,15 @@ class Jsd(AdvantageFn):
             jsd_NT = share * (teacher_NT - mixture_NT) + (1.0 - share) * (student_NT - mixture_NT)
         mean = float(torch.where(used_mask(inputs), jsd_NT, 0.0).sum() / used_mask(inputs).sum().clamp(min=1))
         return token_result(inputs, -self.kl_coef * jsd_NT, {"jsd": mean})
+
+
+class JsdAlgorithm(AlgorithmType):
+    """PPO's loss; as on_policy_distill, with the Jensen-Shannon divergence to the teacher."""
+
+    algorithm_type = "jsd"
+    advantage_fn = "jsd"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"
 
 
 @dataclass(frozen=True)
@@ -205,10 +243,11 @@ class ClipB(AdvantageFn):
     epsilon: float = 1e-6
     mu: float = 2.5
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT")
-    token_level: ClassVar[bool] = True
+    advantage_name = "clipb"
+    needs = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT")
+    token_level = True
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
         signal_NT = entropy_signal(inputs, inputs.rollout_logprobs_NT)
         centered_NT, sigma = centered_over(signal_NT, mask_NT)
@@ -232,10 +271,11 @@ class ClipV(AdvantageFn):
     max_frac: float = 1e-4
     """At most this share of the trained tokens (but at least one) is dropped, the largest d first."""
 
-    needs: ClassVar[tuple[str, ...]] = ("loss_mask_NT", "policy_logprobs_NT", "entropy_NT", "necs_NT")
-    token_level: ClassVar[bool] = True
+    advantage_name = "clipv"
+    needs = ("loss_mask_NT", "policy_logprobs_NT", "entropy_NT", "necs_NT")
+    token_level = True
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         assert inputs.necs_NT is not None
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
         signal_NT = entropy_signal(inputs, inputs.policy_logprobs_NT)

@@ -4,7 +4,6 @@ Knows nothing of tokens. Invariant: a rollout counts once in its task's baseline
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from rftdask.algorithm.advantages.base import (
     result,
 )
 from rftdask.algorithm.advantages.group import Grpo
-from rftdask.algorithm.names import one_of, require
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import one_of, require
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepWiseGrpo(AdvantageFn):
     """Drop tasks whose sigma is at or below it; None: drop none."""
     std: str = "sample"
 
-    needs: ClassVar[tuple[str, ...]] = ()
+    advantage_name = "step_wise_grpo"
 
     def __post_init__(self) -> None:
         self._grpo()
@@ -78,7 +78,7 @@ class StepWiseGrpo(AdvantageFn):
             epsilon=self.epsilon, std=self.std, std_threshold=self.std_threshold, std_cal_level=self.std_cal_level
         )
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         turns = Turns.of(inputs)
         last_N = inputs.used_N & turns.is_last_N
         ends = self._grpo()(replace(inputs, valid_N=last_N, expert_mask_N=None))
@@ -91,6 +91,13 @@ class StepWiseGrpo(AdvantageFn):
         drops_N = torch.where(inputs.used_N, ends.drops_N[source_N], base_drops(inputs))
         metrics = {key: value for key, value in ends.metrics.items() if not key.startswith("dropped/")}
         return result(inputs, advantages_N, metrics, drops_N)
+
+
+class MultiStepGrpoAlgorithm(AlgorithmType):
+    """GRPO for rollouts of several turns."""
+
+    algorithm_type = "multi_step_grpo"
+    advantage_fn = "step_wise_grpo"
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,14 @@ class Gigpo(AdvantageFn):
     anchor_scope: str = "task"
     """Turns compared: "task" (the paper), or "batch": equal states of all tasks."""
 
+    advantage_name = "gigpo"
+
     def __post_init__(self) -> None:
         one_of("fnorm", self.fnorm, ("none", "std"))
         one_of("anchor_scope", self.anchor_scope, ("task", "batch"))
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
-    def _compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         turns = Turns.of(inputs)
         rewards_N = torch.where(inputs.used_N, self._turn_rewards(inputs, turns), 0.0)
         totals_R = group_sums(rewards_N, turns.rollout_N, turns.num_rollouts)
@@ -165,3 +174,10 @@ class Gigpo(AdvantageFn):
             returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
             ahead_R[turns.rollout_N[rows]] = returns_N[rows]
         return returns_N
+
+
+class GigpoAlgorithm(AlgorithmType):
+    """PPO's loss with groups within groups: rollouts of a task, turns from one state."""
+
+    algorithm_type = "gigpo"
+    advantage_fn = "gigpo"

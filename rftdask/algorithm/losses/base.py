@@ -1,4 +1,6 @@
-"""What a loss takes: the tensors of one micro-batch, and the base class of the policy losses.
+"""The tensors that a loss takes, and the base class of the policy losses.
+
+Shapes: B rows of T scored positions; S sequences (S = B unless rows are packed).
 
 Knows nothing of models, batches on storage or optimizers. Invariant: after `cleaned()` every trained position is
 finite and every other position is 0 in all tensors, so no loss needs to think of padding or garbage.
@@ -6,6 +8,7 @@ finite and every other position is 0 in all tensors, so no loss needs to think o
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm import aggregation
-from rftdask.algorithm.names import require
+from rftdask.algorithm.checks import require
+from rftdask.algorithm.kl import MAX_LOG_RATIO
 
 _PER_TOKEN = (
     "policy_logprobs_BT",
@@ -79,6 +83,10 @@ class LossInputs:
             raise ValueError("this loss needs advantages_BT; run the algorithm's advantage_fn first")
         return self.advantages_BT
 
+    def log_ratio(self) -> Tensor:
+        """[B, T] log r = log p_policy - log p_old, within +-20 so that its exp stays finite; differentiable."""
+        return (self.policy_logprobs_BT - self.old_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
     def sequence_sums(self, values_BT: Tensor) -> Tensor:
         """[S] sums over the trained tokens of each sequence."""
         return aggregation.sequence_sums(values_BT * self.loss_mask_BT, self.sequence_BT, self.num_sequences)
@@ -94,7 +102,7 @@ class LossInputs:
 
     def weighted(self, values_BT: Tensor) -> Tensor:
         """Scalar sum(values * token_weights), detached: a metric that adds over micro-batches to the batch's value."""
-        return (number(values_BT.detach()) * self.token_weights_BT).sum()
+        return (values_BT.detach() * self.token_weights_BT).sum()
 
     def cleaned(self) -> "LossInputs":
         """The same batch with 0 at every position outside the loss mask, in every tensor.
@@ -126,14 +134,12 @@ class LossInputs:
 
     def _masked(self, given: dict[str, Tensor]) -> dict[str, Any]:
         """The tensors with 0 outside the loss mask. Raises: ValueError: nan or infinity inside."""
-        kept_BT = number(self.loss_mask_BT)
-        clean = {name: value * kept_BT for name, value in given.items()}
-        # One number shows whether all is finite (a sum with nan or infinity never is): one device sync, not one a
-        # tensor. Usually all is, outside of the mask too; a product is then several times faster than a fill.
-        if math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
-            return clean
+        # A fill, not a product: nan * 0 is nan, in the value and in the gradient.
         clean = {name: value.masked_fill(~self.loss_mask_BT, 0.0) for name, value in given.items()}
-        self._raise_if_not_finite(clean)
+        # One number shows whether all is finite (a sum with nan or infinity never is): one device sync, not one a
+        # tensor.
+        if not math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
+            self._raise_if_not_finite(clean)
         return clean
 
     def _raise_if_not_finite(self, clean: dict[str, Tensor]) -> None:
@@ -151,38 +157,42 @@ class LossInputs:
             )
 
 
-def number(values: Tensor) -> Tensor:
-    """Values to calculate with: a mask as 0 and 1, read as the bytes they are; products with bool are several times
-    slower."""
-    return values.view(torch.uint8) if values.dtype == torch.bool else values
+class PolicyLoss(ABC):
+    """The base of the policy losses: the fields of a frozen dataclass are its arguments, a call is the loss of every
+    token.
 
+    Usage: `loss_BT, metrics = Ppo()(inputs.cleaned())`, then `(loss_BT * inputs.token_weights_BT).sum()`. A loss of
+    your own is a subclass with `__call__`, in a file of its own:
 
-def above(values: Tensor, bound: Tensor | float) -> Tensor:
-    """1 where values > bound, else 0, in the dtype of the values; on a CPU several times as fast as a mask of bool, to
-    make and to apply."""
-    return torch.gt(values, bound, out=torch.empty_like(values))
+        @dataclass(frozen=True)
+        class LinearLoss(PolicyLoss):
+            scale: float = 1.0
 
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """Base of the policy losses: fields are the arguments, a call gives the loss of every token.
-
-    Usage: `loss_BT, metrics = Ppo()(inputs.cleaned())`, then `(loss_BT * inputs.token_weights_BT).sum()`.
+            def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+                return -self.scale * inputs.advantages() * inputs.policy_logprobs_BT, {}
     """
 
+    loss_name: ClassVar[str]
+    """The name by which a configuration chooses it; a loss without one is chosen by its class."""
     uses_advantages: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = False
+    """Whether it reads `ref_logprobs_BT`, so that the frozen initial model is loaded."""
     schema: ClassVar[str] = "experience"
-    """Rows this loss can read besides sft rows: "experience", "dpo" (pairs) or "any"."""
+    """The rows it can read: "experience", "dpo" (pairs) or "any"."""
     only_agg_mode: ClassVar[str | None] = None
     """The one aggregation under which the loss is what its paper says; None: any."""
+    ignored_args: ClassVar[tuple[str, ...]] = ()
+    """Arguments of other systems that mean nothing here: each is accepted with a warning."""
 
+    @abstractmethod
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Per-token loss [B, T] and metrics; each metric is a token-weighted sum, so it adds over micro-batches.
+        """Loss of every token, before weights and sums.
 
-        `inputs` must be cleaned. Positions outside the loss mask may hold any finite value: their weight is 0.
+        Args: inputs: cleaned. Positions outside the loss mask may hold any finite value in the result: they weigh 0.
+        Returns: [B, T] float, differentiable in `policy_logprobs_BT`; and detached scalar metrics, each a sum weighted
+            by `token_weights_BT` (see `LossInputs.weighted`), so that it adds over micro-batches.
+        Raises: ValueError: the batch lacks something the loss needs.
         """
-        raise NotImplementedError
 
     def token_weights(
         self,
@@ -200,3 +210,34 @@ class PolicyLoss:
         return aggregation.token_weights(
             loss_mask_BT, mode, max_tokens=max_tokens, sequence_BT=sequence_BT, dtype=dtype
         )
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """Fields of the losses that clip r to [1 - low, 1 + high]."""
+
+    clip_range: float = 0.2
+    """Both sides, where the side's own value is None."""
+    clip_range_low: float | None = None
+    """Distance below 1; None: `clip_range`."""
+    clip_range_high: float | None = None
+    """Distance above 1; larger than low is DAPO's clip-higher. None: `clip_range`."""
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.low <= 1.0, f"clip_range_low must be within [0, 1], got {self.low}")
+        require(self.high >= 0.0, f"clip_range_high must be >= 0, got {self.high}")
+
+    @property
+    def low(self) -> float:
+        """Distance of the lower bound from 1."""
+        return self.clip_range if self.clip_range_low is None else self.clip_range_low
+
+    @property
+    def high(self) -> float:
+        """Distance of the upper bound from 1."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+def ratio_metrics(inputs: LossInputs, log_r_BT: Tensor, clipped_BT: Tensor) -> dict[str, Tensor]:
+    """clip_frac: share of tokens without gradient; ppo_kl: mean of -log r, an estimate of KL(old, policy) in nats."""
+    return {"clip_frac": inputs.weighted(clipped_BT), "ppo_kl": inputs.weighted(-log_r_BT)}

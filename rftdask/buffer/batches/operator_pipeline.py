@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.operators import OPERATORS, ExperienceTable, Operator, make_operator
+from rftdask.algorithm.operators import ExperienceTable, Operator
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import Config
@@ -36,8 +37,8 @@ def operators_of(config: Config) -> list[Operator]:
         if unknown or "name" not in entry:
             raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
         try:
-            operators.append(make_operator(entry["name"], _plain(entry.get("args") or {})))
-        except ValueError as error:
+            operators.append(make_part("operator", entry["name"], _plain(entry.get("args") or {})))
+        except UserError as error:
             raise UserError(f"{where}: {error}") from error
     return operators
 
@@ -86,8 +87,8 @@ def filter_experiences(
 
 
 def operator_name(operator: Operator) -> str:
-    """As the config calls it."""
-    return next((name for name, kind in OPERATORS.items() if type(operator) is kind), type(operator).__name__)
+    """The name that the configuration uses: the registered one, or the class's."""
+    return getattr(operator, "operator_name", type(operator).__name__)
 
 
 def experience_table(table: pa.Table) -> ExperienceTable:

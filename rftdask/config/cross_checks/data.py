@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.algorithms import ALGORITHMS
+from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share
@@ -105,7 +105,7 @@ def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "buffer.trainer_input")
 def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
-    mixes = ALGORITHMS[algorithm].sample_strategy == "mix"
+    mixes = algorithm_info(algorithm).sample_strategy == "mix"
     if mixes != (strategy == "mix"):
         yield (
             "algorithm.sample_strategy",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.algorithms import ALGORITHMS, ALIASES, BASELINE_ADVANTAGES, TEACHER_ADVANTAGES
+from rftdask.config.algorithms import advantage_needs, algorithm_info, old_names, registered_parts
 from rftdask.config.base import Aliases, Count, Filled, Free, Later, Named, Renamed, Section, absent
 from rftdask.config.plugins import read_parts
 
@@ -18,7 +18,8 @@ def is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
-_TWINS = Aliases(ALIASES, "the *_verl twins are deprecated")
+_OLD_TYPES = Aliases(old_names("algorithm_type"), "the *_verl twins are deprecated")
+_OLD_ADVANTAGES = Aliases(old_names("advantage_fn"), "the *_verl twins are deprecated")
 
 
 class OptimizerConfig(Section):
@@ -50,10 +51,10 @@ class AlgorithmConfig(Section):
     """`algorithm`: a name chooses defaults for everything else in the section; None means the algorithm's default."""
 
     algorithm_type: Annotated[
-        Literal[tuple(sorted(ALGORITHMS))],  # type: ignore[valid-type]  # the table is the one list of names
-        _TWINS,
+        Literal[tuple(sorted(registered_parts("algorithm_type")))],  # type: ignore[valid-type]
+        _OLD_TYPES,
     ] = "grpo"
-    """Name of the algorithm, one of `rftdask.config.algorithms.ALGORITHMS`."""
+    """Name of the algorithm, a class with it below rftdask/algorithm."""
     repeat_times: Annotated[Count, Filled("the algorithm's default")] = absent()
     """Rollouts of each task, the size of a group. None: the algorithm's default (grpo 8)."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -74,7 +75,7 @@ class AlgorithmConfig(Section):
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
     sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if
     there is none of that name, the first)."""
-    advantage_fn: Annotated[str | None, _TWINS] = None
+    advantage_fn: Annotated[str | None, _OLD_ADVANTAGES] = None
     """Name of the advantage function."""
     advantage_fn_args: Free | None = None
     """Its arguments; those not given keep their defaults."""
@@ -107,7 +108,7 @@ class AlgorithmConfig(Section):
     @property
     def schema_type(self) -> str:
         """What the algorithm trains on: experience, sft, dpo or cpt."""
-        return ALGORITHMS[self.algorithm_type].schema
+        return algorithm_info(self.algorithm_type).schema
 
     @property
     def expert_ratio(self) -> float:
@@ -118,9 +119,9 @@ class AlgorithmConfig(Section):
     @property
     def needs_teacher(self) -> bool:
         """Whether it learns from the log-probabilities of a second model."""
-        return (self.advantage_fn or self.algorithm_type) in TEACHER_ADVANTAGES
+        return "teacher_logprobs_NT" in advantage_needs(self.algorithm_type, self.advantage_fn)
 
     @property
     def greedy_baseline(self) -> bool:
         """Whether every task has one more, greedy rollout, whose reward is the baseline of the others."""
-        return (self.advantage_fn or self.algorithm_type) in BASELINE_ADVANTAGES
+        return "baseline_rewards_N" in advantage_needs(self.algorithm_type, self.advantage_fn)

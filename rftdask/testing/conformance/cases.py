@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.losses.base import LossInputs
 
 MAX_TOKENS = 12
@@ -158,7 +157,7 @@ def packed(algorithm: Algorithm) -> Callable[[Batch], Tensor]:
 
 def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[[Batch], Tensor]:
     """Our advantages of a batch, [B, T]."""
-    function = ADVANTAGE_FNS[name](**(args or {}))
+    function = make_part("advantage_fn", name, args)
 
     def ours(batch: Batch) -> Tensor:
         inputs = AdvantageInputs(

@@ -11,9 +11,23 @@ from torch import Tensor
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
+from rftdask.config.algorithms import registered_parts
 from tests.numerics import shifted_seed
 
 Numbers = Sequence[float]
+
+
+def load_all(key: str) -> dict[str, Any]:
+    """Name -> class of every registered part for a key of the configuration."""
+    return {name: part.load() for name, part in registered_parts(key).items()}
+
+
+ALGORITHMS = load_all("algorithm_type")
+ADVANTAGE_FNS = load_all("advantage_fn")
+POLICY_LOSS_FNS = load_all("policy_loss_fn")
+KL_FNS = load_all("kl_loss_fn")
+ENTROPY_FNS = load_all("entropy_loss_fn")
+OPERATORS = load_all("operator")
 
 
 def rows(values: Numbers | Sequence[Numbers] | Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.drops import DropReason
 from tests.numerics import shifted_seed
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS
 
 NAMES = sorted(ADVANTAGE_FNS)
 WIDTH = 5
@@ -117,7 +117,7 @@ def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
 @given(seed=st.integers(0, 10**6), population=st.booleans())
 def test_grpo_equals_a_plain_loop_over_groups(seed: int, population: bool) -> None:
     inputs = random_inputs(seed)
-    got = ADVANTAGE_FNS["grpo"](std="population" if population else "sample")(inputs).advantages_N  # type: ignore[call-arg]
+    got = ADVANTAGE_FNS["grpo"](std="population" if population else "sample")(inputs).advantages_N
     for group in inputs.group_N.unique():
         rows = inputs.group_N == group
         rewards = inputs.rewards_N[rows].double()
@@ -137,9 +137,9 @@ def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 3, 7, 10])
 def test_equal_rewards_give_no_advantage_and_are_filtered_even_without_epsilon(reward: float, count: int) -> None:
     inputs = AdvantageInputs(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64))
-    result = ADVANTAGE_FNS["grpo"](epsilon=0.0, std_threshold=0.0)(inputs)  # type: ignore[call-arg]
+    result = ADVANTAGE_FNS["grpo"](epsilon=0.0, std_threshold=0.0)(inputs)
     assert result.drops_N.tolist() == [DropReason.LOW_STD] * count
-    kept = ADVANTAGE_FNS["grpo"](epsilon=0.0)(inputs)  # type: ignore[call-arg]
+    kept = ADVANTAGE_FNS["grpo"](epsilon=0.0)(inputs)
     assert kept.advantages_N.tolist() == [0.0] * count
 
 

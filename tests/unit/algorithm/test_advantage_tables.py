@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages import ADVANTAGE_FNS
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
 from rftdask.algorithm.drops import DropReason
 from tests.numerics import shifted_seed
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS
 
 
 def run(

@@ -3,15 +3,21 @@ learned is saved."""
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.operators import OPERATORS, ExperienceTable, make_operator, pass_rates, run_operators
+from rftdask.algorithm.operators import ExperienceTable, pass_rates, run_operators
 from rftdask.algorithm.selectors import DifficultyRule, DifficultyState, easy_to_hard
+from rftdask.errors import UserError
 from tests.numerics import shifted_seed
+from tests.unit.algorithm.algorithm_cases import OPERATORS
+
+make_operator = partial(make_part, "operator")
 
 
 def table(rewards: list[float], groups: list[int] | None = None, **more: Any) -> ExperienceTable:
@@ -29,7 +35,11 @@ def test_reward_filter_drops_below_the_threshold() -> None:
 
 
 def test_invalid_rewards_are_dropped() -> None:
-    assert kept(make_operator("invalid_reward_filter")(table([math.nan, math.inf, 0.0]))) == [False, False, True]
+    assert kept(make_operator("invalid_reward_filter")(table([math.nan, math.inf, 0.0]))) == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_reward_std_filter_drops_flat_and_lone_groups() -> None:
@@ -86,10 +96,12 @@ def test_no_operator_loses_a_row(name: str) -> None:
 
 
 def test_a_wrong_operator_or_rule_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'reward_filter'"):
+    with pytest.raises(UserError, match="did you mean reward_filter"):
         make_operator("reward_fliter")
-    with pytest.raises(ValueError, match="op_type is 'POW'"):
-        make_operator("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]})
+    with pytest.raises(UserError, match="op_type is 'POW'"):
+        make_part(
+            "operator", "reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]}
+        )
 
 
 def test_easy_to_hard_orders_by_the_features() -> None:

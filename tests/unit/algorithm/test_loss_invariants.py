@@ -11,14 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.algorithm.aggregation import AGGREGATIONS
-from rftdask.algorithm.compose import ALGORITHMS, make_algorithm
-from rftdask.algorithm.kl import KL_FNS
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
 from tests.numerics import assert_close, shifted_seed
-from tests.unit.algorithm.algorithm_cases import gradient, inputs, loss_only, random_batch, take, with_weights
+from tests.unit.algorithm.algorithm_cases import (
+    ALGORITHMS,
+    KL_FNS,
+    POLICY_LOSS_FNS,
+    gradient,
+    inputs,
+    loss_only,
+    random_batch,
+    take,
+    with_weights,
+)
 
 LOSSES = sorted(POLICY_LOSS_FNS)
+MOST = 9
+"""Tensors that a loss may keep for backward()."""
 RATIO_LOSSES = ["ppo", "gspo", "cispo", "sapo", "importance_sampling", "decoupled_ppo", "m2po", "dppo", "vespo"]
 EVERYTHING = {
     "kl_loss_fn": "k3",
@@ -110,7 +120,7 @@ def test_gradient_of_gspo_and_vespo_is_the_weight_of_the_sequence() -> None:
     weight = log_r.mean(-1, keepdim=True).exp() * batch.advantages()
     _, grad = gradient(batch, loss_only("gspo", clip_range_low=0.9, clip_range_high=9.0))
     torch.testing.assert_close(grad, -weight / 4)
-    phi = POLICY_LOSS_FNS["vespo"]().phi(log_r.sum(-1, keepdim=True), batch.advantages())  # type: ignore[attr-defined]
+    phi = POLICY_LOSS_FNS["vespo"]().phi(log_r.sum(-1, keepdim=True), batch.advantages())
     _, grad = gradient(batch, loss_only("vespo"))
     torch.testing.assert_close(grad, -phi * batch.advantages() / 4)
 
@@ -208,16 +218,20 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_backward_keeps_one_tensor_of_the_size_of_the_logprobs(name: str) -> None:
+def test_backward_keeps_a_bounded_number_of_tensors_of_the_size_of_the_logprobs(name: str) -> None:
+    """Of 16,384 tokens in float32 they are 0.6 MiB, what the logits of a single token of a large vocabulary take."""
     algorithm = loss_only(name)
-    batch = with_weights(random_batch(0), algorithm)
-    kept: list[torch.Tensor] = []
-    loss, _ = algorithm.compute_loss(batch)
-    node = loss.grad_fn
-    assert node is not None
-    kept.extend(node.saved_tensors)  # type: ignore[attr-defined]
-    assert [tuple(tensor.shape) for tensor in kept] == [tuple(batch.policy_logprobs_BT.shape)]
-    assert [type(edge[0]).__name__ for edge in node.next_functions if edge[0] is not None] == ["AccumulateGrad"]
+    batch = with_weights(random_batch(0, 16, 64), algorithm)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        algorithm.compute_loss(batch)
+    own = batch.policy_logprobs_BT.untyped_storage().nbytes()
+    assert sum(kept.values()) <= MOST * own
 
 
 def test_the_entropy_bonus_reaches_the_entropy() -> None:
@@ -236,11 +250,11 @@ def test_without_gradients_the_value_is_the_same() -> None:
 
 
 def test_m2po_bounds_the_second_moment_of_every_sequence_and_so_of_the_batch() -> None:
-    loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)  # type: ignore[call-arg]
+    loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)
     batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
     log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
     advantages = batch.advantages()
-    dropped = loss.dropped(batch, log_r, advantages).bool()  # type: ignore[attr-defined]
+    dropped = loss.dropped(batch, log_r, advantages).bool()
     trusted = batch.loss_mask_BT & (advantages * log_r > 0)
     assert dropped.any() and (trusted & ~dropped).any() and not (dropped & ~trusted).any()
     for row in range(8):

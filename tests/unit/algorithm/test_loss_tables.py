@@ -11,13 +11,11 @@ import torch
 
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.correction import Correction
-from rftdask.algorithm.kl import KL_FNS
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.offpolicy_losses import Vespo
-from rftdask.algorithm.losses.policy_losses import POLICY_LOSS_FNS
-from rftdask.algorithm.losses.preference_losses import Dpo
-from rftdask.algorithm.losses.ratio_losses import Sapo
-from tests.unit.algorithm.algorithm_cases import from_ratios, inputs, loss_only, rows
+from rftdask.algorithm.losses.imitation.dpo import Dpo
+from rftdask.algorithm.losses.ratio.sapo import Sapo
+from rftdask.algorithm.losses.reinforce.vespo import Vespo
+from tests.unit.algorithm.algorithm_cases import KL_FNS, POLICY_LOSS_FNS, from_ratios, inputs, loss_only, rows
 
 OLD = [-1.0, -1.0, -1.0]
 NEW = [-1.69315, -1.0, -0.59453]  # ratios 0.5, 1, 1.5
@@ -77,7 +75,7 @@ def test_cispo_gradient_passes_through_the_logprob_alone(ratios: list[float], ex
     advantages, logprobs = [1.0, -0.5, 2.0, -1.0], [-0.7, -1.2, -0.4, -2.1]
     rollout = (torch.tensor(logprobs, dtype=torch.float64) - torch.tensor(ratios, dtype=torch.float64).log())[None]
     batch = inputs(logprobs, rollout, advantages)
-    loss, _ = POLICY_LOSS_FNS["cispo"](clip_range_low=1.0, clip_range_high=10.0)(batch)  # type: ignore[call-arg]
+    loss, _ = POLICY_LOSS_FNS["cispo"](clip_range_low=1.0, clip_range_high=10.0)(batch)
     assert loss.detach().flatten().tolist() == close(expected)
     loss.sum().backward()
     assert batch.policy_logprobs_BT.grad is not None

@@ -4,6 +4,7 @@ the advantages of what is left are those that the whole group gives.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
-from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.operators import make_operator
+from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.trainer.batch_filters import AlgorithmFilter
+
+make_operator = partial(make_part, "operator")
 
 
 def table(rewards: list[list[float]], **changes: dict[tuple[int, int], Any]) -> pa.Table:

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.operators import ExperienceTable, Operator, make_operator
+from rftdask.algorithm.compose import make_algorithm, make_part
+from rftdask.algorithm.operators import ExperienceTable, Operator
 from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.build import batch_filter_of
+
+make_operator = partial(make_part, "operator")
 
 
 def group(task: int, rewards: list[float | None], **fields: Any) -> list[Experience]:
@@ -72,7 +75,9 @@ def test_what_is_dropped_is_committed_as_filtered_with_the_operator_and_the_reas
 
 
 def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:
-    shaping = make_operator("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "q", "weight": 0.5}]})
+    shaping = make_part(
+        "operator", "reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "q", "weight": 0.5}]}
+    )
     rows = [*group(0, [1.0], metrics={"q": 2.0}), *group(1, [1.0])]
     first, second = filter_experiences([shaping], rows, None)
     assert (first.reward, first.metrics) == (2.0, {"q": 2.0, "unshaped_reward": 1.0})

@@ -1,19 +1,19 @@
-"""Losses over pairs of a chosen and a rejected response: DPO and its kin.
+"""DPO and its kin: the chosen response of a pair is to be likelier than the rejected one, seen from the reference.
 
-Sequences 2i and 2i + 1 are one pair, chosen first. Knows nothing of who preferred. Invariant: one logit per pair, so
-the loss of a pair does not depend on the others; a pair with an empty side weighs 0 as a whole.
+Shapes: [B, T] tokens, [S] sequences, [P] pairs. Sequences 2i and 2i + 1 are one pair, chosen first. Invariant: one
+logit per pair, so the loss of a pair does not depend on the others; a pair with an empty side weighs 0 as a whole.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rftdask.algorithm import aggregation
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
-from rftdask.algorithm.names import one_of, require
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Dpo(PolicyLoss):
     label_smoothing: float = 0.0
     loss_type: str = "sigmoid"
 
-    uses_advantages: ClassVar[bool] = False
-    uses_reference: ClassVar[bool] = True
-    schema: ClassVar[str] = "dpo"
-    only_agg_mode: ClassVar[str | None] = "seq-mean-token-mean"
+    loss_name = "dpo"
+    uses_advantages = False
+    uses_reference = True
+    schema = "dpo"
+    only_agg_mode = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
         require(self.beta > 0.0, f"beta must be > 0, got {self.beta}")
@@ -94,3 +95,16 @@ class Dpo(PolicyLoss):
     @staticmethod
     def _to_tokens(inputs: LossInputs, values_P: Tensor) -> Tensor:
         return inputs.spread(values_P.repeat_interleave(2))
+
+
+class DpoAlgorithm(AlgorithmType):
+    """Pairs of responses; the loss itself is anchored at the reference, so no KL term stands beside it."""
+
+    algorithm_type = "dpo"
+    schema = "dpo"
+    repeat_times = 2
+    advantage_fn = None
+    policy_loss_fn = "dpo"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"
+    loss_agg_mode = "seq-mean-token-mean"

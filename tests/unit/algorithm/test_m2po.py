@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftdask.algorithm.second_moment import over_budget, over_budget_packed
+from rftdask.algorithm.losses.ratio.m2po import over_budget
 from tests.numerics import shifted_seed
 
 # Squares and sums of these are exact, so both sides compare the same numbers.
@@ -28,40 +28,29 @@ def by_sorting(row: list[tuple[float, bool]], bound: float) -> list[float]:
 
 
 def columns(row: list[tuple[float, bool]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    counted = torch.tensor([float(counted) for _, counted in row], dtype=dtype)
-    return torch.tensor([size for size, _ in row], dtype=dtype) * counted, counted
+    return torch.tensor([size for size, _ in row], dtype=dtype), torch.tensor([counted for _, counted in row])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=300, deadline=None)
-@given(rows=st.lists(ROW, min_size=1, max_size=5), bound=BOUNDS)
-def test_what_is_over_is_what_sorting_says(
-    dtype: torch.dtype, rows: list[list[tuple[float, bool]]], bound: float
-) -> None:
-    width = max(map(len, rows))
-    rows = [row + [(0.0, False)] * (width - len(row)) for row in rows]
-    sizes_SL, counted_SL = (torch.stack(parts) for parts in zip(*(columns(row, dtype) for row in rows), strict=True))
-    assert over_budget(sizes_SL, counted_SL, bound).tolist() == [by_sorting(row, bound) for row in rows]
-
-
-@settings(max_examples=200, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=6), bound=BOUNDS, mixed=st.booleans())
-def test_packed_rows_are_bounded_one_by_one(rows: list[list[tuple[float, bool]]], bound: float, mixed: bool) -> None:
-    sizes_N, counted_N = (
-        torch.cat(parts) for parts in zip(*(columns(row, torch.float32) for row in rows), strict=True)
-    )
+def test_what_is_over_is_what_sorting_says_sequence_by_sequence(
+    dtype: torch.dtype, rows: list[list[tuple[float, bool]]], bound: float, mixed: bool
+) -> None:
+    sizes_N, counted_N = (torch.cat(parts) for parts in zip(*(columns(row, dtype) for row in rows), strict=True))
     sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows]))
     want_N = torch.tensor([over for row in rows for over in by_sorting(row, bound)])
     if mixed:  # tokens of a sequence need not be neighbors
         order = torch.argsort(torch.arange(len(sizes_N)) * 7 % 5, stable=True)
-        sizes_N, counted_N, sequence_N, want_N = (x[order] for x in (sizes_N, counted_N, sequence_N, want_N))
+        sizes_N, counted_N, sequence_N = (x[order] for x in (sizes_N, counted_N, sequence_N))
         want_N = mixed_ties(sizes_N, counted_N, sequence_N, bound)
-    assert torch.equal(over_budget_packed(sizes_N, counted_N, sequence_N, bound), want_N)
+    signs_N = torch.where(torch.arange(len(sizes_N)) % 2 == 0, 1.0, -1.0).to(dtype)  # only the size counts
+    assert torch.equal(over_budget(sizes_N * signs_N, counted_N, sequence_N, bound).float(), want_N)
 
 
 def mixed_ties(sizes_N: Tensor, counted_N: Tensor, sequence_N: Tensor, bound: float) -> Tensor:
     """The definition for tokens in any order: ties go by the place in the whole."""
-    want_N = torch.zeros_like(sizes_N)
+    want_N = torch.zeros(len(sizes_N))
     for number in sequence_N.unique().tolist():
         here = (sequence_N == number).nonzero().squeeze(-1)
         row = list(zip(sizes_N[here].tolist(), counted_N[here].bool().tolist(), strict=True))
@@ -72,8 +61,9 @@ def mixed_ties(sizes_N: Tensor, counted_N: Tensor, sequence_N: Tensor, bound: fl
 @pytest.mark.parametrize("bound", [0.01, 0.04, 1.0])
 def test_many_random_values_are_cut_where_sorting_cuts(bound: float) -> None:
     generator = torch.Generator().manual_seed(shifted_seed(3))
-    counted_SL = (torch.rand(6, 300, generator=generator) > 0.5).float()
-    sizes_SL = torch.randn(6, 300, generator=generator).abs() * counted_SL * torch.tensor([[1.0, 2, 0.1, 0, 9, 0.3]]).T
-    got = over_budget(sizes_SL, counted_SL, bound).tolist()
-    rows = [list(zip(*(x.tolist() for x in (sizes_SL[i], counted_SL[i].bool())), strict=True)) for i in range(6)]
-    assert got == [by_sorting(row, bound) for row in rows]
+    counted_SL = torch.rand(6, 300, generator=generator) > 0.5
+    sizes_SL = torch.randn(6, 300, generator=generator).abs() * torch.tensor([[1.0, 2, 0.1, 0, 9, 0.3]]).T
+    sequence_SL = torch.arange(6)[:, None].expand(6, 300)
+    got = over_budget(sizes_SL.flatten(), counted_SL.flatten(), sequence_SL.flatten(), bound).view(6, 300).float()
+    rows = [list(zip(sizes_SL[i].tolist(), counted_SL[i].tolist(), strict=True)) for i in range(6)]
+    assert got.tolist() == [by_sorting(row, bound) for row in rows]

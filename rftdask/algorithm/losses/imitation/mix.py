@@ -1,0 +1,122 @@
+"""MIX: rollouts and demonstrations in one batch, each part with the loss that is its own.
+
+Shapes: [B, T] tokens, [S] sequences. Invariant: a mixture is a matter of weights: its parts are normalized each over
+its own tokens of the whole batch, so any cut of the batch gives the same loss.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm import aggregation
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import one_of, require
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.imitation.sft import Sft
+from rftdask.algorithm.losses.ratio.ppo import Ppo
+
+
+@dataclass(frozen=True)
+class Mixture(Ppo, ABC):
+    """Base of the mixtures: (1 - mu) * PPO over the policy's own sequences + mu * imitation over demonstrations.
+
+    The factors live in `token_weights`: own tokens sum to 1 - mu, demonstrated ones to mu (for the mean
+    aggregations), each part normalized by itself. A batch without demonstrations weighs 1 - mu, one without own
+    sequences mu.
+    """
+
+    sft_loss_agg_mode: str | None = None
+    """Aggregation of the demonstrations; None: the algorithm's."""
+
+    # Sizes and ranks that other systems divide by, by hand; here the weights are those of the whole batch.
+    ignored_args = (
+        "use_dynamic_bsz",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ngpus_trainer",
+        "train_batch_size_usual",
+        "train_batch_size_expert",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sft_loss_agg_mode is not None:
+            one_of("sft_loss_agg_mode", self.sft_loss_agg_mode, aggregation.AGGREGATIONS)
+
+    @abstractmethod
+    def mu_at(self, step: int) -> float:
+        """Weight of the imitation in the batch of this step, within [0, 1]."""
+
+    @abstractmethod
+    def imitation(self) -> PolicyLoss:
+        """The loss of the demonstrations."""
+
+    def token_weights(
+        self,
+        loss_mask_BT: Tensor,
+        mode: str,
+        *,
+        max_tokens: int | None = None,
+        expert_mask_B: Tensor | None = None,
+        sequence_BT: Tensor | None = None,
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        expert_BT = aggregation.spread(expert_mask(expert_mask_B), loss_mask_BT, sequence_BT)
+        mu = self.mu_at(step)
+        own_BT, shown_BT = (
+            aggregation.token_weights(mask, how, max_tokens=max_tokens, sequence_BT=sequence_BT, dtype=dtype)
+            for mask, how in (
+                (loss_mask_BT & ~expert_BT, mode),
+                (loss_mask_BT & expert_BT, self.sft_loss_agg_mode or mode),
+            )
+        )
+        return (1.0 - mu) * own_BT + mu * shown_BT
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        expert_B = expert_mask(inputs.expert_mask_B).to(inputs.token_weights_BT.dtype)
+        own_BT, shown_BT = inputs.spread(1 - expert_B), inputs.spread(expert_B)  # 0 or 1
+        own = replace(inputs, token_weights_BT=inputs.token_weights_BT * own_BT)
+        shown = replace(inputs, token_weights_BT=inputs.token_weights_BT * shown_BT)
+        own_loss_BT, own_metrics = super().__call__(own)
+        shown_loss_BT, shown_metrics = self.imitation()(shown)
+        losses = {"usual_loss": own.weighted(own_loss_BT), "expert_loss": shown.weighted(shown_loss_BT)}
+        return own_BT * own_loss_BT + shown_BT * shown_loss_BT, {**own_metrics, **shown_metrics, **losses}
+
+
+@dataclass(frozen=True)
+class Mix(Mixture):
+    """A mixture with a fixed weight and plain SFT. Trinity-RFT's MIX; CHORD-mu, arXiv:2508.11408, equation 3."""
+
+    mu: float = 0.1
+    """Weight of the imitation, within [0, 1]."""
+
+    loss_name = "mix"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0.0 <= self.mu <= 1.0, f"mu must be within [0, 1], got {self.mu}")
+
+    def mu_at(self, step: int) -> float:
+        return self.mu
+
+    def imitation(self) -> PolicyLoss:
+        return Sft()
+
+
+def expert_mask(expert_mask_B: Tensor | None) -> Tensor:
+    """[S] bool, True for a demonstration. Raises: ValueError: the batch does not tell."""
+    if expert_mask_B is None:
+        raise ValueError("a mixture needs expert_mask_B: which sequences are demonstrations (all False if none)")
+    return expert_mask_B
+
+
+class MixAlgorithm(AlgorithmType):
+    """GRPO on the rollouts, SFT on the demonstrations; the entropy bonus leaves demonstrations out."""
+
+    algorithm_type = "mix"
+    policy_loss_fn = "mix"
+    entropy_loss_fn = "mix"
+    sample_strategy = "mix"

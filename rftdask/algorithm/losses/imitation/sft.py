@@ -1,0 +1,50 @@
+"""SFT: maximum likelihood of given responses. CPT and RAFT are the same loss on other rows.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Sft(PolicyLoss):
+    """-log p: maximum likelihood. Metric sft_nll, nats per token."""
+
+    loss_name = "sft"
+    uses_advantages = False
+    schema = "any"
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT = -inputs.policy_logprobs_BT
+        return loss_BT, {"sft_nll": inputs.weighted(loss_BT)}
+
+
+class SftAlgorithm(AlgorithmType):
+    """Prompts with a response each."""
+
+    algorithm_type = "sft"
+    schema = "sft"
+    repeat_times = 1
+    advantage_fn = None
+    policy_loss_fn = "sft"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"
+
+
+class CptAlgorithm(SftAlgorithm):
+    """Continued pretraining: plain text, every token is trained."""
+
+    algorithm_type = "cpt"
+    schema = "cpt"
+
+
+class RaftAlgorithm(SftAlgorithm):
+    """The policy's own rollouts, imitated. Source: RAFT, arXiv:2304.06767."""
+
+    algorithm_type = "raft"
+    schema = "experience"

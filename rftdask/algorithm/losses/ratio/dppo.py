@@ -1,0 +1,50 @@
+"""DPPO: a token is dropped by how far its probability moved, not by its ratio, which is wild for rare tokens.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import require
+from rftdask.algorithm.kl import MAX_LOG_RATIO
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss, ratio_metrics
+
+
+@dataclass(frozen=True)
+class Dppo(PolicyLoss):
+    """-keep adv_tau A r + kl_tau (log r)^2: drop by change of probability, not by ratio. DPPO, arXiv:2602.04879; the
+    KL term Kimi k1.5, arXiv:2501.12599; the defaults prime-rl's.
+
+    r is against what sampled (`rollout_logprobs`). keep is 0 where the token's probability already moved the wanted way
+    by more than the bound: p - p_behavior > high where A > 0, < -low where A <= 0.
+    """
+
+    mask_low: float = 0.2
+    mask_high: float = 0.2
+    adv_tau: float = 1.0
+    kl_tau: float = 0.001
+
+    loss_name = "dppo"
+
+    def __post_init__(self) -> None:
+        require(min(self.mask_low, self.mask_high) >= 0.0, "mask_low and mask_high must be >= 0")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        A_BT, log_pi_BT, log_behavior_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
+        log_r_BT = (log_pi_BT - log_behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        moved_BT = log_pi_BT.detach().exp() - log_behavior_BT.exp()
+        dropped_BT = torch.where(A_BT > 0, moved_BT > self.mask_high, moved_BT < -self.mask_low)
+        gain_BT = (self.adv_tau * A_BT * log_r_BT.exp()).masked_fill(dropped_BT, 0.0)
+        return self.kl_tau * log_r_BT.square() - gain_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
+
+
+class DppoAlgorithm(AlgorithmType):
+    """GRPO's advantages with the mask by probability; its KL is in the loss."""
+
+    algorithm_type = "dppo"
+    policy_loss_fn = "dppo"
+    kl_loss_fn = "none"

@@ -1,0 +1,42 @@
+"""GSPO: one ratio for a whole sequence, since its reward is one for the sequence.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.losses.base import ClipRange, LossInputs, PolicyLoss, ratio_metrics
+
+
+@dataclass(frozen=True)
+class Gspo(ClipRange, PolicyLoss):
+    """PPO's clip with the sequence's geometric-mean ratio at every token, no dual clip. GSPO, arXiv:2507.18071.
+
+    The paper aggregates as seq-mean-token-mean, the default of the algorithm type "gspo".
+    """
+
+    clip_range_low: float | None = 0.0003
+    clip_range_high: float | None = 0.0004
+
+    loss_name = "gspo"
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
+        # GSPO-token, section 4.3: s = sg(mean ratio) * pi / sg(pi), so that each token answers for itself.
+        mean_BT = inputs.spread(inputs.sequence_means(log_r_BT.detach()))
+        s_BT = torch.exp(mean_BT + (log_pi_BT - log_pi_BT.detach()))
+        loss_BT = torch.maximum(-A_BT * s_BT, -A_BT * s_BT.clamp(1.0 - self.low, 1.0 + self.high))
+        clipped_BT = torch.where(A_BT < 0, s_BT < 1.0 - self.low, s_BT > 1.0 + self.high)
+        return loss_BT, ratio_metrics(inputs, log_r_BT, clipped_BT)
+
+
+class GspoAlgorithm(AlgorithmType):
+    """GRPO's advantages, a ratio per sequence, sequences weigh alike."""
+
+    algorithm_type = "gspo"
+    policy_loss_fn = "gspo"
+    loss_agg_mode = "seq-mean-token-mean"

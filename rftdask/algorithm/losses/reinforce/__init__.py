@@ -1,0 +1,4 @@
+"""Losses of the REINFORCE family: log pi times the advantage and a weight without gradient.
+
+Invariant: the gradient of a token's loss in log pi is -weight * A, whatever made the weight.
+"""

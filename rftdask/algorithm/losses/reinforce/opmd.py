@@ -1,0 +1,53 @@
+"""OPMD: no ratio at all, so rollouts of any age and source are as good as others.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import require
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Opmd(PolicyLoss):
+    """-A log p / (1 + tau): no ratio, so rollouts of any age and source. OPMD, arXiv:2505.17826, appendix A; AsymRE,
+    arXiv:2506.20520."""
+
+    tau: float = 1.0
+    """Strength of the pull to the sampling policy, >= 0."""
+
+    loss_name = "opmd"
+
+    def __post_init__(self) -> None:
+        require(self.tau >= 0.0, f"tau must be >= 0, got {self.tau}")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        A_BT, log_pi_BT = inputs.advantages(), inputs.policy_logprobs_BT
+        return -(A_BT / (1.0 + self.tau)) * log_pi_BT, {}
+
+
+class OpmdAlgorithm(AlgorithmType):
+    """Rewards less the mean of the task (or its softened maximum), KL to the reference."""
+
+    algorithm_type = "opmd"
+    deprecated_names = ("opmd_verl",)
+    advantage_fn = "opmd"
+    policy_loss_fn = "opmd"
+
+
+class AsymreAlgorithm(AlgorithmType):
+    """OPMD's loss with a baseline shifted below the mean, so that successes teach more than failures.
+
+    Source: AsymRE, arXiv:2506.20520.
+    """
+
+    algorithm_type = "asymre"
+    deprecated_names = ("asymre_verl",)
+    advantage_fn = "asymre"
+    policy_loss_fn = "opmd"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"

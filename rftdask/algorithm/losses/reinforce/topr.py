@@ -1,0 +1,37 @@
+"""TOPR: successes are imitated whoever produced them, failures only as far as the policy would still produce them.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Topr(PolicyLoss):
+    """-sg(alpha) A log p, alpha = min(r, 1) where A <= threshold, else 1. TOPR, arXiv:2503.14286.
+
+    Successes are imitated whoever produced them, failures only as far as the policy would still produce them.
+    """
+
+    advantage_threshold: float = 0.0
+
+    loss_name = "topr"
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        A_BT, r_BT = inputs.advantages(), inputs.log_ratio().detach().exp()
+        alpha_BT = torch.where(self.advantage_threshold >= A_BT, r_BT.clamp(max=1.0), 1.0)
+        return -(alpha_BT * A_BT) * inputs.policy_logprobs_BT, {"topr_alpha": inputs.weighted(alpha_BT)}
+
+
+class ToprAlgorithm(AlgorithmType):
+    """Rewards as they are, without a baseline."""
+
+    algorithm_type = "topr"
+    advantage_fn = "reinforce"
+    policy_loss_fn = "topr"

@@ -1,0 +1,55 @@
+"""VESPO: a smooth weight of the whole sequence, without a clip and without dividing by its length.
+
+Shapes: [B, T] tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import require
+from rftdask.algorithm.kl import MAX_LOG_RATIO
+from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Vespo(PolicyLoss):
+    """-sg(phi(w)) A log p, phi(w) = exp(l) w^k exp(-l w), w the product of r over the sequence. VESPO,
+    arXiv:2602.10693.
+
+    phi is 1 at w = 1 and falls on both sides: no clip, no length normalization.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    loss_name = "vespo"
+
+    def __post_init__(self) -> None:
+        values = (self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg)
+        require(min(values) > 0.0, f"k and lambda must be > 0, got {values}")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
+        log_w_BT = inputs.spread(inputs.sequence_sums(log_r_BT.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        phi_BT = self.phi(log_w_BT, A_BT)
+        metrics = {"ppo_kl": inputs.weighted(-log_r_BT), "vespo_phi": inputs.weighted(phi_BT)}
+        return -(phi_BT * A_BT) * inputs.policy_logprobs_BT, metrics
+
+    def phi(self, log_w: Tensor, advantages: Tensor) -> Tensor:
+        """phi(exp(log_w)) with the constants for the sign of the advantage; A = 0 counts as positive."""
+        k = torch.where(advantages >= 0, torch.full_like(log_w, self.k_pos), self.k_neg)
+        rate = torch.where(advantages >= 0, torch.full_like(log_w, self.lambda_pos), self.lambda_neg)
+        return torch.exp(rate + k * log_w - rate * log_w.exp())
+
+
+class VespoAlgorithm(AlgorithmType):
+    """GRPO's advantages; the weight keeps to the sampler, so there is no KL."""
+
+    algorithm_type = "vespo"
+    policy_loss_fn = "vespo"
+    kl_loss_fn = "none"

@@ -1,0 +1,88 @@
+"""The reference of all names in docs/algorithms.md, written from the code.
+
+`python -m tests.unit.algorithm.reference_page` writes it: of every name its class's docstring, its defaults and its
+file, so that page and code cannot drift apart.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.correction import Correction
+from rftdask.config.algorithms import old_names, registered_parts
+
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+START = "## Algorithm types"
+SECTIONS = {
+    "Advantage functions": "advantage_fn",
+    "Policy losses": "policy_loss_fn",
+    "KL": "kl_loss_fn",
+    "Entropy": "entropy_loss_fn",
+    "Experience operators": "operator",
+}
+
+
+def render() -> str:
+    """Markdown: the table of algorithm types, then every part with its docstring and its arguments."""
+    sections = [START, "", *_types(), ""]
+    for title, key in SECTIONS.items():
+        sections += [f"## {title}", ""]
+        for name, part in sorted(registered_parts(key).items()):
+            sections += _part(name, part.load())
+    sections += ["## Rollout correction", "", *_part("rollout_correction", Correction)]
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _types() -> list[str]:
+    head = [
+        "type",
+        "advantage",
+        "policy loss",
+        "KL loss",
+        "entropy",
+        "aggregation",
+        "repeat_times",
+        "critic",
+        "reference",
+        "file",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for name, part in sorted(registered_parts("algorithm_type").items()):
+        algorithm, traits = make_algorithm(name), part.traits
+        file = part.module.replace(".", "/") + ".py"
+        rows.append(
+            [
+                f"`{name}`",
+                _with_args(traits["advantage_fn"], traits["advantage_fn_args"]),
+                _with_args(traits["policy_loss_fn"], traits["policy_loss_fn_args"]),
+                traits["kl_loss_fn"],
+                traits["entropy_loss_fn"],
+                algorithm.loss_agg_mode,
+                str(algorithm.repeat_times),
+                "yes" if algorithm.use_critic else "",
+                "yes" if algorithm.use_reference else "",
+                f"[{file.removeprefix('rftdask/algorithm/')}](../{file})",
+            ]
+        )
+    twins = {**old_names("advantage_fn"), **old_names("algorithm_type")}
+    old = ", ".join(f"`{old}` is `{new}`" for old, new in sorted(twins.items()))
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return [*table, "", f"Old names, each with one warning: {old}; the sample strategy `warmup` is `default`."]
+
+
+def _part(name: str, cls: Any) -> list[str]:
+    fields = ", ".join(f"`{field.name}={field.default!r}`" for field in dataclasses.fields(cls))
+    return [f"### `{name}`", "", inspect.cleandoc(cls.__doc__ or ""), "", f"Arguments: {fields or 'none'}.", ""]
+
+
+def _with_args(name: str | None, args: Mapping[str, object]) -> str:
+    given = ", ".join(f"{key} {value}" for key, value in args.items())
+    return (name or "") + (f" ({given})" if given else "")
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(START)] + render())

@@ -1,0 +1,87 @@
+"""Promises of the registered parts: what is read from the source without torch is what the classes are."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import rftdask.algorithm
+from rftdask.algorithm.compose import BASES, make_algorithm
+from rftdask.config.algorithms import (
+    LABELS,
+    AlgorithmInfo,
+    advantage_needs,
+    algorithm_info,
+    old_names,
+    registered_parts,
+)
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, ALGORITHMS
+
+ROOT = Path(rftdask.algorithm.__file__).parent
+
+
+def test_names_and_arguments_are_read_without_torch() -> None:
+    code = (
+        "import sys; from rftdask.config.algorithms import LABELS, registered_parts;"
+        "print([len(registered_parts(key)) > 0 for key in LABELS], 'torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == f"{[True] * len(LABELS)} False"
+
+
+@pytest.mark.parametrize("key", sorted(BASES))
+def test_what_is_read_is_what_the_class_is(key: str) -> None:
+    for name, part in registered_parts(key).items():
+        cls = part.load()
+        assert issubclass(cls, BASES[key]) and getattr(cls, LABELS[key]) == name
+        if dataclasses.is_dataclass(cls):
+            assert part.parameters is not None
+            assert list(part.parameters) == [field.name for field in dataclasses.fields(cls)]
+        for trait, value in part.traits.items():
+            assert getattr(cls, trait) == value, (name, trait)
+
+
+def test_class_names_are_unique_below_the_package() -> None:
+    """They are the names of bases when files are read, and of parts in an error."""
+    trees = [ast.parse(file.read_text()) for file in ROOT.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_facts_are_those_of_the_composition(name: str) -> None:
+    algorithm = make_algorithm(name)
+    advantage = algorithm.advantage_fn
+    assert algorithm_info(name) == AlgorithmInfo(
+        schema=algorithm.schema,
+        repeat_times=algorithm.repeat_times,
+        critic=algorithm.use_critic,
+        reference=algorithm.use_reference,
+        grouped=advantage is not None and advantage.uses_groups,
+        sample_strategy=algorithm.sample_strategy,
+    )
+
+
+def test_what_an_advantage_needs_is_known() -> None:
+    for name, cls in ADVANTAGE_FNS.items():
+        assert advantage_needs("grpo", name) == set(cls.needs)
+    assert "teacher_logprobs_NT" in advantage_needs("jsd", None)
+    assert "baseline_rewards_N" in advantage_needs("remax", None)
+    assert advantage_needs("sft", None) == set()
+
+
+def test_old_names_stand_for_names_that_are_there() -> None:
+    twins = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
+    assert old_names("algorithm_type") == old_names("advantage_fn") == twins
+
+
+def test_no_gradient_is_written_by_hand() -> None:
+    for file in ROOT.rglob("*.py"):
+        text = file.read_text()
+        assert "autograd.Function" not in text and "autograd.grad(" not in text and "save_for_backward" not in text, (
+            file
+        )
