@@ -317,7 +317,7 @@ class SeenLog(ParquetLog):
 
 
 def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float, finished: Any) -> None:
-    """In a process of its own: rollout batches whose groups end one after another, spread over some seconds."""
+    """In a process of its own: work units whose groups end one after another, spread over some seconds."""
     log = ParquetLog(open_storage(url))
     random = np.random.default_rng(2)
     for step in range(1, num_batches + 1):

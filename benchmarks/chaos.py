@@ -103,7 +103,7 @@ def _strike(run: Run, kind: str, rng: random.Random) -> bool:
 
 
 def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
-    """Of each step, (explore step, rollout batch, row of the batch, reason) of every row, sorted."""
+    """Of each step, (explore step, work unit, row of the batch, reason) of every row, sorted."""
     ledger, steps = Ledger(open_storage(folder)), []
     for step in range(1, ledger.last_step() + 1):
         entry, rows = ledger.read(step), []

@@ -68,7 +68,7 @@ def quickstart_tree(folder: Path, explorers: int) -> Tree:
     tasks = stage["buffer"]["explorer_input"]
     tasks["taskset"]["path"] = str(folder / "toy" / "train.jsonl")
     del tasks["eval_tasksets"], stage["stage_name"], stage["explorer"]["eval_interval"]
-    # Two rollout batches for each explorer, so that a kill finds some of a step done and some not.
+    # Two work units for each explorer, so that a kill finds some of a step done and some not.
     stage["explorer"]["tasks_per_batch"] = max(1, stage["buffer"]["batch_size"] // (2 * explorers))
     stage["trainer"]["save_interval"] = 2
     return {**common, **stage, "model": {**tree["model"], "model_path": Experiment.from_yaml(warmup).model_path()}}

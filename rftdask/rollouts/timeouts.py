@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OverRollout:
-    """Do not wait for the slowest tasks of a rollout batch. Meanings as in Trinity-RFT's `explorer.over_rollout`."""
+    """Do not wait for the slowest tasks of a work unit. Meanings as in Trinity-RFT's `explorer.over_rollout`."""
 
     ratio: float = 0.0
     """Share of the tasks that may be missing; 0 waits for all."""

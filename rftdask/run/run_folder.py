@@ -207,7 +207,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _with_batches(config: Config, first: Config) -> Config:
-    """The config with the size of rollout batches that the run began with: slots of groups depend on it."""
+    """The config with the size of work units that the run began with: slots of groups depend on it."""
     if config.explorer.tasks_per_batch is not None:
         return config
     tree = config.to_dict()

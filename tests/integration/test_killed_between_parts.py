@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 def num_half_done(folder: Path) -> int:
-    """Rollout batches of which some groups are committed and some are not."""
+    """Work units of which some groups are committed and some are not."""
     names = ParquetLog(open_storage(str(folder))).shards()
     return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 

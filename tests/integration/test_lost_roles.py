@@ -56,7 +56,7 @@ def assert_same_end(config: Path, plain: Path) -> None:
 
 
 def explored(folder: Path) -> tuple[int, int]:
-    """Rollout batches that are committed, and the last explore step of which there is one."""
+    """Work units that are committed, and the last explore step of which there is one."""
     done = done_units(ParquetLog(open_storage(folder)).shards())
     return len(done), max((step for step, _ in done), default=0)
 

@@ -199,11 +199,11 @@ class RetentionConfig(Section):
 
     keep: Literal["all", "compact", "thin", "none"] = "all"
     """all: everything. compact: everything, what is not needed any more merged into few large files; for storage_type
-    queue. thin: some rollout batches. none: only what is needed, and the last `keep_steps`."""
+    queue. thin: some work units. none: only what is needed, and the last `keep_steps`."""
     keep_steps: Natural = 0
     """Explore steps that stay as they are before those that are needed."""
     keep_share: float = Field(default=0.1, gt=0, lt=1)
-    """thin: share of the older rollout batches that stay."""
+    """thin: share of the older work units that stay."""
 
 
 class ExperienceBufferConfig(Section):
@@ -224,7 +224,7 @@ class ExperienceBufferConfig(Section):
     URL with a password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder:
     no path."""
     capacity: Count | None = None
-    """mode both: explorers begin no rollout batch while so many experiences lie unread or are under way. None: no limit
+    """mode both: explorers begin no work unit while so many experiences lie unread or are under way. None: no limit
     but the lead that `synchronizer` allows. A train batch is always let through."""
     max_unread_bytes: Count | None = None
     """The same in bytes of tokens, logprobs and text, by the mean of what was committed so far. None: no limit."""

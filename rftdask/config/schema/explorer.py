@@ -147,7 +147,7 @@ class OverRolloutConfig(Section):
     """`explorer.over_rollout`: do not wait for the slowest tasks."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the tasks of a rollout batch that may be missing; 0 waits for all."""
+    """Share of the tasks of a work unit that may be missing; 0 waits for all."""
     wait_after_min: float = Field(default=30.0, ge=0)
     """Seconds that the rest have once enough are done; then they are called off, and end as timeouts."""
     return_partial_tasks: bool = False
@@ -196,13 +196,13 @@ class ExplorerConfig(Section):
     """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
     if that is less."""
     max_workers: Count | None = None
-    """Explorer workers that a run asks for at most, as long as there are rollout batches for them. None:
+    """Explorer workers that a run asks for at most, as long as there are work units for them. None:
     rollout_model.engine_num, or min_workers if that is more."""
     tasks_per_batch: Count | None = None
-    """Tasks in one rollout batch, the unit of work sent to an engine. None: an even share of
+    """Tasks in one work unit, the unit of work sent to an engine. None: an even share of
     an explore step for each engine there may be, 64 at most."""
     flush_age_s: float | None = Field(default=0.25, gt=0)
-    """Seconds that the finished rollouts of a task wait for the other tasks of their rollout batch before they are
+    """Seconds that the finished rollouts of a task wait for the other tasks of their work unit before they are
     committed without them. None: a batch is committed as a whole."""
     max_timeout: Seconds = 1800.0
     """Seconds for one attempt at one rollout."""

@@ -90,7 +90,7 @@ class ExperiencePipelineConfig(Section):
     operators: tuple[Free, ...] = ()
     """[{name, args}, ...], run in this order; see docs/algorithms.md."""
     stage: Literal["batch", "commit"] = "batch"
-    """batch: on every train batch before it is written down. commit: in the explorer, on every rollout batch before it
+    """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it
     is committed; what is dropped is committed as filtered."""
     save_input: Annotated[bool, Ignored("the experience log always keeps what the explorers made")] = True
     """Keep what the operators were given."""

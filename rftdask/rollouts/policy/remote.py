@@ -40,7 +40,7 @@ class RemoteSpec:
     """For one try."""
     max_retries: int = _MAX_RETRIES
     max_concurrent: int = 64
-    """Requests of one rollout batch at the same time."""
+    """Requests of one work unit at the same time."""
 
     def check(self) -> None:
         """Raises: UserError: the package or an environment variable is missing; names what to do."""

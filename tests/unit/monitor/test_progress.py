@@ -61,8 +61,8 @@ def test_a_new_stage_prints_at_once_after_the_last_state_of_the_old(clock):
 
 def test_a_note_is_printed_at_once(clock):
     out = io.StringIO()
-    PlainView(out, clock).note("worker tcp://10.0.0.7:4001 lost; 3 rollout batches run again")
-    assert out.getvalue() == "note: worker tcp://10.0.0.7:4001 lost; 3 rollout batches run again\n"
+    PlainView(out, clock).note("worker tcp://10.0.0.7:4001 lost; 3 work units run again")
+    assert out.getvalue() == "note: worker tcp://10.0.0.7:4001 lost; 3 work units run again\n"
 
 
 def test_the_terminal_keeps_one_panel_and_notes_scroll_above_it(clock):

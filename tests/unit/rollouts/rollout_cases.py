@@ -83,7 +83,7 @@ def run(
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     **changes: Any,
 ) -> list[Experience]:
-    """The experiences of one rollout batch; `changes` are of RolloutDefaults."""
+    """The experiences of one work unit; `changes` are of RolloutDefaults."""
     batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
     return outcome(tasks, Engines(generate_batch, CharTokenizer()), batch, **changes).experiences
 
