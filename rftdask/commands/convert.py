@@ -58,6 +58,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
         raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the move is a rename and the folder appears whole.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
         whole = Path(folder) / "whole"
         whole.mkdir()
@@ -102,6 +103,7 @@ def _write_model(config: Config, files: Mapping[str, bytes], folder: Path) -> No
 
 def _load_weights(model: Any, tensors: dict[str, torch.Tensor], path: str) -> None:
     missing, unexpected = model.load_state_dict(tensors, strict=False)
+    # A tied weight is stored once, under one of its names.
     missing = set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ())
     if missing or unexpected:
         raise DataError(

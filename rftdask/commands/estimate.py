@@ -121,6 +121,7 @@ def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
     product = 2 * shape.hidden_size + 3 * shape.query_size + 2 * shape.key_size + 4 * shape.intermediate_size
     norm = 4 * shape.hidden_size + (2 * (shape.query_size + shape.key_size) if shape.normalizes_heads else 0)
     layer = sizes.compute_bytes * product + 4 * norm
+    # Without checkpointing every layer keeps all of it; with it each keeps its input, and one at a time the rest.
     ends = 4 * 5 * shape.hidden_size  # embeddings, the last norm, the states that are scored
     if sizes.checkpointing:
         return sizes.tokens * (4.0 * shape.hidden_size * shape.num_layers + layer + ends)
@@ -164,6 +165,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     num_ranks = trainer.num_ranks or max(1, left)
     longest = longest_part(config)
     tokens = max(trainer.max_tokens_per_micro_batch, longest)
+    # The last limit is what a batch has at all.
     if trainer.micro_batch_size is not None:
         tokens = min(tokens, trainer.micro_batch_size * longest)
     trained = None
@@ -235,6 +237,7 @@ def _train_advice(shape: ModelShape, sizes: TrainSizes, longest: int, usable: fl
 
     lines = []
     for checkpointing in (False, True):
+        # All but the logits grows in proportion to the tokens, so two points give the line.
         fixed = total(tokens=0, checkpointing=checkpointing)
         each = total(tokens=10**6, checkpointing=checkpointing) - fixed - logit_bytes(shape, 10**6)
         tokens = int((usable - fixed - logit_bytes(shape, 10**6)) / (each / 10**6))

@@ -24,8 +24,10 @@ from rftdask.processes.poll import wait_for
 from rftdask.run.run_folder import RUN_FILE, lease_holder, read_end, read_run
 from rftdask.storage import Storage, open_storage
 
-if TYPE_CHECKING:
-    from rftdask.cluster.jobqueue import JobQueueCluster  # only for its type: it loads Dask
+if TYPE_CHECKING:  # they load Dask
+    from distributed import Client
+
+    from rftdask.cluster.jobqueue import JobQueueCluster
 
 _DRIVERS = ("controller", "explore", "train")
 """Jobs that hold a driver; the others are its workers."""
@@ -183,10 +185,10 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) ->
             with path.open("rb") as file:
                 file.seek(read.get(path, 0))
                 whole, newline, _ = file.read().rpartition(b"\n")
-            if newline:
+            if newline:  # a line that is still being written waits for the next look
                 read[path] = read.get(path, 0) + len(whole) + 1
                 yield path.name, whole.decode(errors="replace").split("\n")[-last:]
-        last = 0  # [-0:] is everything
+        last = 0  # from now on all that comes: [-0:] is everything
         sleep(look_s)
 
 
@@ -204,12 +206,12 @@ def _log_files(folder: Path, role: str) -> list[Path]:
     return sorted(path for path in folder.glob(f"{role}*.log") if path.is_file())
 
 
-def connect(url: str, timeout_s: float = 30.0) -> Any:
+def connect(url: str, timeout_s: float = 30.0) -> Client:
     """Connect a distributed.Client to the run's scheduler, for a notebook on a machine that reaches it.
 
     Raises: UserError: the run has no cluster now, or its keys are another user's; WaitTimeout: it does not answer.
     """
-    from distributed import Client
+    from distributed import Client  # late: the other commands load no Dask
 
     from rftdask.cluster.secrets_folder import PrivateFolder
 

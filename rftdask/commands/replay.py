@@ -110,6 +110,7 @@ def compare(theirs: Storage, ours: Storage) -> Comparison:
     parent = read_parent(ours)
     begin = 0 if parent is None else parent.step
     common = [s for s in checkpoint_steps(theirs) if s in set(checkpoint_steps(ours)) and s > begin]
+    # The newest first: if the last step is the same, all before it were.
     for step in reversed(common):
         folder = checkpoint_folder(step)
         if is_valid(theirs, folder) and is_valid(ours, folder):
@@ -199,5 +200,6 @@ def _copy_checkpoint(storage: Storage, target: Storage, parent: Parent) -> None:
     manifest = read_manifest(storage, folder)
     if manifest is None:
         raise FencedError(f"{storage.url}/{folder} was removed meanwhile: is the run still at work?")
+    # Each file against its hash: a lineage must not begin with a damaged checkpoint.
     files = {name: read_file(storage, folder, manifest, name) for name in manifest.files}
     write_folder(target, folder, files, lineage=parent.name, version=parent.step, extra=manifest.extra)

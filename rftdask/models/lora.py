@@ -65,7 +65,7 @@ class Lora:
 
 
 def begin(model: Any, lora: Lora) -> dict[str, Any]:
-    """Put the adapters to train into `model`, in place, and freeze the rest; PEFT's settings of them, as JSON has them.
+    """Put the adapters to train into `model`, in place, and freeze the rest; returns PEFT's settings as JSON has them.
 
     Raises: DataError: no layer is meant, or the adapter to begin with does not fit.
     """
@@ -73,6 +73,7 @@ def begin(model: Any, lora: Lora) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in adapter_names(model))
         if parameter.requires_grad:
+            # PEFT makes adapters in the type of the layer they are put beside; the optimizer wants its own.
             parameter.data = parameter.data.to(getattr(torch, lora.dtype))
     if lora.path is not None:
         load_adapter(model, load_file(Path(lora.path) / ADAPTER_FILE), lora.path)
@@ -80,7 +81,7 @@ def begin(model: Any, lora: Lora) -> dict[str, Any]:
 
 
 def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Put adapters that change nothing into the layers that `settings` mean; the settings with all defaults.
+    """Put adapters that change nothing into the layers that `settings` mean; returns the settings with all defaults.
 
     Raises: DataError: they mean no layer. UserError: `peft` is not installed.
     """
@@ -95,14 +96,14 @@ def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_names(model: torch.nn.Module) -> dict[str, str]:
-    """Names of the adapters' tensors: in the model -> in PEFT's file."""
-    names = [name for name, _ in model.named_parameters() if f".{_NAME}" in name and ".lora_" in name]
-    return {name: _PREFIX + _name_in_file(name) for name in names}
-
-
-def _name_in_file(name: str) -> str:
-    stem = name.replace(f".{_NAME}", "")
-    return stem.removesuffix(".weight") if "lora_magnitude_vector" in stem else stem
+    """Map the names of the adapters' tensors in the model to those in PEFT's file."""
+    found = {}
+    for name, _ in model.named_parameters():
+        if f".{_NAME}" in name and ".lora_" in name:
+            stem = name.replace(f".{_NAME}", "")
+            # DoRA's vector is a module with one weight in the model, and a bare tensor in the file.
+            found[name] = _PREFIX + (stem.removesuffix(".weight") if "lora_magnitude_vector" in stem else stem)
+    return found
 
 
 def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
@@ -123,7 +124,7 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
 
 
 def settings_bytes(settings: Mapping[str, Any]) -> bytes:
-    """adapter_config.json."""
+    """Encode adapter_config.json."""
     return json.dumps(dict(settings), indent=1, sort_keys=True).encode()
 
 
@@ -132,6 +133,7 @@ def load_files(model: Any, config_file: Path, tensors_file: Path) -> None:
 
     Raises: DataError: the files hold no adapter of this model.
     """
+    # The adapters stay where they are from one version to the next: only their values change.
     if not adapter_names(model):
         add_adapter(model, _read_settings(config_file))
         model.requires_grad_(False)
@@ -140,7 +142,7 @@ def load_files(model: Any, config_file: Path, tensors_file: Path) -> None:
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """The model as it is without them, in evaluation mode: the reference of a policy that began as it."""
+    """Turn the adapters off for the block, in evaluation mode: the reference of a policy that began without any."""
     layers = _tuned_layers(model)
     training = model.training
     model.eval()
@@ -156,7 +158,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(model: Any) -> Any:
-    """The model itself, the adapters added to its weights and gone."""
+    """Add the adapters to the weights of the model, in place, and take them out; returns the model."""
     for name, module in list(model.named_modules()):
         if module in _tuned_layers(model):
             module.merge()
@@ -179,7 +181,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def settings_of(data: bytes) -> dict[str, Any]:
-    """The settings in adapter_config.json, to put an adapter into a model. Raises: ValueError: it is no LoRA."""
+    """Read the settings in adapter_config.json, to put an adapter into a model. Raises: ValueError: it is no LoRA."""
     settings: dict[str, Any] = json.loads(data)
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"its peft_type is {settings.get('peft_type')}; only LORA can be trained")

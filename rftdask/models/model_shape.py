@@ -58,6 +58,7 @@ class ModelShape:
         total = 0
         for name, shape in self.weights.items():
             layer = name.removesuffix(".weight")
+            # PEFT adapts linear layers: no biases, no norms, no embeddings (unless they are named, which we refuse).
             if len(shape) != 2 or layer == name or "embed" in layer.rpartition(".")[2]:
                 continue
             if exclude is not None and _means(exclude, layer):
@@ -127,6 +128,7 @@ def _build(model_path: str, trust_remote_code: bool) -> tuple[dict[str, Any], di
 def _shape(config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]) -> ModelShape:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_size = config.get("head_dim") or hidden // heads
+    # Of a mixture of experts a token computes with the chosen ones only, which is what activations follow from.
     experts = config.get("num_experts_per_tok")
     inner = experts * (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else None
     return ModelShape(

@@ -120,9 +120,10 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Make all rows durable; costs nothing when they are. Raises: StorageError."""
-        with self._lock:
+        with self._lock:  # the role's loop and its background threads write
             if self._num_durable == len(self._lines):
                 return
+            # The part as a whole, since object stores cannot append; `rows_per_part` bounds what a flush costs.
             data = ("\n".join(self._lines) + "\n").encode()
             if self._path:
                 self._storage.put(self._path, data)
@@ -141,12 +142,13 @@ class MetricsWriter:
         self.close()
 
     def _create(self, data: bytes) -> str:
-        """Path of a new part with `data`. Create-only, so that a writer thought dead cannot share a part with us."""
+        """Begin a new part with `data`; returns its path."""
         folder = f"{FOLDER}/{self._role}"
         number = max((part for part, _ in _parts(self._storage, self._role)), default=0)
         while True:  # ends: each turn somebody else made a part
             number += 1
             path = f"{folder}/{self._first_step:08d}-{number:06d}.jsonl"
+            # Create-only, so that a writer that was thought dead cannot share a part with this one.
             if self._storage.put_new(path, data):
                 return path
 
@@ -184,12 +186,12 @@ class MetricsFollower:
                 found += rows[self._num_given.get(path, 0) :]
                 self._num_given[path] = len(rows)
                 if number < len(parts):
-                    self._ended.add(path)
+                    self._ended.add(path)  # its writer has begun another, and will not come back to this one
         return found
 
 
 def read_metrics(storage: Storage, role: str | None = None) -> pd.DataFrame:
-    """All rows of a run, or of one role, as `rows_to_frame` gives them; empty when there are none."""
+    """Read all rows of a run, or of one role, as `rows_to_frame` gives them; empty when there are none."""
     rows: list[MetricsRow] = []
     for name in _roles(storage) if role is None else [role]:
         for _, path in _parts(storage, name):
@@ -198,12 +200,13 @@ def read_metrics(storage: Storage, role: str | None = None) -> pd.DataFrame:
 
 
 def rows_to_frame(rows: Iterable[MetricsRow]) -> pd.DataFrame:
-    """One line per (role, step, tags), of which the row written last wins whole; sorted by step, then role and tags.
+    """Make one line per (role, step, tags), of which the row written last wins whole, by step, then role and tags.
 
     Columns: role (str), step (int64), time_s, tags (str, "" where missing), metrics (float64, NaN where missing).
     """
     import pandas as pd  # late: half a second that a writer does not need
 
+    # A resumed role measures some steps again: the newer row is of the run as it went on.
     latest = {(row.step, row.role, *sorted(row.tags.items())): row for row in sorted(rows, key=lambda row: row.time_s)}
     kept = [latest[key] for key in sorted(latest)]
     columns: dict[str, list[str] | list[int] | list[float]] = {

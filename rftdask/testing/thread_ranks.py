@@ -43,7 +43,7 @@ class ThreadRanks(Ranks):
         return torch.cat(found)
 
     def _all(self, value: Any) -> list[Any]:
-        self._board[self.rank] = value
+        self._board[self.rank] = value  # each rank its own place: no lock is needed
         self._barrier.wait()
         found = list(self._board)
         self._barrier.wait()  # nobody writes the next before all have read this
@@ -63,7 +63,7 @@ def in_threads(size: int, target: Callable[..., Any], num_groups: int = 1, deadl
             return target(*(ThreadRanks(rank, *pair) for pair in zip(boards, barriers, strict=True)))
         except BaseException:
             for barrier in barriers:
-                barrier.abort()
+                barrier.abort()  # else the other ranks would wait for this one until their deadline
             raise
 
     with ThreadPoolExecutor(size) as pool:

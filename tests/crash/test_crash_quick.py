@@ -113,7 +113,7 @@ def test_an_acknowledged_shard_that_is_gone_is_counted(plan: Plan) -> None:
     storage, witness = finished(plan)
     storage.remove(witness.shards_acknowledged()[0])
     ending = check_ending(storage, plan, witness, run_undisturbed(plan))
-    assert ending.num_lost == plan.tasks_per_batch * plan.repeat_times
+    assert ending.num_lost == plan.tasks_per_unit * plan.repeat_times
 
 
 def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:

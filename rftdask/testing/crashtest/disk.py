@@ -67,6 +67,7 @@ class SimulatedDisk(Posix):
         rng = random.Random(seed)
         share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # also the extremes, which a coin would hardly ever show
 
+        # Changes of names are kept or lost one by one, in no order: journals may write them in any.
         def keep_names(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
             names = dict(folder.synced)
             for change in folder.unsynced:
@@ -113,7 +114,7 @@ class SimulatedDisk(Posix):
 
     def write(self, descriptor: int, data: bytes) -> None:
         self.before_change("write", "")
-        self._open[descriptor].data += data
+        self._open[descriptor].data += data  # visible to readers at once, durable only after `sync`
 
     def sync(self, descriptor: int) -> None:
         self.before_change("sync", "")
@@ -167,6 +168,7 @@ class SimulatedDisk(Posix):
         self.before_change("sync folder", path)
         folder = self._folder(path)
         if self.sync_folders:
+            # Names alone: the bytes of a file in it need a sync of their own.
             folder.synced, folder.unsynced = dict(folder.names), []
         return folder.number
 

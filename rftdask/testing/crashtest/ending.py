@@ -61,7 +61,7 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness, undisturbed: Un
     """Read everything, and compare. The product's own parts do it, also where the run went without some of them."""
     try:
         log, ledger = ParquetLog(storage), Ledger(storage)
-        audit = audit_log(log, ledger, plan.tasks_per_batch)
+        audit = audit_log(log, ledger, plan.tasks_per_unit)
         problems = [f"audit: {problem}" for problem in audit.problems]
         if audit.waiting:
             problems.append(f"audit: {audit.waiting} experiences still wait")

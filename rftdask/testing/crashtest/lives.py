@@ -62,7 +62,7 @@ class Life:
 def start_life(job: Callable[[], None], folder: Path) -> Life:
     """Run `job` in a fork of this process. `folder`: where it says what it raised."""
     parent = os.getpid()
-    pid = os.fork()
+    pid = os.fork()  # not a new interpreter: importing pyarrow takes a second, and there are thousands of lives
     if pid:
         return Life(pid, folder / f"error-{pid}.txt")
     status = 1
@@ -70,6 +70,7 @@ def start_life(job: Callable[[], None], folder: Path) -> Life:
         job()
         status = 0
     except BaseException:
+        # An orphan's parent has removed the folder, or is about to.
         if os.getppid() == parent:
             (folder / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
     finally:

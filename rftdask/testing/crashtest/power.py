@@ -82,6 +82,7 @@ def _go_on(
     def storage() -> LocalStorage:
         return LocalStorage(_ROOT, disk)
 
+    # Before the run goes on: a writer would commit the same unit again, and the loss would not be seen.
     lost = _lost_by_now(storage(), witness)
     if lost.problems:
         return lost

@@ -34,10 +34,12 @@ def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> F
     began = time.monotonic()
     figures = Figures("stops", "places before, in and after each storage operation; SIGKILL at each")
     undisturbed = run_undisturbed(plan)
+    # Listed in a folder of its own, which is as deep as those of the killed runs: another depth has other places.
     counted = folder / "counted"
     places = list_places(counted, plan, seed)
     shutil.rmtree(counted)
     figures.num_operations = sum(place.startswith("after ") for place in places)  # only verbs have an "after"
+    # The last place, too, however thinly they are tried: there a list that is too long would show.
     for number in sorted({*range(0, len(places), every), len(places) - 1}):
         life_folder = folder / f"place-{number + 1}"
         life_folder.mkdir(parents=True)
@@ -46,7 +48,7 @@ def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> F
         try:
             _kill_at(places[number], life_folder, plan, witness, seed)
             figures.num_kills += 1
-            ending = finish(life_folder, plan, witness, undisturbed, seed + 1)
+            ending = finish(life_folder, plan, witness, undisturbed, seed + 1)  # another writer, with other names
         except RoleError as error:
             ending = Ending([str(error)])
         figures.num_trained_again += witness.num_trained_again()

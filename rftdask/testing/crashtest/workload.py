@@ -1,7 +1,7 @@
 """Workload: the short run that crash tests disturb. Real log, ledger, checkpoints, weights and trainer loop; what is
 left out are Dask, rollouts and gradients.
 
-Every experience is a pure function of its place, so a batch may run any number of times, by anybody. Some rollouts
+Every experience is a pure function of its place, so a work unit may run any number of times, by anybody. Some rollouts
 fail and some groups are too stale, so that rows are dropped, too. It knows nothing of crashes.
 """
 
@@ -31,7 +31,7 @@ _MAX_READ_TIMEOUT_S = 30.0
 _LEAD = 3
 """Explore steps that writers may be ahead of the trainer."""
 _REPEAT_SHARE = 0.15
-"""Share of the batches a writer runs although they are done."""
+"""Share of the work units a writer runs although they are done."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     num_explore_steps: int = 3
     ordered: bool = True
     tasks_per_step: int = 4
-    tasks_per_batch: int = 2
+    tasks_per_unit: int = 2
     repeat_times: int = 2
     groups_per_batch: int = 3
     save_interval: int = 2
@@ -59,22 +59,22 @@ class Plan:
         """Optimizer steps."""
         return self.num_explore_steps * self.tasks_per_step // self.groups_per_batch
 
-    def batches(self, last_explore_step: int) -> list[tuple[int, int]]:
-        """(explore step, batch) of all work units up to a step, in order."""
-        per_step = self.tasks_per_step // self.tasks_per_batch
-        return [(step, batch) for step in range(1, last_explore_step + 1) for batch in range(per_step)]
+    def units(self, last_explore_step: int) -> list[tuple[int, int]]:
+        """List (explore step, unit) of all work units up to a step, in order."""
+        per_step = self.tasks_per_step // self.tasks_per_unit
+        return [(step, unit) for step in range(1, last_explore_step + 1) for unit in range(per_step)]
 
-    def experiences(self, explore_step: int, batch: int) -> list[Experience]:
-        first = (explore_step - 1) * self.tasks_per_step + batch * self.tasks_per_batch
+    def experiences(self, explore_step: int, unit: int) -> list[Experience]:
+        first = (explore_step - 1) * self.tasks_per_step + unit * self.tasks_per_unit
         return [
             self._experience(explore_step, task, rollout)
-            for task in range(first, first + self.tasks_per_batch)
+            for task in range(first, first + self.tasks_per_unit)
             for rollout in range(self.repeat_times)
         ]
 
     def all_experiences(self) -> Iterator[Experience]:
-        for explore_step, batch in self.batches(self.num_explore_steps):
-            yield from self.experiences(explore_step, batch)
+        for explore_step, unit in self.units(self.num_explore_steps):
+            yield from self.experiences(explore_step, unit)
 
     def fate(self, experience: Experience) -> str | None:
         """Why it is dropped, "" if it is trained; None where it depends on the order of arrival."""
@@ -87,6 +87,7 @@ class Plan:
 
     def _experience(self, explore_step: int, task: int, rollout: int) -> Experience:
         version = 0 if task % 5 == 4 else task // self.groups_per_batch
+        # Primes without a common factor, so that failed and stale groups meet in every combination.
         failed = (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10
         common = {"taskset": "crash", "epoch": 0, "task_index": task, "rollout": rollout, "explore_step": explore_step}
         if failed:
@@ -182,26 +183,29 @@ class Writer:
         """name: hexadecimal; by default a random one, as every process has that is really another one."""
         self._plan = plan
         self._log = parts.log(storage)
-        self._log.writer = name or self._log.writer
+        self._log.writer = name or self._log.writer  # a given name makes the same shard names in every run
         self._ledger = parts.ledger(storage)
         self._witness = witness
         self._rng = rng
         self._sealed = False
 
     def work(self) -> bool:
-        """Commit one batch that is not done, or now and then one that is; seal the log when all are. False: nothing to
-        do.
+        """Commit one work unit that is not done, or now and then one that is; seal the log when all are done.
+
+        Returns: False: there was nothing to do.
         """
         plan = self._plan
         done = {(name.explore_step, name.unit) for name in self._log.shards()}
+        # Writers keep some steps ahead of the trainer, so that crashes find shards that are not used yet.
         explored = self._ledger.last_step() * plan.groups_per_batch // plan.tasks_per_step
-        waiting = [b for b in plan.batches(min(explored + _LEAD, plan.num_explore_steps)) if b not in done]
+        waiting = [b for b in plan.units(min(explored + _LEAD, plan.num_explore_steps)) if b not in done]
         if not waiting:
-            if not self._sealed and done.issuperset(plan.batches(plan.num_explore_steps)):
+            if not self._sealed and done.issuperset(plan.units(plan.num_explore_steps)):
                 self._log.seal(plan.num_explore_steps)
                 self._sealed = True
             return False
         chosen = self._rng.choice(waiting[:3])
+        # As after a lost acknowledgment: a unit runs again although its shard is there.
         if done and self._rng.random() < _REPEAT_SHARE:
             chosen = self._rng.choice(sorted(done))
         name = self._log.commit(plan.experiences(*chosen), explore_step=chosen[0], unit=chosen[1])
@@ -228,7 +232,7 @@ def train(
             parts.log(storage),
             ledger,
             rule,
-            tasks_per_unit=plan.tasks_per_batch,
+            tasks_per_unit=plan.tasks_per_unit,
             max_read_timeout_s=_MAX_READ_TIMEOUT_S,
             poll_interval_s=0.005,
             should_stop=should_stop,
@@ -257,6 +261,7 @@ def run_all(storages: Callable[[], Storage], plan: Plan, parts: Parts, witness: 
     The same seed on the same storage makes the same calls. Another life needs another seed, lest it reuse names of
     shards.
     """
+    # One source of randomness for all roles: who works next, and on what, is the same in every run of a seed.
     rng = random.Random(seed)
     writers = [Writer(storages(), plan, parts, witness, rng, f"{rng.getrandbits(48):012x}") for _ in range(2)]
 
