@@ -31,7 +31,7 @@ def warn(config: Config) -> Iterator[Problem]:
     source = buffer.trainer_input
     if info.schema == "experience" and source.experience_buffer.path and source.experience_buffer.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
-    read = config.demonstrations if config.algorithm.sample_strategy == "mix" else None
+    read = config.demonstrations if config.num_demonstrations else None
     for name in sorted(set(source.auxiliary_buffers) - {read}):
         yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {_mixes_none(config, read)}"
     interval, wanted = config.eval_interval, config.explorer.eval_interval

@@ -8,11 +8,9 @@ from typing import Any
 
 from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import is_natural
+from rftdask.config.schema.algorithm import takes_demonstrations
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.run import Config, count_demonstrations
-
-BOUNDED_STRATEGIES = ("staleness_control", "mix")
-"""Sample strategies that take a max_staleness."""
 
 Fills = dict[tuple[str | int, ...], Any]
 """Location -> value for a key that was absent."""
@@ -62,7 +60,7 @@ def _fill_batches(config: Config, fills: Fills) -> None:
         strategy = fills["algorithm", "sample_strategy"] = info.sample_strategy
     if config.buffer.train_batch_size is None:
         rollouts = config.buffer.batch_size * (repeat_times if info.schema == "experience" else 1)
-        ratio = config.algorithm.expert_ratio if strategy == "mix" else 0.0
+        ratio = config.algorithm.expert_ratio if takes_demonstrations(strategy) else 0.0
         fills["buffer", "train_batch_size"] = _with_demonstrations(rollouts, ratio)
     source = config.buffer.trainer_input
     if source.experience_buffer.storage_type is None:
@@ -85,10 +83,10 @@ def _fill_synchronizer(config: Config, fills: Fills) -> None:
     for key in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(config.synchronizer, key) is None:
             fills["synchronizer", key] = config.synchronizer.sync_interval
+    # A strategy that bounds the staleness has the bound as an argument; it is the same as the synchronizer's.
     bound = (config.algorithm.sample_strategy_args or {}).get("max_staleness")
-    strategy = config.algorithm.sample_strategy or algorithm_info(config.algorithm.algorithm_type).sample_strategy
-    if strategy in BOUNDED_STRATEGIES and config.synchronizer.max_staleness is None:
-        fills["synchronizer", "max_staleness"] = bound if is_natural(bound) else None
+    if is_natural(bound) and config.synchronizer.max_staleness is None:
+        fills["synchronizer", "max_staleness"] = bound
 
 
 def _fill_gradient_norm(config: Config, fills: Fills) -> None:

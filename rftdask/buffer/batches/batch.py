@@ -58,7 +58,7 @@ class TrainingBatch:
     @property
     def sampled(self) -> bool:
         """Whether there are rollouts among the rows."""
-        return not self.experts.all()
+        return not bool(self.experts.all())
 
     @property
     def response_lengths(self) -> np.ndarray:

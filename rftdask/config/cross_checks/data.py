@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
-from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share
+from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, has_password, names_environment
 
@@ -105,14 +105,14 @@ def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "buffer.trainer_input")
 def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
-    mixes = algorithm_info(algorithm).sample_strategy == "mix"
-    if mixes != (strategy == "mix"):
+    mixes = takes_demonstrations(algorithm_info(algorithm).sample_strategy)
+    if mixes != takes_demonstrations(strategy):
         yield (
             "algorithm.sample_strategy",
             f"{strategy} does not go with {algorithm}; "
             + ("leave it out" if mixes else "mix is for the algorithms mix and mix_chord"),
         )
-    if strategy != "mix":
+    if not takes_demonstrations(strategy):
         return
     ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
     if not is_share(ratio):
@@ -124,7 +124,7 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
 
 
 @RULES.reading("buffer.trainer_input")
-def _priorities_are_known(config: Config) -> Iterator[Problem]:
+def _priorities_are_numbers(config: Config) -> Iterator[Problem]:
     source = config.buffer.trainer_input
     for name, buffer in source.auxiliary_buffers.items():
         if buffer.replay_buffer.enable:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
-from rftdask.config.defaults import BOUNDED_STRATEGIES
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -138,7 +137,7 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
 @RULES.reading("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
 def _one_staleness(config: Config) -> Iterator[Problem]:
     args = config.algorithm.sample_strategy_args
-    if config.algorithm.sample_strategy not in BOUNDED_STRATEGIES or not args or "max_staleness" not in args:
+    if not args or "max_staleness" not in args:
         return
     at = "algorithm.sample_strategy_args.max_staleness"
     bound, ours = args["max_staleness"], config.synchronizer.max_staleness

@@ -13,6 +13,15 @@ EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
 
 
+registered_strategies = partial(read_parts, "rftdask.buffer.batches.selection", "sample_strategy")
+
+
+def takes_demonstrations(sample_strategy: str | None) -> bool:
+    """Whether a batch of this strategy holds rows of a dataset beside its rollouts."""
+    part = registered_strategies().get(sample_strategy or "")
+    return part is not None and bool(part.traits.get("takes_demonstrations", False))
+
+
 def is_share(value: object) -> bool:
     """Whether it is a number of [0, 1)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
@@ -63,14 +72,15 @@ class AlgorithmConfig(Section):
         str,
         Named(
             "sample strategy",
-            partial(read_parts, "rftdask.buffer.batches.selection", "sample_strategy"),
+            registered_strategies,
             arguments="sample_strategy_args",
         ),
         Filled("the algorithm's default"),
         Aliases({"warmup": "default"}, "warmup is deprecated"),
     ] = absent()
-    """How batches are made: default (oldest rollouts first), staleness_control (none too old), or mix (mix, mix_chord:
-    demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts)."""
+    """How batches are made: default (oldest rollouts first), staleness_control (none too old), mix (mix, mix_chord:
+    demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts), or a class of your own
+    (docs/buffer.md)."""
     sample_strategy_args: Free | None = None
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
     sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if

@@ -187,7 +187,7 @@ class ReplayConfig(Section):
         ),
     ] = "linear_decay"
     """Which groups come first: those of the largest policy version - decay x uses; decay_limit_randomization adds noise
-    and limits the uses."""
+    and limits the uses. Or a class of your own (docs/buffer.md)."""
     reuse_cooldown_time: float | None = Field(default=None, ge=0)
     """Seconds between the batches of two uses of a group, by the stamps of the ledger. None: each is used once."""
     priority_fn_args: Free = no_items()

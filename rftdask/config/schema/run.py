@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from rftdask.config.base import Count, Free, Ignored, Later, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
-from rftdask.config.schema.algorithm import AlgorithmConfig
+from rftdask.config.schema.algorithm import AlgorithmConfig, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig
 from rftdask.config.schema.cluster import ClusterConfig
 from rftdask.config.schema.explorer import ExplorerConfig
@@ -257,7 +257,7 @@ class Config(Section):
     @property
     def num_demonstrations(self) -> int:
         """Demonstrations in one train batch; 0 unless the sample strategy is mix."""
-        if self.algorithm.sample_strategy != "mix":
+        if not takes_demonstrations(self.algorithm.sample_strategy):
             return 0
         return count_demonstrations(self.buffer.train_batch_size, self.algorithm.expert_ratio)
 

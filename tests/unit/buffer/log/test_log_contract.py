@@ -325,10 +325,10 @@ def test_a_run_begun_again_in_its_place_does_not_find_the_rows_of_the_one_before
     assert SqlLog(open_storage(tmp_path / "one"), url).find(1, 0) is None
 
 
-def test_a_writer_cannot_commit_other_rows_as_the_same_batch(tmp_path: Path) -> None:
+def test_a_writer_cannot_commit_other_rows_as_the_same_unit(tmp_path: Path) -> None:
     log = SqlLog(open_storage(tmp_path))
     name = commit_batch(log, 1, 0)
-    with pytest.raises(StorageError, match=r"could not commit batch 0 of explore step 1 \(it committed others"):
+    with pytest.raises(StorageError, match=r"could not commit unit 0 of explore step 1 \(it committed others"):
         log.commit([experience(9)], explore_step=1, unit=0)
     assert log.shards() == [name]
 
