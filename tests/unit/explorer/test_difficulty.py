@@ -12,7 +12,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.errors import DamagedError, DataError
+from rftdask.errors import DamagedError, UserError
 from rftdask.explorer.difficulty import ChosenTasks, LearnedOrder, pass_rates
 from rftdask.storage import Storage, open_storage
 
@@ -125,7 +125,7 @@ def test_a_damaged_choice_is_never_guessed(tmp_path: Path, data: bytes) -> None:
 
 
 def test_an_argument_the_rule_does_not_take_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="target_rewards"):
+    with pytest.raises(UserError, match="target_rewards"):
         World(tmp_path, target_rewards=1.0).explorer()
 
 
