@@ -17,13 +17,13 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text."""
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
         """A chat as the policy reads it: text, or token ids with `tokenize=True`."""
 
 

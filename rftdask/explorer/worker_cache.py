@@ -15,13 +15,13 @@ from typing import cast
 from rftdask.config import Config
 from rftdask.config.schema.explorer import AuxiliaryModelConfig
 from rftdask.data.tasksets import Taskset
-from rftdask.data.tokenizer import load_tokenizer
+from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.recording import PromptLimits, Tokenizer
+from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteSpec
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import AuxiliaryEngine

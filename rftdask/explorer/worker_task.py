@@ -24,6 +24,7 @@ from rftdask.buffer.log.shard import Part, done_units
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
+from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
@@ -38,7 +39,7 @@ from rftdask.explorer.worker_cache import (
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.dask_task import make_called_off
 from rftdask.rollouts.attempt import RolloutDefaults, RolloutTimes, ServedWeights
-from rftdask.rollouts.policy.recording import PromptLimits, Tokenizer
+from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
 from rftdask.rollouts.runner import AuxiliaryEngine, Engines, UnitOutcome, run_work_unit
 from rftdask.rollouts.timeouts import OverRollout, pass_rates

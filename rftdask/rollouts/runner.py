@@ -18,13 +18,14 @@ from typing import Any
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
 from rftdask.data.task import Task
+from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
 from rftdask.rollouts.concurrency import ConcurrencyLimiter
 from rftdask.rollouts.loop_watchdog import Watchdog
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
-from rftdask.rollouts.policy.recording import LogprobsBatch, PromptLimits, RecordingModel, ServedModel, Tokenizer
+from rftdask.rollouts.policy.recording import LogprobsBatch, PromptLimits, RecordingModel, ServedModel
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward

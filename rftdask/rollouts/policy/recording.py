@@ -12,8 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
+from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
@@ -28,16 +29,6 @@ _MIN_TEMPERATURE = 1e-5
 
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True)
