@@ -43,7 +43,7 @@ class Codec(Generic[Message]):
         if kind in self._ways:
             return self._ways[kind]
         hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+        names = [field.name for field in fields(kind)]
         ways = [self._way_of_type(hints[name]) for name in names]
         pairs = [(name, encode) for name, (encode, _) in zip(names, ways, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Rollout: one rollout of a task, its attempts bounded in time and retried, as experiences.
+"""Rollout: one rollout of a task, whose attempts are bounded in time and retried, and give experiences.
 
 Invariant: a rollout gives at least one experience, whatever its workflow does: one per call of the policy if it ended
 well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's rollout's: it
@@ -52,9 +52,6 @@ class RolloutDefaults:
         """For code on the event loop between two awaits; the others wait meanwhile."""
         return min(_MAX_BLOCK_S, self.max_timeout_s / 2)
 
-    def sampling_of(self, task: Task) -> SamplingParams:
-        return replace(self.sampling, **self.taskset_sampling.get(task.taskset, {}))
-
 
 @dataclass(frozen=True)
 class ServedWeights:
@@ -85,11 +82,6 @@ class RolloutTimes:
     def names(cls) -> tuple[str, ...]:
         return tuple(each.name for each in fields(cls))
 
-    def add(self, model: RecordingModel) -> None:
-        self.generate_s += model.times.get("generate", 0.0)
-        self.tool_s += model.times.get("tool", 0.0)
-        self.reward_s += model.times.get("reward", 0.0)
-
 
 @dataclass
 class Rollout:
@@ -113,7 +105,8 @@ class Rollout:
 
     @property
     def sampling(self) -> SamplingParams:
-        sampling = self.defaults.sampling_of(self.task)
+        """How the policy samples, unless the workflow says otherwise."""
+        sampling = replace(self.defaults.sampling, **self.defaults.taskset_sampling.get(self.task.taskset, {}))
         return replace(sampling, temperature=0.0) if self.greedy else sampling
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
@@ -152,10 +145,13 @@ class Rollout:
                     raise failure
                 return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
             finally:
-                self.times.add(model)
+                self.times.generate_s += model.times.get("generate", 0.0)
+                self.times.tool_s += model.times.get("tool", 0.0)
+                self.times.reward_s += model.times.get("reward", 0.0)
         raise AssertionError("unreachable: the last attempt returns")
 
     def _check(self, reward: Reward, model: RecordingModel) -> None:
+        """Raises: ValueError: what the workflow returned cannot be trained on; names the workflow and the task."""
         where = f"workflow {self.task.workflow}, task {self.task.group_id}"
         value = reward.value
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -168,7 +164,11 @@ class Rollout:
         if reward.steps and len(reward.steps) != len(model.calls):
             raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
         for turn, step in enumerate(reward.steps):
-            _check_step(step, turn, where)
+            if step.state is not None and not isinstance(step.state, str):
+                raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
+            value = step.reward
+            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+                raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
 
     def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
         generation = call.generation
@@ -227,14 +227,6 @@ class Rollout:
         )
 
 
-def _check_step(step: Step, turn: int, where: str) -> None:
-    if step.state is not None and not isinstance(step.state, str):
-        raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
-    value = step.reward
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-        raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
-
-
 class _AttemptTimeout(Exception):
     """The attempt's deadline passed, and the attempt has stopped."""
 
@@ -261,16 +253,22 @@ async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, 
         if attempt.done():
             return as_reward(attempt.result())
     finally:
-        model.close()
-        stopped = await _stop(attempt, limits.stop_grace_s)
+        model.close()  # an attempt that will not stop must not go on beside its retry
+        if not attempt.done():
+            attempt.cancel()
+            await asyncio.wait({attempt}, timeout=limits.stop_grace_s)
+        if attempt.done() and not attempt.cancelled():
+            attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
     message = (
         f"not finished after max_timeout {limits.max_timeout_s:g} s (workflow {task.workflow}, task {task.group_id})"
     )
-    raise _AttemptTimeout(message) if stopped else _WillNotStopError(f"{message}, and it ignored its cancellation")
+    if not attempt.done():
+        raise _WillNotStopError(f"{message}, and it ignored its cancellation")
+    raise _AttemptTimeout(message)
 
 
 async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Any:
-    """What would end more than this attempt, as errors of it."""
+    """Run the workflow; what would end more than this attempt becomes an error of it."""
     try:
         return await workflow(task, model)
     except SystemExit as error:  # would end the event loop, and with it every other rollout
@@ -282,17 +280,8 @@ async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel, limi
         ) from None
 
 
-async def _stop(attempt: asyncio.Task[Any], grace_s: float) -> bool:
-    """Cancel the attempt and wait for its end; False if it has not ended after `grace_s` seconds."""
-    if not attempt.done():
-        attempt.cancel()
-        await asyncio.wait({attempt}, timeout=grace_s)
-    if attempt.done() and not attempt.cancelled():
-        attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
-    return attempt.done()
-
-
 def _one_line(error: Exception, state: Mapping[str, Any]) -> str:
+    """The error as an experience keeps it, with what the workflow said of where it stood."""
     if isinstance(error, (SandboxError, _CalledOff)):
         text = str(error)  # it names the error it stands for
     else:

@@ -1,9 +1,9 @@
-"""Runner: a batch of tasks in, experiences out. Runs the rollouts side by side, where they are safe to run, and waits
-no longer for them than it is told to.
+"""Runner: the tasks of a work unit in, experiences out. Runs the rollouts side by side, where they are safe to run, and
+waits no longer for them than it is told to.
 
 A workflow of this package, with a reward of this package, runs as a coroutine on the event loop; any other in a process
-of its own (sandbox.py), unless it is declared `in_process`. A failure of the engine is nobody's rollout's: it ends the
-batch, which somebody else then runs again. This module knows neither engines nor storage.
+of its own (sandbox/), unless it is declared `in_process`. A failure of the engine is nobody's rollout's: it ends the
+unit, which somebody else then runs again. This module knows neither engines nor storage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
@@ -31,7 +32,7 @@ from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxPool, SandboxSpec
 from rftdask.rollouts.timeouts import OverRollout
-from rftdask.rollouts.workflows.base import Reward, WorkflowFn
+from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 
 _SANDBOX = "sandbox"
@@ -40,10 +41,10 @@ _SANDBOX = "sandbox"
 
 @dataclass(frozen=True)
 class Engines:
-    """What answers a batch of rollouts."""
+    """What answers the rollouts of a work unit."""
 
     generate: GenerateBatch | Streaming | None
-    """In calls, one at a time, or as requests come."""
+    """The policy: in calls, one at a time, or as requests come. None: `remote` is the policy."""
     tokenizer: Tokenizer | None
     logprobs: LogprobsBatch | None = None
     auxiliary: Mapping[str, AuxiliaryEngine | ServedRemote] = field(default_factory=dict)
@@ -69,16 +70,16 @@ class AuxiliaryEngine:
 
 @dataclass(frozen=True)
 class UnitOutcome:
-    """What a batch gave."""
+    """What a work unit gave."""
 
     experiences: list[Experience]
     """Ordered by (task, rollout, turn)."""
     times: list[RolloutTimes]
-    """Of the rollouts, in their order."""
+    """Times of the rollouts, in their order."""
     task_times_s: list[float]
-    """From the beginning of the batch to a task's last rollout; of those tasks that were not called off."""
+    """Seconds from the beginning of the unit to a task's last rollout, of the tasks that were not called off."""
     engine_s: float
-    """In which the policy's engine had something to do."""
+    """Seconds in which the policy's engine had something to do."""
 
 
 async def run_work_unit(
@@ -95,17 +96,24 @@ async def run_work_unit(
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
 ) -> UnitOutcome:
-    """`repeat_times` rollouts of each task, side by side; with `greedy_baseline` one more, the last, at temperature 0.
+    """Run `repeat_times` rollouts of each task, side by side.
 
-    on_group: told the number of a task and its experiences as soon as all its rollouts have ended; must not block.
-    fork_server: gives a living one of a spec, and keeps it; None: this batch has its own.
-
+    Args:
+        max_wait_s: for rollouts that are busy elsewhere, before a call of the engine goes out without them.
+        greedy_baseline: one more rollout of each task, the last, at temperature 0.
+        on_group: takes the number of a task and its experiences as soon as all its rollouts have ended; must not block.
+        fork_server: gives a living one of a spec, and keeps it; None: this unit has its own.
     Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
     """
     plan = _Plan.of(tasks, defaults.sandbox)
     queue = _queue(engines.generate or _no_engine, max_wait_s)
-    auxiliary = {name: _served(each) for name, each in engines.auxiliary.items()}
-    queues = [queue, *(each.queue for each in auxiliary.values() if isinstance(each, ServedModel))]
+    queues, auxiliary = [queue], dict[str, ServedModel | ServedRemote]()
+    for name, engine in engines.auxiliary.items():
+        if isinstance(engine, ServedRemote):
+            auxiliary[name] = engine
+        else:
+            queues.append(_queue(engine.generate, 0.0))  # nobody waits for others to ask a judge
+            auxiliary[name] = ServedModel(queues[-1], engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
 
     def engine_failure() -> Exception | None:
         return queue.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
@@ -121,7 +129,8 @@ async def run_work_unit(
         return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
 
     try:
-        async with _sandboxes(plan, fork_server) as pool, _watched(defaults):
+        # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
+        async with _sandboxes(plan, fork_server) as pool:
             rollouts = [
                 Rollout(
                     task=task,
@@ -137,7 +146,9 @@ async def run_work_unit(
                 for number, task in enumerate(tasks)
                 for rollout in range(repeat_times + greedy_baseline)
             ]
-            return await _RunningUnit(rollouts, plan, queue, over_rollout or OverRollout(), on_group).run()
+            unit = _RunningUnit(rollouts, plan, queue, over_rollout or OverRollout(), on_group)
+            with Watchdog(defaults.max_block_s, only_within="run_in_process"):
+                return await unit.run()
     except ExceptionGroup as group:
         failure = engine_failure() or group.exceptions[0]
     finally:
@@ -147,13 +158,6 @@ async def run_work_unit(
             await remote.close()
     # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
     raise failure
-
-
-def _served(engine: AuxiliaryEngine | ServedRemote) -> ServedModel | ServedRemote:
-    if isinstance(engine, ServedRemote):
-        return engine
-    queue = _queue(engine.generate, 0.0)
-    return ServedModel(queue, engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
 
 
 def _queue(generate: GenerateBatch | Streaming, max_wait_s: float) -> RequestQueue:
@@ -166,17 +170,18 @@ async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which workflow runs where."""
+    """Which workflow of the unit runs where."""
 
     workflows: Mapping[str, FoundWorkflow]
     sandboxed: frozenset[tuple[str, str]]
-    """(workflow, reward function) of the tasks that run in sandboxes."""
+    """(workflow, reward function) of the tasks that run in sandboxes; "" is the workflow's own reward."""
     options: SandboxOptions
     modules: tuple[str, ...]
-    """What sandboxes import."""
+    """Modules that sandboxes import."""
 
-    @staticmethod
-    def of(tasks: Sequence[Task], options: SandboxOptions) -> _Plan:
+    @classmethod
+    def of(cls, tasks: Sequence[Task], options: SandboxOptions) -> _Plan:
+        """Find what the tasks need. Raises: UserError: a workflow or reward is not there, or no sandbox can have it."""
         load_plugin_folders(options.plugin_dirs)
         kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
         workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
@@ -194,30 +199,14 @@ class _Plan:
                 f"one of {', '.join(sorted(needed))} is defined in a script or notebook, where no other process finds "
                 "it; move it to a module, or declare it in_process=True"
             )
-        return _Plan(workflows, frozenset(sandboxed), options, tuple(sorted(modules)))
+        return cls(workflows, frozenset(sandboxed), options, tuple(sorted(modules)))
 
-    @property
-    def spec(self) -> SandboxSpec:
-        return SandboxSpec(
-            workflows=tuple(sorted({workflow for workflow, _ in self.sandboxed})),
-            rewards=tuple(sorted({reward for _, reward in self.sandboxed} - {""})),
-            modules=self.modules,
-            plugin_dirs=self.options.plugin_dirs,
-            max_memory_bytes=self.options.max_memory_bytes,
-            env=self.options.env,
-        )
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Places of each kind, for `ConcurrencyLimiter`."""
-        own = {name: found.max_concurrent for name, found in self.workflows.items()}
-        return {_SANDBOX: self.options.max_sandboxes, **{name: most for name, most in own.items() if most is not None}}
-
-    def kinds_of(self, task: Task) -> tuple[str, ...]:
-        return (task.workflow, _SANDBOX) if (task.workflow, task.reward_fn) in self.sandboxed else (task.workflow,)
+    def is_sandboxed(self, task: Task) -> bool:
+        return (task.workflow, task.reward_fn) in self.sandboxed
 
     def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
-        if (task.workflow, task.reward_fn) not in self.sandboxed:
+        """The task's workflow where it is safe to run: here, or in a process of `pool`."""
+        if not self.is_sandboxed(task):
             run = self.workflows[task.workflow].run
 
             async def run_in_process(task: Task, model: Any) -> Any:
@@ -226,24 +215,27 @@ class _Plan:
 
             return run_in_process
         assert pool is not None
-        attempt = pool.attempt
-
-        async def run_in_sandbox(task: Task, model: Any) -> Reward:
-            return await attempt(task.workflow, task, model)
-
-        return run_in_sandbox
+        return partial(pool.attempt, task.workflow)
 
 
 @asynccontextmanager
 async def _sandboxes(
     plan: _Plan, keep: Callable[[SandboxSpec], ForkServer] | None
 ) -> AsyncIterator[SandboxPool | None]:
-    """A pool, if any task needs one."""
+    """A pool of sandboxes; None: no task needs one."""
     if not plan.sandboxed:
         yield None
         return
+    spec = SandboxSpec(
+        workflows=tuple(sorted({workflow for workflow, _ in plan.sandboxed})),
+        rewards=tuple(sorted({reward for _, reward in plan.sandboxed} - {""})),
+        modules=plan.modules,
+        plugin_dirs=plan.options.plugin_dirs,
+        max_memory_bytes=plan.options.max_memory_bytes,
+        env=plan.options.env,
+    )
     # In a thread: importing plug-ins takes as long as they like.
-    fork_server = await asyncio.to_thread(keep or ForkServer, plan.spec)
+    fork_server = await asyncio.to_thread(keep or ForkServer, spec)
     pool = SandboxPool(fork_server)
     try:
         yield pool
@@ -253,14 +245,8 @@ async def _sandboxes(
             fork_server.close()
 
 
-@asynccontextmanager
-async def _watched(defaults: RolloutDefaults) -> AsyncIterator[None]:
-    with Watchdog(defaults.max_block_s, only_within="run_in_process"):
-        yield
-
-
 class _RunningUnit:
-    """The rollouts under way."""
+    """The rollouts of a unit under way: who may run now, what has ended, and who is not waited for any longer."""
 
     def __init__(
         self,
@@ -275,29 +261,35 @@ class _RunningUnit:
         self._queue = queue
         self._over_rollout = over_rollout
         self._on_group = on_group
-        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(plan.limits)
+        places = {name: workflow.max_concurrent for name, workflow in plan.workflows.items()}
+        limits = {name: most for name, most in places.items() if most is not None}
+        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(
+            {_SANDBOX: plan.options.max_sandboxes, **limits}
+        )
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._of_task: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
-        self._remaining = {number: len(own) for number, own in self._of_task.items()}
-        """Rollouts that have not ended, by task."""
-        self._gathered: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._remaining}
+        self._experiences: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._of_task}
+        """What each task's rollouts gave that have ended."""
         self._task_times_s: list[float] = []
-        self._num_needed = over_rollout.num_needed(len(self._remaining))
+        self._num_needed = over_rollout.num_needed(len(self._of_task))
         self._enough = asyncio.Event()
+        """Set when so many tasks are done that the others' time runs."""
         self._began = time.perf_counter()
 
     async def run(self) -> UnitOutcome:
         # All of them first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
-            if self._limiter.enter(rollout.key, self._plan.kinds_of(rollout.task)):
+            task = rollout.task
+            kinds = (task.workflow, _SANDBOX) if self._plan.is_sandboxed(task) else (task.workflow,)
+            if self._limiter.enter(rollout.key, kinds):
                 self._admit(rollout.key)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
             if self._over_rollout.ratio > 0:
                 group.create_task(self._call_off_the_rest(running))
-        experiences = [each for number in sorted(self._gathered) for each in self._group(number)]
+        experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
         times = [rollout.times for rollout in self._rollouts]
         return UnitOutcome(experiences, times, self._task_times_s, self._queue.busy_s)
 
@@ -306,6 +298,7 @@ class _RunningUnit:
         self._admitted[key].set()
 
     async def _run(self, rollout: Rollout) -> None:
+        """Run one rollout; if it is the last of its task, end the task."""
         try:
             experiences = await rollout.run(self._admitted[rollout.key])
         finally:
@@ -314,45 +307,39 @@ class _RunningUnit:
                 self._admit(key)
             self._queue.leave(rollout.key)
         number = rollout.key.task_number
-        self._gathered[number][rollout.key] = experiences
-        self._remaining[number] -= 1
-        if self._remaining[number] == 0:
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        if not self._is_called_off(number):
+        ended, siblings = self._experiences[number], self._of_task[number]
+        ended[rollout.key] = experiences
+        if len(ended) < len(siblings):
+            return
+        if not any(sibling.called_off for sibling in siblings):
             self._task_times_s.append(time.perf_counter() - self._began)
             if len(self._task_times_s) >= self._num_needed:
                 self._enough.set()
         elif not self._over_rollout.return_partial_tasks:
-            gathered = self._gathered[number]
-            self._gathered[number] = {key: [_set_aside(each) for each in gathered[key]] for key in gathered}
+            # What siblings gave before the others were called off is kept for the record, and not trained on.
+            reason = "other rollouts of its task were called off, and over_rollout.return_partial_tasks is off"
+            for key, given in ended.items():
+                ended[key] = [
+                    replace(each, status=Status.FILTERED, error=reason) if each.status.trainable else each
+                    for each in given
+                ]
         self._on_group(number, self._group(number))
 
     def _group(self, number: int) -> list[Experience]:
-        gathered = self._gathered[number]
-        return [experience for key in sorted(gathered) for experience in gathered[key]]
-
-    def _is_called_off(self, number: int) -> bool:
-        return any(rollout.called_off for rollout in self._of_task[number])
+        """What a task gave, ordered by rollout and turn."""
+        ended = self._experiences[number]
+        return [experience for key in sorted(ended) for experience in ended[key]]
 
     async def _call_off_the_rest(self, running: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until enough tasks are done, give the others their time, and cancel what still runs."""
         await self._enough.wait()
         wait_s = self._over_rollout.wait_after_min
         await asyncio.wait(running, timeout=wait_s)
         reason = (
-            f"called off {wait_s:g} s after {self._num_needed} of {len(self._remaining)} tasks were done "
+            f"called off {wait_s:g} s after {self._num_needed} of {len(self._of_task)} tasks were done "
             "(explorer.over_rollout)"
         )
         for rollout, task in zip(self._rollouts, running, strict=True):
             if not task.done():
-                rollout.called_off = reason
+                rollout.called_off = reason  # first: the rollout then takes its cancellation for a result
                 task.cancel()
-
-
-def _set_aside(experience: Experience) -> Experience:
-    """What a task gave before others of its rollouts were called off."""
-    if not experience.status.trainable:
-        return experience
-    reason = "other rollouts of its task were called off, and over_rollout.return_partial_tasks is off"
-    return replace(experience, status=Status.FILTERED, error=reason)

@@ -1,4 +1,4 @@
-"""Handle: what a workflow's model offers, over one way to ask. The same in this process and in a sandbox's.
+"""PolicyHandle: what a workflow's model offers, over one way to ask. The same in this process and in a sandbox's.
 
 A subclass says how a question reaches a model (`ask`), and where state goes. Nothing here knows engines or pipes.
 """
@@ -20,7 +20,27 @@ POLICY = ""
 """Name of the policy among the models that can be asked."""
 
 
-class PolicyHandle(ABC):
+class _Asking(ABC):
+    """A model that can be asked: questions in, `Response`s out."""
+
+    @abstractmethod
+    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """The answer of this model; see PolicyHandle.ask."""
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        """See PolicyModel. `tools` are given to the chat template; the other options override SamplingParams."""
+        answer: Response = await self._ask("chat", {"messages": [dict(message) for message in messages], **options})
+        return answer
+
+    async def generate(self, prompt: str, **sampling: Any) -> Response:
+        answer: Response = await self._ask("generate", {"prompt": prompt, **sampling})
+        return answer
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        return tuple(await self._ask("logprobs", {"prompt": prompt, "response": response}))
+
+
+class PolicyHandle(_Asking):
     """A `PolicyModel`; `times` are the seconds spent by what `timer` named, and in the models ("generate")."""
 
     def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
@@ -36,15 +56,8 @@ class PolicyHandle(ABC):
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         """The answer of the model called `name`: a Response, or a tuple of logprobs."""
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        """See PolicyModel. `tools` are given to the chat template; the other options override SamplingParams."""
-        return await self.ask(POLICY, "chat", {"messages": [dict(message) for message in messages], **options})
-
-    async def generate(self, prompt: str, **sampling: Any) -> Response:
-        return await self.ask(POLICY, "generate", {"prompt": prompt, **sampling})
-
-    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        return await self.ask(POLICY, "logprobs", {"prompt": prompt, "response": response})
+    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        return await self.ask(POLICY, method, arguments)
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -77,25 +90,15 @@ class PolicyHandle(ABC):
         return BlockingModel(self, asyncio.get_running_loop())
 
 
-class _Auxiliary:
+class _Auxiliary(_Asking):
     """One auxiliary model of a handle."""
 
     def __init__(self, handle: PolicyHandle, name: str) -> None:
         self._handle = handle
         self._name = name
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        arguments = {"messages": [dict(message) for message in messages], **options}
-        answer: Response = await self._handle.ask(self._name, "chat", arguments)
-        return answer
-
-    async def generate(self, prompt: str, **sampling: Any) -> Response:
-        answer: Response = await self._handle.ask(self._name, "generate", {"prompt": prompt, **sampling})
-        return answer
-
-    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        arguments = {"prompt": prompt, "response": response}
-        return tuple(await self._handle.ask(self._name, "logprobs", arguments))
+    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        return await self._handle.ask(self._name, method, arguments)
 
 
 class BlockingModel:

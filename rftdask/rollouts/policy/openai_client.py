@@ -49,7 +49,8 @@ class _Data:
         def kept(items: list[tuple[str, Any]]) -> dict[str, Any]:
             return {key: value for key, value in items if not (exclude_none and value is None)}
 
-        return asdict(self, dict_factory=kept)  # type: ignore[call-overload]
+        plain: dict[str, Any] = asdict(self, dict_factory=kept)  # type: ignore[call-overload]  # a dataclass
+        return plain
 
     def model_dump_json(self, *, exclude_none: bool = False, **_formats: Any) -> str:
         return json.dumps(self.model_dump(exclude_none=exclude_none))

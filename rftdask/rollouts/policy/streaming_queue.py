@@ -70,7 +70,7 @@ class StreamingQueue:
         if not self._outbox:
             # Not at once: siblings ask for the same prompt in this pass of the event loop.
             loop.call_soon(self._flush)
-        answer = loop.create_future()
+        answer: asyncio.Future[Generation] = loop.create_future()
         self._outbox.append((request, answer))
         return await answer
 
