@@ -49,7 +49,7 @@ def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
         for task in unit.tasks
         for rollout in range(unit.repeat_times)
     ]
-    name = ParquetLog(open_storage(unit.url)).commit(rows, explore_step=unit.explore_step, unit_index=unit.unit_index)
+    name = ParquetLog(open_storage(unit.url)).commit(rows, explore_step=unit.explore_step, unit=unit.unit_index)
     return RolloutResult(unit.key, (name.text,), 0, WORKER, num_rollouts=len(rows))
 
 
@@ -154,7 +154,7 @@ def test_a_restarted_explorer_runs_what_the_log_does_not_hold() -> None:
     again = FakeClient(then=committed)
     assert run_stage(again, config) == [] and again.submitted == []
     log = ParquetLog(open_storage("memory://explorer-loop/restart"))
-    (lost,) = (name for name in log.shards() if (name.explore_step, name.unit_index) == (2, 1))
+    (lost,) = (name for name in log.shards() if (name.explore_step, name.unit) == (2, 1))
     log.quarantine(lost, "bit rot")
     run_stage(again, config)
     assert [unit.key for unit in again.submitted] == [("experiences", 2, 1)]
