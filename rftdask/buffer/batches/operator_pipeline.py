@@ -37,7 +37,9 @@ def operators_of(config: Config) -> list[Operator]:
         if unknown or "name" not in entry:
             raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
         try:
-            operators.append(make_part("operator", entry["name"], _plain(entry.get("args") or {})))
+            operators.append(
+                make_part("operator", entry["name"], _plain(entry.get("args") or {}), config.explorer.plugin_dirs)
+            )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     return operators

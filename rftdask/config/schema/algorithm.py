@@ -27,6 +27,12 @@ def is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
+def _part(kind: str, key: str, **more: Any) -> Named:
+    """The mark of a key that names a part of an algorithm; where it is absent, the algorithm type's own is meant."""
+    arguments = "" if key == "algorithm_type" else f"{key}_args"
+    return Named(kind, partial(registered_parts, key), arguments=arguments, **more)
+
+
 _OLD_TYPES = Aliases(old_names("algorithm_type"), "the *_verl twins are deprecated")
 _OLD_ADVANTAGES = Aliases(old_names("advantage_fn"), "the *_verl twins are deprecated")
 
@@ -59,11 +65,8 @@ class OptimizerConfig(Section):
 class AlgorithmConfig(Section):
     """`algorithm`: a name chooses defaults for everything else in the section; None means the algorithm's default."""
 
-    algorithm_type: Annotated[
-        Literal[tuple(sorted(registered_parts("algorithm_type")))],  # type: ignore[valid-type]
-        _OLD_TYPES,
-    ] = "grpo"
-    """Name of the algorithm, a class with it below rftdask/algorithm."""
+    algorithm_type: Annotated[str, _part("algorithm type", "algorithm_type", needed=True), _OLD_TYPES] = "grpo"
+    """Name of the algorithm; docs/algorithms.md lists them."""
     repeat_times: Annotated[Count, Filled("the algorithm's default")] = absent()
     """Rollouts of each task, the size of a group. None: the algorithm's default (grpo 8)."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -85,28 +88,38 @@ class AlgorithmConfig(Section):
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
     sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if
     there is none of that name, the first)."""
-    advantage_fn: Annotated[str | None, _OLD_ADVANTAGES] = None
+    advantage_fn: Annotated[
+        str | None,
+        _part("advantage function", "advantage_fn", default_from="algorithm_type", needed=True),
+        _OLD_ADVANTAGES,
+    ] = None
     """Name of the advantage function."""
     advantage_fn_args: Free | None = None
     """Its arguments; those not given keep their defaults."""
-    kl_penalty_fn: str | None = None
+    kl_penalty_fn: Annotated[str | None, _part("KL estimate", "kl_penalty_fn")] = None
     """Name of the KL estimate subtracted from the reward; "none" for no penalty."""
     kl_penalty_fn_args: Free | None = None
     """Its arguments, for example {kl_coef: 0.001}."""
-    policy_loss_fn: str | None = None
+    policy_loss_fn: Annotated[
+        str | None, _part("policy loss", "policy_loss_fn", default_from="algorithm_type", also=("loss_agg_mode",))
+    ] = None
     """Name of the policy loss."""
     policy_loss_fn_args: Free | None = None
     """Its arguments, for example {clip_range: 0.2}; those not given keep their defaults."""
-    kl_loss_fn: str | None = None
+    kl_loss_fn: Annotated[str | None, _part("KL estimate", "kl_loss_fn", default_from="algorithm_type")] = None
     """Name of the KL estimate added to the loss; "none" for no such term, then no reference model is loaded."""
     kl_loss_fn_args: Free | None = None
     """Its arguments, for example {kl_coef: 0.001}."""
-    entropy_loss_fn: str | None = None
+    entropy_loss_fn: Annotated[str | None, _part("entropy term", "entropy_loss_fn", default_from="algorithm_type")] = (
+        None
+    )
     """Name of the entropy term; "none" for no such term."""
     entropy_loss_fn_args: Free | None = None
     """Its arguments, for example {entropy_coef: 0.0}."""
-    loss_agg_mode: str | None = None
-    """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean, ..."""
+    loss_agg_mode: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
+    ) = None
+    """How token losses become one number; None: as the algorithm's paper does."""
     enable_router_replay: Annotated[bool, Later("router replay of mixture-of-experts models")] = False
     """Replay in training the expert choices made in the rollout."""
     bypass_old_logprobs: bool = True

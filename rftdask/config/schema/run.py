@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
+from rftdask.config.algorithms import registered_parts
 from rftdask.config.base import Count, Free, Ignored, Later, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, takes_demonstrations
@@ -87,7 +88,7 @@ class TaskPipelineConfig(Section):
 class ExperiencePipelineConfig(Section):
     """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
 
-    operators: tuple[Free, ...] = ()
+    operators: Annotated[tuple[Free, ...], Named("operator", partial(registered_parts, "operator"))] = ()
     """[{name, args}, ...], run in this order; see docs/algorithms.md."""
     stage: Literal["batch", "commit"] = "batch"
     """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import rftdask.algorithm
+from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.compose import BASES, make_algorithm
 from rftdask.config.algorithms import (
     LABELS,
@@ -19,6 +21,7 @@ from rftdask.config.algorithms import (
     old_names,
     registered_parts,
 )
+from rftdask.config.schema.algorithm import AlgorithmConfig
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, ALGORITHMS
 
 ROOT = Path(rftdask.algorithm.__file__).parent
@@ -85,3 +88,8 @@ def test_no_gradient_is_written_by_hand() -> None:
         assert "autograd.Function" not in text and "autograd.grad(" not in text and "save_for_backward" not in text, (
             file
         )
+
+
+def test_the_aggregations_that_a_configuration_takes_are_those_there_are() -> None:
+    annotation = AlgorithmConfig.model_fields["loss_agg_mode"].annotation
+    assert set(get_args(get_args(annotation)[0])) == set(AGGREGATIONS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from config_cases import config, grpo, problems, sft
 
-from rftdask.config import fill_from_environment, load_config, make_plan, replace
+from rftdask.config import check_plugins, fill_from_environment, load_config, make_plan, replace
 from rftdask.config.algorithms import algorithm_info, registered_parts
 from rftdask.errors import ConfigError
 
@@ -221,3 +221,34 @@ def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
     tree = mix(trainer_input={"auxiliary_buffers": {"sft_dataset": {"path": "x", "replay_buffer": {"enable": True}}}})
     (line,) = problems(tree)
     assert line.endswith("replay is for experience_buffer")
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"algorithm_type": "grop"}, "algorithm.algorithm_type: 'grop' is no algorithm type; did you mean grpo"),
+        ({"policy_loss_fn": "ppoo"}, "algorithm.policy_loss_fn: 'ppoo' is no policy loss; did you mean ppo"),
+        (
+            {"policy_loss_fn_args": {"clip_rnage": 1}},
+            "algorithm.policy_loss_fn_args.clip_rnage: unknown argument; did you mean clip_range",
+        ),
+        ({"advantage_fn_args": {"epsilon": "x"}}, "algorithm.advantage_fn_args.epsilon: 'x' is not float"),
+        ({"kl_loss_fn": "k4"}, "algorithm.kl_loss_fn: 'k4' is no KL estimate; did you mean"),
+        ({"entropy_loss_fn_args": {"coef": 1.0}}, "algorithm.entropy_loss_fn_args.coef: unknown argument"),
+        ({"loss_agg_mode": "token_mean"}, "algorithm.loss_agg_mode: "),
+    ],
+)
+def test_a_wrong_name_argument_or_type_of_a_part_is_told_without_torch(section: dict[str, Any], line: str) -> None:
+    (problem,) = problems(grpo(algorithm=section))
+    assert problem.startswith(line)
+
+
+def test_the_aggregation_may_be_given_among_the_arguments_of_the_loss() -> None:
+    loaded = config(grpo(algorithm={"policy_loss_fn_args": {"loss_agg_mode": "token-mean"}}))
+    assert loaded.warnings == ()
+
+
+def test_a_part_of_the_users_own_is_imported_by_the_check_of_plugins_alone() -> None:
+    loaded = config(grpo(algorithm={"policy_loss_fn": "my_losses.Mine"}))
+    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn: .*cannot import 'my_losses'"):
+        check_plugins(loaded)

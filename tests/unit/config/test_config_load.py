@@ -292,6 +292,7 @@ def configurations(draw: st.DrawFn) -> dict:
         algorithm={
             "repeat_times": draw(st.none() | st.integers(2, 8)),
             "optimizer": {"lr": draw(st.floats(0, 1)), "clip_grad": draw(st.none() | st.floats(0, 9))},
+            "policy_loss_fn": "plugin.Loss",  # of which nothing is known here, so that it takes any arguments
             "policy_loss_fn_args": draw(st.none() | FREE),
         },
         synchronizer={
