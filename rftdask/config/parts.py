@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from rftdask.config.base import Named, Section, marks_of
+from rftdask.config.base import Named, Section, child_of, marks_of
 from rftdask.config.plugins import argument_problems, find_part, trait
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
@@ -52,9 +53,8 @@ class NamedPart:
 
 def named_parts(section: Section, path: str = "") -> Iterator[NamedPart]:
     """Every part that a section and those below it name."""
-    for key, info in type(section).model_fields.items():
+    for key, named in _keys(type(section)):
         value, where = getattr(section, key), f"{path}.{key}" if path else key
-        named = next((mark for mark in marks_of(info) if isinstance(mark, Named)), None)
         if isinstance(value, Section):
             yield from named_parts(value, where)
         elif named is not None:
@@ -67,6 +67,17 @@ def named_parts(section: Section, path: str = "") -> Iterator[NamedPart]:
             for name, item in value.items():
                 if isinstance(item, Section):
                     yield from named_parts(item, f"{where}.{name}")
+
+
+@cache
+def _keys(cls: type[Section]) -> tuple[tuple[str, Named | None], ...]:
+    """The keys that name a part or hold sections, with their mark."""
+    found = []
+    for key, info in cls.model_fields.items():
+        named = next((mark for mark in marks_of(info) if isinstance(mark, Named)), None)
+        if named or child_of(info):
+            found.append((key, named))
+    return tuple(found)
 
 
 def _uses(section: Section, key: str, value: Any, named: Named, where: str, path: str) -> Iterator[NamedPart]:

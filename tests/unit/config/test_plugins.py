@@ -188,6 +188,52 @@ def test_an_unknown_name_is_told_with_its_key_when_a_configuration_is_loaded(ove
     assert line.startswith(override.partition("=")[0] + ": ") and problem in line
 
 
+ROLLOUTS = {
+    "model": {"model_path": "m", "max_model_len": 64},
+    "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "algorithm.algorithm_type=gpro",
+            "algorithm.algorithm_type: 'gpro' is no algorithm type; did you mean gspo or grpo",
+        ),
+        ("algorithm.policy_loss_fn=my.X", "algorithm.policy_loss_fn: policy loss 'my.X': cannot import 'my'"),
+        (
+            "algorithm.policy_loss_fn_args={clip_rnage: 1}",  # of the loss that the algorithm has by default
+            "algorithm.policy_loss_fn_args.clip_rnage: unknown argument; did you mean clip_range",
+        ),
+        ("algorithm.policy_loss_fn_args={clip_range: wide}", "algorithm.policy_loss_fn_args.clip_range: 'wide' is not"),
+        ("algorithm.kl_loss_fn_args={kl_coeff: 1}", "algorithm.kl_loss_fn_args.kl_coeff: unknown argument"),
+        ("algorithm.advantage_fn=rlo", "algorithm.advantage_fn: 'rlo' is no advantage function; did you mean rloo"),
+        (
+            "buffer.explorer_input.taskset.default_workflow_type=math_worklow",
+            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
+        ),
+        (
+            "data_processor.experience_pipeline.operators=[{name: reward_filer}]",
+            "data_processor.experience_pipeline.operators[0].name: unknown operator 'reward_filer'; did you mean",
+        ),
+        (
+            "data_processor.experience_pipeline.operators=[{name: reward_filter, args: {treshold: 1}}]",
+            "data_processor.experience_pipeline.operators[0].args.treshold: unknown argument; did you mean threshold",
+        ),
+    ],
+)
+def test_what_validate_tells_of_parts(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_plugins(load_config(ROLLOUTS, [override]))
+    (line,) = caught.value.problems
+    assert line.startswith(problem)
+
+
+def test_loss_agg_mode_may_stand_among_the_arguments_of_the_loss() -> None:
+    check_plugins(load_config(ROLLOUTS, ["algorithm.policy_loss_fn_args={loss_agg_mode: token-mean}"]))
+
+
 def test_a_plugin_is_imported_and_its_signature_bound_by_check_plugins_alone(folder: Path) -> None:
     (folder / "own_tracker.py").write_text(OWN_TRACKER)
     here = f"explorer.plugin_dirs=[{folder}]"
