@@ -26,7 +26,7 @@ from rftdask.rollouts.policy.remote import RemoteSpec
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import AuxiliaryEngine
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
-from rftdask.rollouts.timeouts import DynamicTimeout
+from rftdask.rollouts.timeouts import attempt_timeout_s
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
 
@@ -150,8 +150,8 @@ class WorkerCache:
 
     def timeout_s(self, config: Config, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
-        rule = DynamicTimeout(**config.explorer.dynamic_timeout.model_dump())
-        return rule.timeout_s(config.explorer.max_timeout, self._task_times_s, explore_step)
+        explorer = config.explorer
+        return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, self._task_times_s, explore_step)
 
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
         """Remember how long the tasks of a step took."""

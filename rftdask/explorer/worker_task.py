@@ -23,6 +23,7 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import Part, done_units
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
+from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
@@ -42,7 +43,7 @@ from rftdask.rollouts.attempt import RolloutDefaults, RolloutTimes, ServedWeight
 from rftdask.rollouts.policy.recording import PromptLimits
 from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
 from rftdask.rollouts.runner import AuxiliaryEngine, Engines, UnitOutcome, run_work_unit
-from rftdask.rollouts.timeouts import OverRollout, pass_rates
+from rftdask.rollouts.timeouts import pass_rates
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.styles import WeightRequirement
@@ -282,7 +283,7 @@ def _roll_out(
     tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
     # An evaluation's tasks are no measure of the others', and all of them count.
     limit_s = config.explorer.max_timeout if unit.is_eval else _cache.timeout_s(config, unit.explore_step)
-    over_rollout = OverRollout() if unit.is_eval else OverRollout(**config.explorer.over_rollout.model_dump())
+    over_rollout = OverRolloutConfig() if unit.is_eval else config.explorer.over_rollout
     weights = (
         ServedWeights(0, "") if engine is None else ServedWeights(engine.weights.version, engine.weights.content_hash)
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
+from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
@@ -31,7 +32,7 @@ from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxPool, SandboxSpec
-from rftdask.rollouts.timeouts import OverRollout
+from rftdask.rollouts.timeouts import num_tasks_needed
 from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 
@@ -92,7 +93,7 @@ async def run_work_unit(
     weights: ServedWeights,
     max_wait_s: float = 0.02,
     greedy_baseline: bool = False,
-    over_rollout: OverRollout | None = None,
+    over_rollout: OverRolloutConfig | None = None,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
 ) -> UnitOutcome:
@@ -146,7 +147,7 @@ async def run_work_unit(
                 for number, task in enumerate(tasks)
                 for rollout in range(repeat_times + greedy_baseline)
             ]
-            unit = _RunningUnit(rollouts, plan, queue, over_rollout or OverRollout(), on_group)
+            unit = _RunningUnit(rollouts, plan, queue, over_rollout or OverRolloutConfig(), on_group)
             with Watchdog(defaults.max_block_s, only_within="run_in_process"):
                 return await unit.run()
     except ExceptionGroup as group:
@@ -253,7 +254,7 @@ class _RunningUnit:
         rollouts: Sequence[Rollout],
         plan: _Plan,
         queue: RequestQueue,
-        over_rollout: OverRollout,
+        over_rollout: OverRolloutConfig,
         on_group: Callable[[int, list[Experience]], None],
     ) -> None:
         self._rollouts = rollouts
@@ -273,7 +274,7 @@ class _RunningUnit:
         self._experiences: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._of_task}
         """What each task's rollouts gave that have ended."""
         self._task_times_s: list[float] = []
-        self._num_needed = over_rollout.num_needed(len(self._of_task))
+        self._num_needed = num_tasks_needed(over_rollout, len(self._of_task))
         self._enough = asyncio.Event()
         """Set when so many tasks are done that the others' time runs."""
         self._began = time.perf_counter()

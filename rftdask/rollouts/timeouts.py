@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
 
 
-@dataclass(frozen=True)
-class OverRollout:
-    """Do not wait for the slowest tasks of a work unit. Meanings as in Trinity-RFT's `explorer.over_rollout`."""
+def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
+    """Tasks of a work unit that must be done before the time of the others begins to run.
 
-    ratio: float = 0.0
-    """Share of the tasks that may be missing; 0 waits for all."""
-    wait_after_min: float = 30.0
-    """Seconds that the others have once enough tasks are done."""
-    return_partial_tasks: bool = False
-    """Keep the finished rollouts of a task whose others were called off."""
-
-    def num_needed(self, num_tasks: int) -> int:
-        """Tasks that must be done before the others' time begins to run."""
-        return math.ceil(num_tasks * (1 - self.ratio))
+    Meanings as in Trinity-RFT's `explorer.over_rollout`.
+    """
+    return math.ceil(num_tasks * (1 - over_rollout.ratio))
 
 
-@dataclass(frozen=True)
-class DynamicTimeout:
-    """A limit for an attempt of `ratio` times the mean time of a task, after `warmup_min_steps` explore steps."""
+def attempt_timeout_s(
+    dynamic: DynamicTimeoutConfig, max_timeout_s: float, times_s: Mapping[int, Sequence[float]], explore_step: int
+) -> float:
+    """Limit for an attempt of `explore_step`: `ratio` times the mean time of a task, once enough steps have one.
 
-    enable: bool = False
-    warmup_min_steps: int = 1
-    ratio: float = 3.0
-
-    def timeout_s(self, max_timeout_s: float, times_s: Mapping[int, Sequence[float]], explore_step: int) -> float:
-        """The limit for an attempt of `explore_step`.
-
-        Args: times_s: times of the tasks that ended well, by their explore step.
-        """
-        before = [times for step, times in times_s.items() if step < explore_step]
-        times = [time_s for step_times in before for time_s in step_times]
-        if not self.enable or len(before) < self.warmup_min_steps or not times:
-            return max_timeout_s
-        return min(max_timeout_s, self.ratio * sum(times) / len(times))
+    Args: times_s: seconds of the tasks that ended well, by their explore step.
+    """
+    before = [times for step, times in times_s.items() if step < explore_step]
+    times = [time_s for step_times in before for time_s in step_times]
+    if not dynamic.enable or len(before) < dynamic.warmup_min_steps or not times:
+        return max_timeout_s
+    return min(max_timeout_s, dynamic.ratio * sum(times) / len(times))
 
 
 def pass_at_k(num_rollouts: int, num_passed: int, k: int) -> float:

@@ -9,22 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
 from rftdask.rollouts.concurrency import ConcurrencyLimiter
-from rftdask.rollouts.timeouts import DynamicTimeout, OverRollout, pass_at_k, pass_rates
+from rftdask.rollouts.timeouts import attempt_timeout_s, num_tasks_needed, pass_at_k, pass_rates
 
 
 @pytest.mark.parametrize(("ratio", "needed"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.25, 8), (0.99, 1)])
 def test_over_rollout_needs_the_other_tasks_rounded_up(ratio: float, needed: int) -> None:
-    assert OverRollout(ratio).num_needed(10) == needed
+    assert num_tasks_needed(OverRolloutConfig(ratio=ratio), 10) == needed
 
 
 def test_a_dynamic_timeout_begins_after_its_warm_up_and_follows_the_mean() -> None:
-    rule = DynamicTimeout(enable=True, warmup_min_steps=2, ratio=3.0)
-    assert rule.timeout_s(100.0, {1: [1.0]}, explore_step=2) == 100.0
-    assert rule.timeout_s(100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 6.0
-    assert rule.timeout_s(5.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
-    assert rule.timeout_s(100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 6.0  # its own step says nothing
-    assert DynamicTimeout().timeout_s(100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
+    rule = DynamicTimeoutConfig(enable=True, warmup_min_steps=2, ratio=3.0)
+    assert attempt_timeout_s(rule, 100.0, {1: [1.0]}, explore_step=2) == 100.0
+    assert attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 6.0
+    assert attempt_timeout_s(rule, 5.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
+    assert (
+        attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 6.0
+    )  # its own step says nothing
+    assert attempt_timeout_s(DynamicTimeoutConfig(), 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())

@@ -10,10 +10,10 @@ from itertools import count
 import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.rollouts.runner import AuxiliaryEngine, Engines
-from rftdask.rollouts.timeouts import OverRollout
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, replies, run, task
@@ -39,7 +39,7 @@ async def late_for_odd_rollouts(task: Task, model: PolicyModel) -> float:
 def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps: bool) -> None:
     numbers = count()
     name = named(late_for_odd_rollouts)
-    over = OverRollout(ratio=0.25, wait_after_min=0.05, return_partial_tasks=keeps)
+    over = OverRolloutConfig(ratio=0.25, wait_after_min=0.05, return_partial_tasks=keeps)
     groups: dict[int, list[Experience]] = {}
     experiences = outcome(
         [task(index, name) for index in range(4)],
