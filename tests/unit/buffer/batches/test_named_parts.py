@@ -4,6 +4,7 @@ batches leaves open; none can break a group or pass the staleness bound.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,3 +123,17 @@ def test_a_priority_function_is_named_in_the_same_way(tmp_path: Path) -> None:
     replay = make_replay(config(grpo(), *on))
     assert replay is not None
     assert replay.priority_fn == LinearDecay(2.0)
+
+
+def test_the_examples_of_the_documentation_do_what_they_say() -> None:
+    page = (Path(__file__).parents[4] / "docs/buffer.md").read_text()
+    names: dict[str, type] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    rule = SampleRule(2, 4, ordered=False, strategy=names["Freshest"](at_least=1))
+    selection = select_groups(WAITING, Cursor(), 4, rule)
+    assert selection is not None
+    assert [group.position for group in selection.use] == [(1, 3), (1, 2)]
+    random = np.random.default_rng(0)
+    values = names["Newest"]().priorities(np.array([5.0, 4.0, 5.0]), np.zeros(3), random)
+    assert values.argmin() == 1
