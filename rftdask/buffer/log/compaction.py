@@ -107,7 +107,11 @@ class CompactedShards:
             place = base, number = self._places[name.text]
             file = self._records[base]
             if self._group is None or self._group[0] != place:
-                self._group = (place, read_merged(self._local(base), file, number))
+                if self._open is None or self._open[0] != base:
+                    self._opened.close()
+                    self._open = None  # first: if the copy fails, the one before is gone all the same
+                    self._open = (base, self._opened.enter_context(_local_copy(self._storage, f"{base}.parquet")))
+                self._group = (place, read_merged(self._open[1], file, number))
             return rows_of(self._group[1], file.groups[number], name)
 
     def has(self, bucket: str, name: ShardName) -> bool:
@@ -118,6 +122,7 @@ class CompactedShards:
         """Large files with these shards; they count when this returns. Raises: DamagedError: storage lost bytes."""
         done = Compaction()
         for file, data in merge_shards(shards):
+            # The record last, after the file was read back: only then may a shard that it names go.
             base = f"{self._folder}/{bucket}-{file.crc32:08x}"
             self._storage.put(f"{base}.parquet", data)
             self._check(base, file)
@@ -134,14 +139,14 @@ class CompactedShards:
 
     def _check(self, base: str, file: MergedFile) -> None:
         with _local_copy(self._storage, f"{base}.parquet") as path:
-            found = (path.stat().st_size, file_crc32(path))
-        if found != (file.size_bytes, file.crc32):
+            content = (path.stat().st_size, file_crc32(path))
+        if content != (file.size_bytes, file.crc32):
             raise DamagedError(f"{base}.parquet is not what was written; the shards that are still there stay")
 
     def _files(self, first_bucket: str, last_bucket: str | None) -> dict[str, MergedFile]:
         """What the records on storage say, by their paths without a suffix."""
-        found = [match for text in self._storage.list(self._folder) if (match := _RECORD.fullmatch(text)) is not None]
-        wanted = [m for m in found if m[1] >= first_bucket and (last_bucket is None or m[1] <= last_bucket)]
+        records = [match for text in self._storage.list(self._folder) if (match := _RECORD.fullmatch(text)) is not None]
+        wanted = [m for m in records if m[1] >= first_bucket and (last_bucket is None or m[1] <= last_bucket)]
         bases = [f"{self._folder}/{match[1]}-{match[2]}" for match in wanted]
         new = [base for base in bases if base not in self._records]
         for base, file in zip(new, in_order(self._load, new, NUM_THREADS), strict=True):
@@ -158,15 +163,6 @@ class CompactedShards:
             return MergedFile(tree["size_bytes"], tree["crc32"], groups, Span(**tree["tail"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{path} is damaged ({error}); restore it from a backup: it names shards") from error
-
-    def _local(self, base: str) -> Path:
-        """The file as a local path, kept until another is asked for. The lock is held."""
-        if self._open is None or self._open[0] != base:
-            self._opened.close()
-            self._open = None
-            path = self._opened.enter_context(_local_copy(self._storage, f"{base}.parquet"))
-            self._open = (base, path)
-        return self._open[1]
 
 
 @contextmanager
@@ -220,7 +216,8 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
 
     Shards of another schema begin another file. Those without any row, at the end of a file, are in none.
     """
-    for _, alike in groupby(shards, key=lambda shard: _schema_key(shard[1].schema)):
+    # By the schema with its metadata: the run, and the version of the schema.
+    for _, alike in groupby(shards, key=lambda shard: shard[1].schema.serialize().to_pybytes()):
         groups: list[tuple[str, ...]] = []
         for names, table in _row_groups(alike):
             if not groups:
@@ -268,31 +265,21 @@ def file_crc32(path: Path) -> int:
     return crc32
 
 
-def _schema_key(schema: pa.Schema) -> bytes:
-    key: bytes = schema.serialize().to_pybytes()  # with its metadata: the run, and the version of the schema
-    return key
-
-
 def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
     names: list[str] = []
     tables: list[pa.Table] = []
     num_rows = 0
     for name, table in shards:
         names.append(name.text)
-        tables.append(_with_place(table, name))
+        for field, column in zip(_PLACE, _place(name).columns, strict=True):
+            table = table.append_column(field, column)
+        tables.append(table)
         num_rows += len(table)
         if num_rows >= MIN_GROUP_ROWS:
             yield tuple(names), pa.concat_tables(tables)
             names, tables, num_rows = [], [], 0
     if num_rows:
         yield tuple(names), pa.concat_tables(tables)
-
-
-def _with_place(table: pa.Table, name: ShardName) -> pa.Table:
-    place = _place(name)
-    for field, column in zip(place.schema, place.columns, strict=True):
-        table = table.append_column(field, column)
-    return table
 
 
 def _place(name: ShardName) -> pa.Table:
@@ -322,10 +309,10 @@ def _finish(writer: pq.ParquetWriter, sink: io.BytesIO, groups: Sequence[tuple[s
     with pq.ParquetFile(pa.BufferReader(data)) as parquet:
         begins = [_begin(parquet.metadata.row_group(number)) for number in range(len(groups))]
     ends = [*begins[1:], tail]
-    found = tuple(
+    row_groups = tuple(
         RowGroup(_span(data, begin, end), names) for begin, end, names in zip(begins, ends, groups, strict=True)
     )
-    return MergedFile(len(data), zlib.crc32(data), found, _span(data, tail, len(data))), data
+    return MergedFile(len(data), zlib.crc32(data), row_groups, _span(data, tail, len(data))), data
 
 
 def _begin(group: pq.RowGroupMetaData) -> int:

@@ -80,14 +80,16 @@ class FileLog(ExperienceLog):
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
         first = self._bucket(first_step)
-        buckets = [b for b in self._buckets() if b >= first]
-        names = (n for b in buckets for n in self._names_in(b) if n.explore_step >= first_step)
-        return _sorted(names)
+        folders = (folder.rstrip("/") for folder in self._storage.list(self.folder))
+        buckets = [bucket for bucket in folders if bucket.isdigit() and bucket >= first]
+        return _sorted(n for bucket in buckets for n in self._names_in(bucket) if n.explore_step >= first_step)
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
         return self._decode(name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
+        # A copy, its reason, then the original goes: a kill in between leaves the shard listed, and it is set aside
+        # again. Its unit runs again only when the original is gone.
         base = f"{self.folder}/quarantine/{name.text}"
         try:
             self._storage.put(base, self._storage.get(self.path(name)))
@@ -107,6 +109,7 @@ class FileLog(ExperienceLog):
         return self._names_in("quarantine")
 
     def remove(self, names: Sequence[ShardName]) -> None:
+        # The names are written down before the first shard goes, so that counts still add up after a kill.
         buckets: dict[str, set[str]] = {}
         for name in names:
             buckets.setdefault(self._bucket(name.explore_step), set()).add(name.text)
@@ -149,9 +152,6 @@ class FileLog(ExperienceLog):
             return int(load_checked(data)["num_explore_steps"])
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
-
-    def _buckets(self) -> Iterable[str]:
-        return (n.rstrip("/") for n in self._storage.list(self.folder) if n.rstrip("/").isdigit())
 
     def _names_in(self, folder: str) -> list[ShardName]:
         before = self._parsed.get(folder, {})
@@ -223,21 +223,20 @@ class ParquetLog(FileLog):
         for bucket, group in groupby(_sorted(names), key=lambda name: self._bucket(name.explore_step)):
             if should_stop():
                 break
-            done += self._compact_bucket(bucket, list(group))
+            shards = list(group)
+            # What a pass before this one has merged and not removed is only removed, after another look at the file.
+            merged = self._compacted.names(bucket, bucket)
+            small = [name for name in shards if name not in merged]
+            sizes: dict[ShardName, int] = {}
+            if len(small) > 1:
+                done += self._compacted.write(bucket, self._small_shards(small, sizes))
+            self._compacted.check(bucket, merged.intersection(shards))
+            gone = self._compacted.names(bucket, bucket).intersection(shards)
+            for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
+                pass
+            num_bytes = sum(size for name, size in sizes.items() if name in gone)
+            done += Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
         return done
-
-    def _compact_bucket(self, bucket: str, names: Sequence[ShardName]) -> Compaction:
-        """What a pass before this one has merged and not removed is only removed."""
-        moved = self._compacted.names(bucket, bucket)
-        small = [name for name in names if name not in moved]
-        sizes: dict[ShardName, int] = {}
-        done = self._compacted.write(bucket, self._small_shards(small, sizes)) if len(small) > 1 else Compaction()
-        self._compacted.check(bucket, moved.intersection(names))
-        gone = self._compacted.names(bucket, bucket).intersection(names)
-        for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
-            pass
-        num_bytes = sum(size for name, size in sizes.items() if name in gone)
-        return done + Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
 
     def _small_shards(
         self, names: Sequence[ShardName], sizes: dict[ShardName, int]
@@ -251,7 +250,7 @@ class ParquetLog(FileLog):
             except (DamagedError, NotFoundError, DataError):
                 return None
 
-        for name, found in zip(names, in_order(read, names, NUM_THREADS), strict=True):
-            if found is not None:
-                sizes[name] = found[0]
-                yield name, found[1]
+        for name, shard in zip(names, in_order(read, names, NUM_THREADS), strict=True):
+            if shard is not None:
+                sizes[name] = shard[0]
+                yield name, shard[1]

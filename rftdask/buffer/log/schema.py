@@ -91,9 +91,9 @@ class Experience:
     """For FAILED, TIMEOUT and FILTERED: the reason in one line."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     env_state: str | None = None
-    """Of the environment before the turn, by any name under which equal states are equal; None: not told."""
+    """State of the environment before the turn, by any name under which equal states are equal; None: unknown."""
     turn_reward: float | None = None
-    """What the turn itself earned; None: not told. Whatever `reward` has beyond the turns' sum is the last turn's."""
+    """What the turn itself earned; None: unknown. Whatever `reward` has beyond the turns' sum is the last turn's."""
 
     @property
     def group_id(self) -> str:
@@ -108,15 +108,16 @@ class Experience:
         """The same values in every field, whether in arrays or in other sequences."""
         if not isinstance(other, Experience):
             return NotImplemented
-        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        for f in fields(self):
+            own, others = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(own, np.ndarray) or isinstance(others, np.ndarray):
+                if own is None or others is None or not np.array_equal(own, others):
+                    return False
+            elif own != others:
+                return False
+        return True
 
     __hash__ = None  # type: ignore[assignment]  # metrics are a mapping
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return one is not None and other is not None and np.array_equal(one, other)
-    return bool(one == other)
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -188,68 +189,11 @@ def runs_to_mask(runs: Sequence[int], length: int) -> list[bool]:
 
 
 def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa.Table:
-    """The rows as a table of `SCHEMA`, in the order given. Raises: ValueError: lengths that do not fit."""
-    _check(experiences)
-    tokens, logprobs = [e.tokens for e in experiences], [e.rollout_logprobs for e in experiences]
-    columns: dict[str, pa.Array] = {
-        "uid": pa.array([e.uid for e in experiences], pa.string()),
-        "tokens": _lists(tokens, np.int32),
-        "rollout_logprobs": _lists(logprobs, np.float32),
-        "loss_mask_runs": _lists(
-            [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences], np.int32
-        ),
-        "metrics": _map([e.metrics for e in experiences]),
-    }
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
-        if name not in columns:
-            columns[name] = pa.array(list(map(attrgetter(name), experiences)), kind)
-    metadata = {**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()}
-    schema = SCHEMA.with_metadata(metadata)
-    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
+    """Make a table of `SCHEMA` with a row for each experience, in the order given.
 
-
-def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> pa.Array:
-    """A list column of `dtype`."""
-    kind = pa.from_numpy_dtype(dtype)
-    offsets = _offsets(rows)
-    values = _concatenate([row for row in rows if len(row)], dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind), type=_list_of(kind))
-
-
-def _concatenate(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> np.ndarray:
-    if not rows:
-        return np.zeros(0, dtype)
-    try:
-        return np.concatenate(rows, dtype=dtype, casting="no")
-    except TypeError:  # some are not arrays of this type
-        return np.concatenate([_checked(row, dtype) for row in rows])
-
-
-def _checked(row: Sequence[Any] | np.ndarray, dtype: type[np.number[Any]]) -> np.ndarray:
-    """The row as an array of `dtype`. Raises: OverflowError: an integer that does not fit."""
-    if isinstance(row, np.ndarray) and row.dtype != dtype and np.issubdtype(dtype, np.integer):
-        return np.array(row.tolist(), dtype)  # numpy would wrap around what is too large
-    return np.asarray(row, dtype)
-
-
-def _map(rows: Sequence[Mapping[str, float]]) -> pa.Array:
-    """The column `metrics`."""
-    kind = SCHEMA.field("metrics").type
-    keys = pa.array(list(chain.from_iterable(rows)), kind.key_type)
-    values = pa.array(list(chain.from_iterable(row.values() for row in rows)), kind.item_type)
-    return pa.MapArray.from_arrays(pa.array(_offsets(rows)), keys, values, type=kind)
-
-
-def _offsets(rows: Sequence[Any]) -> np.ndarray:
-    """[N + 1] int32, where each row begins. Raises: OverflowError: more values than a list column can address."""
-    ends = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
-    if ends[-1] > np.iinfo(np.int32).max:
-        raise OverflowError(f"{ends[-1]} values in one shard; lower explorer.tasks_per_batch")
-    return ends.astype(np.int32)
-
-
-def _check(experiences: Sequence[Experience]) -> None:
+    Raises: ValueError: lengths that do not fit, or a trainable row without a reward; OverflowError: a token id that is
+    no int32, or more tokens than one shard can address.
+    """
     for experience in experiences:
         response_length = len(experience.tokens) - experience.prompt_length
         if len(experience.rollout_logprobs) != response_length:
@@ -264,3 +208,50 @@ def _check(experiences: Sequence[Experience]) -> None:
             )
         if experience.reward is None and experience.status.trainable:
             raise ValueError(f"experience {experience.uid}: status {experience.status} without a reward")
+
+    metrics = [experience.metrics for experience in experiences]
+    metrics_type = SCHEMA.field("metrics").type
+    masks = [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences]
+    columns: dict[str, pa.Array] = {
+        "uid": pa.array([e.uid for e in experiences], pa.string()),
+        "tokens": _lists([e.tokens for e in experiences], np.int32),
+        "rollout_logprobs": _lists([e.rollout_logprobs for e in experiences], np.float32),
+        "loss_mask_runs": _lists(masks, np.int32),
+        "metrics": pa.MapArray.from_arrays(
+            pa.array(_offsets(metrics)),
+            pa.array(list(chain.from_iterable(metrics)), metrics_type.key_type),
+            pa.array(list(chain.from_iterable(row.values() for row in metrics)), metrics_type.item_type),
+            type=metrics_type,
+        ),
+    }
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        if name not in columns:
+            columns[name] = pa.array(list(map(attrgetter(name), experiences)), kind)
+    schema = SCHEMA.with_metadata({**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()})
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
+
+
+def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> pa.Array:
+    """A list column of `dtype`. Raises: OverflowError: an integer that does not fit."""
+
+    def as_array(row: Sequence[Any] | np.ndarray) -> np.ndarray:
+        if isinstance(row, np.ndarray) and row.dtype != dtype and np.issubdtype(dtype, np.integer):
+            return np.array(row.tolist(), dtype)  # numpy would wrap around what is too large
+        return np.asarray(row, dtype)
+
+    filled = [row for row in rows if len(row)]
+    try:
+        values = np.concatenate(filled, dtype=dtype, casting="no") if filled else np.zeros(0, dtype)
+    except TypeError:  # some are not arrays of this type
+        values = np.concatenate([as_array(row) for row in filled])
+    kind = pa.from_numpy_dtype(dtype)
+    return pa.ListArray.from_arrays(pa.array(_offsets(rows)), pa.array(values, kind), type=_list_of(kind))
+
+
+def _offsets(rows: Sequence[Any]) -> np.ndarray:
+    """[N + 1] int32, where each row begins. Raises: OverflowError: more values than a list column can address."""
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
+    if ends[-1] > np.iinfo(np.int32).max:
+        raise OverflowError(f"{ends[-1]} values in one shard; lower explorer.tasks_per_batch")
+    return ends.astype(np.int32)
