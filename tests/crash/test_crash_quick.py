@@ -12,11 +12,15 @@ import pytest
 from crash_cases import part, run_crash_test
 
 from rftdask.errors import UserError
+from rftdask.storage import Storage
+from rftdask.storage.local import LocalStorage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.crashtest.damage import damage_files
+from rftdask.testing.crashtest.disk import SimulatedDisk
 from rftdask.testing.crashtest.ending import check_ending, new_memory, run_undisturbed
 from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
 from rftdask.testing.crashtest.power import lose_power
+from rftdask.testing.crashtest.protections import CheckThenWrite, LateLedger, TrustingLog
 from rftdask.testing.crashtest.rivals import meet_rivals
 from rftdask.testing.crashtest.stops import list_places
 from rftdask.testing.crashtest.suite import CrashTestOptions
@@ -121,6 +125,23 @@ def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
     witness.trained(2, "another")
     ending = check_ending(storage, plan, witness, run_undisturbed(plan))
     assert "step 2 was trained with two different batches" in ending.problems
+
+
+@pytest.mark.parametrize(
+    ("storage", "parts"),
+    [
+        (LocalStorage("/run", SimulatedDisk(sync_files=False)), Parts()),
+        (LocalStorage("/run", SimulatedDisk(sync_folders=False)), Parts()),
+        (CheckThenWrite(new_memory(), lambda verb, path, stage: None), Parts()),
+        (new_memory(), Parts(log=TrustingLog)),
+        (new_memory(), Parts(ledger=LateLedger)),
+    ],
+    ids=["fsync of files", "fsync of folders", "create-only", "checksums", "ledger first"],
+)
+def test_taking_a_protection_away_changes_nothing_in_an_undisturbed_run(storage: Storage, parts: Parts) -> None:
+    plan, witness = Plan(6), Witness()
+    run_all(lambda: storage, plan, parts, witness, seed=0)
+    assert check_ending(storage, plan, witness, run_undisturbed(plan)).problems == []
 
 
 def test_a_test_that_finds_nothing_without_a_protection_is_a_failure() -> None:

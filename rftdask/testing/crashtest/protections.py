@@ -1,7 +1,8 @@
 """Protections: what keeps the promises, taken away one at a time. The same tests must then find something broken; a
 test that finds nothing would prove nothing.
 
-They are taken away by what stands in their place at a seam: another disk, storage, log or ledger.
+They are taken away by what stands in their place at a seam: another disk, storage, log or ledger. Invariant: in a run
+that nothing disturbs, what stands there changes nothing; else a test would find itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class TrustingLog(ParquetLog):
 
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         try:
-            return pq.read_table(pa.BufferReader(data), columns=columns, use_threads=False)
+            chosen = None if columns is None else list(columns)
+            return pq.read_table(pa.BufferReader(data), columns=chosen, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DamagedError(f"shard {name.text}: {error}") from error
 
