@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
-from rftdask.config.engine_keys import engine_sections
 from rftdask.config.plugins import load_plugin_folders
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
@@ -213,7 +212,7 @@ def _check_model(stage: Config) -> None:
 def _check_engines(stages: list[Config]) -> None:
     """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
     for stage in stages:
-        for path, section in engine_sections(stage) if stage.mode != "train" else ():
+        for path, section in stage.explorer.engines() if stage.mode != "train" else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Rules of tasks, datasets, the experience log and what is read of it. See `rules`."""
+"""Rules of tasks, datasets, the experience log and what is read of it."""
 
 from collections.abc import Iterator
 

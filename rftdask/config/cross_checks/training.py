@@ -1,4 +1,4 @@
-"""Rules of lengths, batches, ranks and staleness. See `rules`."""
+"""Rules of lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
 

@@ -258,6 +258,11 @@ class ExplorerConfig(Section):
     db_url: Annotated[str | None, _SERVE] = None
     """Database of recorded requests."""
 
+    def engines(self) -> list[tuple[str, InferenceModelConfig]]:
+        """(path, section) of the policy's engines and of the auxiliary ones."""
+        auxiliary = [(f"explorer.auxiliary_models[{i}]", model) for i, model in enumerate(self.auxiliary_models)]
+        return [("explorer.rollout_model", self.rollout_model), *auxiliary]
+
     @property
     def fewest_workers(self) -> int:
         """Explorer workers that a run starts with, and never asks for fewer."""

@@ -11,7 +11,7 @@ import pytest
 from config_cases import config, grpo, sft
 
 from rftdask.config import make_plan
-from rftdask.config.count_rows import count_rows
+from rftdask.config.plan import count_rows
 
 
 @pytest.fixture

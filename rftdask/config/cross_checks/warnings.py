@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rftdask.config.algorithms import algorithm_info
 from rftdask.config.base import default_of
-from rftdask.config.engine_keys import engine_warnings
+from rftdask.config.cross_checks.rollouts import engine_warnings
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
