@@ -26,7 +26,7 @@ MAX_BATCH_TOKENS = 65_536
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; names and meanings as in vLLM."""
+    """Sampling parameters of one request; names and meanings as in vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -44,7 +44,7 @@ class GenerateRequest:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """Of this request alone: its tokens do not depend on the seeds of its neighbors."""
+    """Random seed of this request alone: its tokens do not depend on the seeds of its neighbors."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Generation:
     tokens: tuple[int, ...]
     """Response token ids; the end token included when finish_reason is "stop"."""
     logprobs: tuple[float, ...]
-    """One for each of `tokens`."""
+    """Natural-log probabilities, one for each of `tokens`."""
     finish_reason: Literal["stop", "length"]
     min_policy_version: int
     max_policy_version: int
 
 
 Take = Callable[[], Sequence[tuple[int, GenerateRequest | None]]]
-"""What has come since it was last called, without waiting: requests by a number that is used once, or None in place of
-one that came before and that nobody wants any more."""
+"""Returns the requests that have come since the last call, without waiting: each by a number that is used once, or None
+in place of one that came before and that nobody wants any more."""
 Give = Callable[[int, Generation], None]
-"""Takes the answer to the request of that number."""
+"""Receives the answer to the request of that number."""
 
 
 class Engine(EngineTraits, ABC):
@@ -102,7 +102,7 @@ class Engine(EngineTraits, ABC):
         """
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One generation for each request, in their order; all of them enter at once. Raises: as `serve`."""
+        """Generate for each request, in their order; all of them enter at once. Raises: as `serve`."""
         waiting = [list(enumerate(requests))]
         answers: dict[int, Generation] = {}
         self.serve(lambda: waiting.pop() if waiting else [], answers.__setitem__)
@@ -117,12 +117,12 @@ class Engine(EngineTraits, ABC):
         """
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
-        """As `load_weights`, in the surest way this engine has, however long it takes."""
+        """Load weights in the surest way this engine has, however long it takes. Otherwise as `load_weights`."""
         self.load_weights(version, files)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        """Natural-log probability, at temperature 1, of each token of the second of a pair after the first and those
-        before it; both hold at least one token. Raises: RoleError: this engine cannot tell, or fails.
+        """Compute the natural-log probability, at temperature 1, of each token of the second of a pair after the first
+        and those before it; both hold at least one token. Raises: RoleError: this engine cannot tell, or fails.
         """
         raise RoleError(f"engine {type(self).__name__} gives no logprobs of given tokens")
 

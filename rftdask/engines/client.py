@@ -48,28 +48,28 @@ from rftdask.weights.published import Published
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
-"""For reading a model from slow storage; a hung load ends as an error that names the engine."""
+"""Deadline of reading a model from slow storage; a hung load ends as an error that names the engine."""
 _LOAD_ATTEMPTS = 3
 _WRITE_GRACE_S = 2.0
-"""For the last message to be written before the process ends."""
+"""Seconds that the last message has to be written before the process ends."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Which engine to run; equal specs mean that a running one can be used."""
+    """An engine to run; equal specs mean that a running one can be used."""
 
     section: InferenceModelConfig
     """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`, which names its own model."""
     model: ModelConfig
     threads: int
-    """For its math libraries."""
+    """Threads of its math libraries."""
     log_file: str | None = None
-    """Where its process prints; None: a temporary file."""
+    """File that its process prints to; None: a temporary one."""
     plugin_dirs: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """What the process has to know, as msgpack carries it."""
+        """The spec as msgpack carries it to the process; the threads and the environment go another way."""
         return {"section": plain(self.section), "model": plain(self.model), "plugin_dirs": self.plugin_dirs}
 
 
@@ -89,14 +89,14 @@ class EngineClient:
         self.spec = spec
         folder = Path(spec.section.model_path or spec.model.model_path)
         self.weights = Published(0, "", _folder_hash(folder))
-        """What the engine serves now; version 0 is the model folder as it is."""
+        """Weights that the engine serves now; version 0 is the model folder as it is."""
         self._lock = threading.Lock()
         """Guards the three below, and is held while a message is queued, so that numbers go out in their order."""
         self._num_asked = 0
         self._asked: dict[int, Future[Any]] = {}
         """Futures that are not answered yet, by number."""
         self._failure: RftError | None = None
-        """Why nothing will be answered any more."""
+        """The error because of which nothing will be answered any more."""
         self._outbox: SimpleQueue[FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
         self._child = Child(
@@ -113,7 +113,7 @@ class EngineClient:
         """Held by one caller at a time that waits until the engine is ready or loads weights."""
 
     def wait_ready(self) -> None:
-        """Until the model is loaded. Raises: RoleError, UserError: why it cannot be, and the engine is closed."""
+        """Wait until the model is loaded. Raises: RoleError, UserError: why it cannot be, and the engine is closed."""
         with self._turn:
             if self._ready:
                 return
@@ -131,9 +131,9 @@ class EngineClient:
         return self._failure is None and self._child.alive()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """The answers to be, in the order of the requests, which enter the engine together. Returns at once.
+        """Send requests, which enter the engine together, and return futures of their answers at once, in their order.
 
-        One that is cancelled leaves the engine. They raise RoleError: the engine died.
+        A cancelled future's request leaves the engine. The futures raise RoleError: the engine died.
         """
         if not requests:
             return []
@@ -147,7 +147,7 @@ class EngineClient:
         return futures
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
-        """One generation per request, in order. Raises: RoleError: the engine died; WaitTimeout: it hangs."""
+        """Generate for each request, in order. Raises: RoleError: the engine died; WaitTimeout: it hangs."""
         futures = self.submit(requests)
         if wait(futures, timeout_s).not_done:
             raise WaitTimeout(f"{self} gave no answer for {timeout_s:.0f} s")
@@ -156,12 +156,12 @@ class EngineClient:
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
-        """As Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
+        """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
         scored: tuple[tuple[float, ...], ...] = self._ask(lambda number: Score(number, tuple(pairs)), timeout_s)
         return list(scored)
 
     def _ask(self, message: Callable[[int], FromClient], timeout_s: float) -> Any:
-        """The answer to the message of the next number."""
+        """Send the message of the next number and wait for its answer."""
         future: Future[Any] = Future()
         with self._lock:
             self._outbox.put(message(self._register(future)))

@@ -38,7 +38,7 @@ class Prompts:
             mask_DP[index, -len(prompt) :] = 1
         positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
         self.prompt_B = torch.tensor(prompt_B, device=device)
-        """Which of the prompts each request has."""
+        """[B] index of each request's prompt among the distinct ones."""
         self.tokens_DP = torch.from_numpy(tokens_DP).to(device)
         self.positions_DP = torch.from_numpy(positions_DP).to(device)
         # No mask is the fast path of attention; it is exact when nothing is padded.
@@ -47,18 +47,18 @@ class Prompts:
 
 @dataclass
 class _Rows:
-    """What each row has come to. One column more than T: rows that have finished go on writing there."""
+    """Tensors of the rows under way. One column more than T: rows that have finished go on writing there."""
 
     start_B: Tensor
     """First column that is no padding."""
     length_B: Tensor
-    """Tokens sampled; no longer counted once the row has finished."""
+    """[B] tokens sampled; no longer counted once the row has finished."""
     done_B: Tensor
     uniforms_BT: Tensor
     tokens_BT: Tensor
     logprobs_BT: Tensor
     seen_BV: Tensor | None
-    """Tokens that occurred; None when no row has a repetition penalty."""
+    """[B, V] tokens that occurred; None when no row has a repetition penalty."""
 
     @classmethod
     def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
@@ -93,7 +93,7 @@ class _Rows:
         return _Rows(**values)
 
     def joined(self, others: _Rows) -> _Rows:
-        """These rows and then the others; `start_B` of both counts the same columns."""
+        """Rows of both, these first; `start_B` of both counts the same columns."""
         values: dict[str, Any] = {}
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
@@ -131,13 +131,13 @@ class DecodeBatch:
         self.columns = 0
         """W: of the cache and the newest token together."""
         self.numbers: list[int] = []
-        """Of each row, the number of its request."""
+        """Number of each row's request, in the order of the rows."""
         self._requests: dict[int, GenerateRequest] = {}
-        """Of the rows, by number."""
+        """Requests of the rows, by number."""
         self._waiting: dict[int, GenerateRequest] = {}
-        """In the order in which they came."""
+        """Requests that have not entered, in the order in which they came."""
         self._told: set[int] = set()
-        """Their numbers; see num_told."""
+        """Numbers of rows whose answer was given, or is not wanted; see num_told."""
         self._end_ids = end_ids
         self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
@@ -151,18 +151,18 @@ class DecodeBatch:
         return len(self._told)
 
     def add(self, number: int, request: GenerateRequest) -> None:
-        """It waits from now on."""
+        """Let the request wait for `enter`."""
         self._waiting[number] = request
 
     def forget(self, number: int) -> None:
-        """Nobody wants it any more: it waits no longer, or its row has finished. Nothing if it has left before."""
+        """Drop a request that nobody wants: it waits no longer, or its row has finished. No effect once it has left."""
         if self._waiting.pop(number, None) is None and number in self._requests:
             self._told.add(number)
             self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
-        """How many of the waiting, in their order, may enter: rows * (columns + longest rest of a response) stays
-        within `max_batch_tokens`. At least one if there are no rows.
+        """Count the waiting requests that may enter now, in their order: rows * (columns + longest rest of a response)
+        stays within `max_batch_tokens`. At least one if there are no rows.
         """
         rest = 0
         if self.numbers:
@@ -177,7 +177,7 @@ class DecodeBatch:
         return len(self._waiting)
 
     def enter(self, num_newcomers: int) -> Prompts:
-        """The next `num_newcomers` (at least one) of the waiting become the last rows; computes their prompts' layout.
+        """Make the next `num_newcomers` (at least one) of the waiting the last rows, and lay out their prompts.
 
         The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
         """
@@ -207,7 +207,7 @@ class DecodeBatch:
         self._bad_B = torch.zeros_like(rows.done_B)
 
     def sample(self, logits_BV: Tensor) -> Tensor:
-        """[B] the next token of each row, recorded."""
+        """Sample and record the next token of each row: [B] int64."""
         rows = self._rows
         place_B1 = rows.length_B[:, None]
         tokens_B, logprobs_B = sample_tokens(
@@ -230,12 +230,14 @@ class DecodeBatch:
         return tokens_B
 
     def counts(self) -> tuple[int, int]:
-        """Rows that have finished, rows whose newest logprob is not a number. The one wait for the device per step."""
+        """Count rows that have finished and rows whose newest logprob is not a number. The one wait for the device per
+        step.
+        """
         num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
     def finished(self, policy_version: int) -> list[tuple[int, Generation]]:
-        """The rows that have finished and were not told of yet, by the number of their request."""
+        """Answers of the rows that have finished since the last call, by the number of their request."""
         rows = self._rows
         places = [
             row
@@ -281,11 +283,11 @@ class DecodeBatch:
         return index_B, num_columns
 
     def mask(self) -> Tensor | None:
-        """[B, W] where there is a token; None where there is one everywhere."""
+        """Attention mask: [B, W], True where there is a token; None where there is one everywhere."""
         if not self._padded:
             return None
         return torch.arange(self.columns, device=self._device) >= self._rows.start_B[:, None]
 
     def positions(self) -> Tensor:
-        """[B] position of the newest token in its own sequence."""
+        """Position ids: [B], of the newest token in its own sequence."""
         return self._prompt_length_B + (self._rows.length_B - 1)

@@ -123,7 +123,7 @@ def sample_tokens(
     end_ids: Tensor | None = None,
     seen_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token for each row.
+    """Sample one token for each row.
 
     Args:
         logits_BV: any float dtype; computed with in float32.

@@ -25,7 +25,7 @@ from rftdask.processes.messages import Codec
 from rftdask.weights.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
-"""What the child process of an engine runs."""
+"""Entry of an engine's child process, as `processes.child` takes it."""
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ COMPACT_SHARE = 4
 
 
 class TransformersEngine(Engine):
-    """See `Engine`.
+    """Engine of one transformers model, loaded in this process; see `Engine`.
 
     Args:
         model_path: folder (or hub name) of a causal language model as `from_pretrained` takes it.
@@ -133,7 +133,7 @@ class TransformersEngine(Engine):
         raise RoleError(f"{self} cannot answer request {number}: {problem}")
 
     def _take(self, batch: DecodeBatch, take: Take) -> bool:
-        """Whether a request has come."""
+        """Move what has come into the batch. Returns: whether a new request was among it."""
         came = False
         for number, request in take():
             if request is None:
@@ -182,7 +182,7 @@ class TransformersEngine(Engine):
                 logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
 
     def _prefill(self, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
-        """Logits of the first response token, and the cache; both computed once per distinct prompt, then copied."""
+        """Compute the logits of the first response token and the cache, once per distinct prompt, then copied."""
         cache = DynamicCache(config=self._model.config)
         logits_DV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, cache)
         if len(logits_DV) == len(prompts.prompt_B):
@@ -202,7 +202,7 @@ class TransformersEngine(Engine):
         return output.logits[:, -1]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """As in `Engine`; names as in the model's `state_dict()`. A name or shape that does not fit changes nothing.
+        """Load weights as in `Engine`; names as in `state_dict()`. A name or shape that does not fit changes nothing.
 
         Adapters stay beside the weights, where the trainer has them: added to them, both would differ by rounding.
         """
@@ -242,7 +242,7 @@ class TransformersEngine(Engine):
 
 
 def can_join(cache: DynamicCache) -> bool:
-    """Whether rows of different lengths fit into one cache. They do not where a layer keeps a window or a state of the
+    """True if rows of different lengths fit into one cache. They do not where a layer keeps a window or a state of the
     past instead of all keys: it then knows how many tokens there were, one number for all rows.
     """
     return all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -290,7 +290,7 @@ def _end_ids(model: Any, model_path: str, options: dict[str, Any]) -> list[int]:
 
 
 def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
-    """What keeps the files' tensors from being the whole state dict, one line for each problem. Reads headers only."""
+    """Problems that keep the files' tensors from being the whole state dict, a line each. Reads headers only."""
     problems: list[str] = []
     found: set[str] = set()
     for file in files:

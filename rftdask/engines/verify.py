@@ -1,4 +1,4 @@
-"""Proof: an engine loads a version and shows that it serves it, or leaves.
+"""Verified loading: an engine loads a version and shows that it serves it, or ends.
 
 Engines fail to load without saying so: vLLM 0.32 on a CPU, for one, kept the old output head of models whose embeddings
 are tied. Invariant: after `load_verified` the engine computes what the trainer computed with these weights.

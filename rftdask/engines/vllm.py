@@ -41,11 +41,12 @@ T = TypeVar("T")
 ENGINE_PID = "RFTDASK_ENGINE_PID"
 """Environment variable of vLLM's processes: the engine's process, with which they end."""
 MIN_TEMPERATURE = 0.01
-"""Below it, and above 0, vLLM samples at this temperature instead."""
+"""Lowest temperature above 0; below it vLLM samples at this one instead."""
 _LOOK_S = 0.005
-"""Between looks for new requests while others are under way: less than a step of any model that is worth serving."""
+"""Seconds between looks for new requests while others are under way: less than a step of any model that is worth
+serving."""
 _STOP_S = 10.0
-"""For what vLLM runs on the event loop to notice that it is over."""
+"""Seconds that vLLM's tasks on the event loop have to notice that it is over."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be set to."""
 _CPU_DEFAULTS = {
@@ -62,7 +63,7 @@ _DEFAULTS = {
 
 
 class VllmEngine(Engine):
-    """See `Engine`.
+    """Engine of vLLM's processes, which this one starts and speaks with; see `Engine`.
 
     Args:
         model_path: folder or hub name of a model that vLLM knows.
@@ -235,7 +236,7 @@ class VllmEngine(Engine):
         return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
 
     async def _ask(self, tokens: Sequence[int], sampling: Any) -> Any:
-        """The last output of one request, which shares cached prefixes only with those of the same weights."""
+        """Run one request to its last output; it shares cached prefixes only with those of the same weights."""
         from vllm.inputs import tokens_input
 
         self._num_requests += 1
@@ -244,7 +245,7 @@ class VllmEngine(Engine):
         return [output async for output in outputs][-1]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """As in `Engine`. Requests that are under way would go on with the new weights."""
+        """Load weights as in `Engine`. Requests that are under way would go on with the new weights."""
         self._run(self._load(version, files), f"loading version {version}")
         self.policy_version = version
 
@@ -382,7 +383,7 @@ async def _shut_down(llm: Any) -> None:
 
 
 def _mixed(seed: int) -> int:
-    """Of any int64, a seed that differs in its lower half, the only one that PyTorch's CPU generator reads.
+    """Mix any int64 into a seed whose lower half differs, too: the only half that PyTorch's CPU generator reads.
 
     Source: the finalizer of SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
     """

@@ -1,5 +1,5 @@
-"""What runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, a watch on the
-engine's process. vLLM imports this module by name and mixes `WeightWorker` into its worker class.
+"""Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, a watch
+on the engine's process. vLLM imports this module by name and mixes `WeightWorker` into its worker class.
 
 It knows neither versions nor requests.
 """
@@ -46,12 +46,14 @@ class TemperedSampler(Sampler):
 
 
 class WeightWorker:
-    """Methods for `collective_rpc`."""
+    """Methods that VllmEngine calls in every worker by `collective_rpc`."""
 
     model_runner: Any
 
     def use_tempered_logprobs(self) -> bool:
-        """Whether this worker's sampler could be replaced; workers that do not sample have nothing to replace."""
+        """Replace this worker's sampler. Returns: False if it is another than vLLM's; workers that do not sample have
+        nothing to replace.
+        """
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:
             return True

@@ -32,24 +32,25 @@ _MAX_BLOCK_S = 30.0
 
 @dataclass(frozen=True)
 class RolloutDefaults:
-    """How rollouts are run, unless the taskset says otherwise."""
+    """Settings of rollouts, unless the taskset says otherwise."""
 
     sampling: SamplingParams
     limits: PromptLimits = field(default_factory=PromptLimits)
     taskset_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Fields of SamplingParams by name of taskset (its `rollout_args`)."""
     max_timeout_s: float = 1800.0
-    """For one attempt, the wait for the engine included."""
+    """Deadline of one attempt in seconds, the wait for the engine included."""
     max_retry_times: int = 2
-    """Attempts after the first."""
+    """Number of attempts after the first."""
     stop_grace_s: float = 1.0
-    """For a cancelled attempt to clean up; one that ignores its cancellation is left behind, without a model."""
+    """Seconds that a cancelled attempt has to clean up; one that ignores its cancellation is left behind, without a
+    model."""
     run_seed: int = 42
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 
     @property
     def max_block_s(self) -> float:
-        """For code on the event loop between two awaits; the others wait meanwhile."""
+        """Seconds that code on the event loop may take between two awaits; the others wait meanwhile."""
         return min(_MAX_BLOCK_S, self.max_timeout_s / 2)
 
 
@@ -63,19 +64,19 @@ class ServedWeights:
 
 @dataclass
 class RolloutTimes:
-    """Where the time of one rollout went, in seconds, over all its attempts. Not part of an experience: the same
+    """Seconds that one rollout took, by what it did, over all its attempts. Not part of an experience: the same
     rollout is the same row, however long it took."""
 
     queue_s: float = 0.0
-    """Until there was a place for it."""
+    """Wait for a place."""
     generate_s: float = 0.0
-    """In calls of models, the wait for the engine included; of several at once the sum."""
+    """Calls of models, the wait for the engine included; of several at once the sum."""
     tool_s: float = 0.0
-    """In what the workflow timed as "tool"."""
+    """Time that the workflow counted as "tool"."""
     reward_s: float = 0.0
-    """In what the workflow timed as "reward"."""
+    """Time that the workflow counted as "reward"."""
     total_s: float = 0.0
-    """From its first attempt to its end."""
+    """Time from its first attempt to its end."""
     num_retries: int = 0
 
     @classmethod
@@ -101,7 +102,7 @@ class Rollout:
     greedy: bool = False
     times: RolloutTimes = field(default_factory=RolloutTimes)
     called_off: str = ""
-    """Why it is cancelled: set before the cancellation, which is then a result like others."""
+    """Reason why it is cancelled; "": it is not. Set before the cancellation, which is then a result like others."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -110,8 +111,8 @@ class Rollout:
         return replace(sampling, temperature=0.0) if self.greedy else sampling
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
-        """The experiences, ordered by turn; begins when `admitted` is set. Raises: RoleError: the engine, or what
-        starts sandboxes, is gone.
+        """Run the rollout once `admitted` is set. Returns: its experiences, ordered by turn. Raises: RoleError: the
+        engine, or what starts sandboxes, is gone.
         """
         began = time.perf_counter()
         try:
@@ -240,7 +241,9 @@ class _CalledOff(Exception):
 
 
 async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Reward:
-    """The workflow's reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s` seconds."""
+    """Run one attempt and return its reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s`
+    seconds.
+    """
     attempt = asyncio.create_task(_guarded(workflow, task, model, limits))
     deadline = time.monotonic() + limits.max_timeout_s
     try:

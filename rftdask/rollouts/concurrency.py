@@ -26,12 +26,12 @@ class ConcurrencyLimiter(Generic[Key]):
         self._waiting: dict[Key, tuple[str, ...]] = {}
 
     def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
-        """Whether `key`, which takes a place of each of `kinds`, runs at once; else `leave` will name it."""
+        """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
         self._waiting[key] = kinds
         return bool(self._admit(key))
 
     def leave(self, key: Key) -> list[Key]:
-        """`key` runs or waits no more; those that run in its place. Idempotent."""
+        """Give up the places of `key`. Returns: those that run in its place. Idempotent."""
         self._waiting.pop(key, None)
         for kind in self._running.pop(key, ()):
             if kind in self._free:

@@ -37,12 +37,12 @@ from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 
 _SANDBOX = "sandbox"
-"""A kind of place, beside those named by workflows."""
+"""Kind of place of the ConcurrencyLimiter for processes, beside those named by workflows."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """What answers the rollouts of a work unit."""
+    """The models that answer the rollouts of a work unit."""
 
     generate: GenerateBatch | Streaming | None
     """The policy: in calls, one at a time, or as requests come. None: `remote` is the policy."""
@@ -71,7 +71,7 @@ class AuxiliaryEngine:
 
 @dataclass(frozen=True)
 class UnitOutcome:
-    """What a work unit gave."""
+    """Experiences and times of a work unit."""
 
     experiences: list[Experience]
     """Ordered by (task, rollout, turn)."""
@@ -171,7 +171,7 @@ async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which workflow of the unit runs where."""
+    """Places of the unit's workflows: the event loop, or sandboxes."""
 
     workflows: Mapping[str, FoundWorkflow]
     sandboxed: frozenset[tuple[str, str]]
@@ -272,7 +272,7 @@ class _RunningUnit:
         for rollout in rollouts:
             self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
         self._experiences: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._of_task}
-        """What each task's rollouts gave that have ended."""
+        """Experiences of each task's rollouts that have ended."""
         self._task_times_s: list[float] = []
         self._num_needed = num_tasks_needed(over_rollout, len(self._of_task))
         self._enough = asyncio.Event()
@@ -327,7 +327,7 @@ class _RunningUnit:
         self._on_group(number, self._group(number))
 
     def _group(self, number: int) -> list[Experience]:
-        """What a task gave, ordered by rollout and turn."""
+        """Experiences of a task, ordered by rollout and turn."""
         ended = self._experiences[number]
         return [experience for key in sorted(ended) for experience in ended[key]]
 

@@ -21,7 +21,8 @@ _END = 0
 async def try_workflow(
     task: Task, replies: Sequence[str], *, max_timeout_s: float = 60.0, sandbox: SandboxOptions | None = None
 ) -> list[Experience]:
-    """One rollout of `task`, whose calls of the policy are answered by `replies` in order, the last again and again.
+    """Run one rollout of `task`, whose calls of the policy are answered by `replies` in order, the last again and
+    again.
 
     Raises: UserError: its workflow or reward function cannot be found.
     """

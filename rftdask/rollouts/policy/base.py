@@ -91,7 +91,7 @@ class PolicyHandle(_Asking):
 
 
 class _Auxiliary(_Asking):
-    """One auxiliary model of a handle."""
+    """An auxiliary model of a handle."""
 
     def __init__(self, handle: PolicyHandle, name: str) -> None:
         self._handle = handle

@@ -19,35 +19,35 @@ from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.errors import RoleError
 
 GenerateBatch = Callable[[list[GenerateRequest]], Awaitable[list[Generation]]]
-"""One generation for each request, in their order. Whatever it raises ends the whole batch of rollouts."""
+"""Generates for each request, in their order. Whatever it raises ends the whole work unit."""
 
 
 class RolloutKey(NamedTuple):
-    """Which rollout, in the order of the batch."""
+    """Identity of a rollout within its work unit; keys sort in the order of the unit."""
 
     task_number: int
     rollout: int
 
 
 class RequestQueue(Protocol):
-    """Where the rollouts of one batch ask one engine."""
+    """A queue in which the rollouts of one work unit ask one engine."""
 
     failure: Exception | None
-    """What the engine raised, once it has: every later request raises it again."""
+    """Error of the engine, once it has raised one: every later request raises it again."""
     busy_s: float
     """Seconds in which the engine had something to do."""
 
     def enter(self, key: RolloutKey) -> None:
-        """The rollout has a place and will ask."""
+        """Announce a rollout that has a place and will ask."""
 
     def leave(self, key: RolloutKey) -> None:
-        """It has ended. Idempotent."""
+        """Say that the rollout has ended. Idempotent."""
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
         """The engine's answer to `request`. Raises: what the engine raised."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Cancel what is under way. Idempotent."""
 
 
 class _Waiting(NamedTuple):
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 class LockstepQueue:
-    """One batch of rollouts in front of one engine; a `RequestQueue`.
+    """The rollouts of one work unit in front of one engine; a `RequestQueue`.
 
     Example:
         queue = LockstepQueue(generate_batch)
@@ -82,12 +82,12 @@ class LockstepQueue:
         self._last_change_s = 0.0
 
     def enter(self, key: RolloutKey) -> None:
-        """From now on calls wait for this rollout."""
+        """Let calls wait for this rollout from now on."""
         self._live.add(key)
         self._busy.add(key)
 
     def leave(self, key: RolloutKey) -> None:
-        """The rollout has ended; calls no longer wait for it. Idempotent."""
+        """Let calls no longer wait for the rollout, which has ended. Idempotent."""
         self._live.discard(key)
         self._busy.discard(key)
         self._changed()
@@ -116,12 +116,12 @@ class LockstepQueue:
                 await self._in_flight
 
     def _resume(self, key: RolloutKey) -> None:
-        """The rollout has an answer, or wants none any more; it may have asked for several things at once."""
+        """Count the rollout as busy: it has an answer, or wants none; it may have asked for several things at once."""
         if key in self._live and all(waiting.rollout != key for waiting in self._waiting):
             self._busy.add(key)
 
     def _changed(self) -> None:
-        """See to it that what waits is sent in the end, and soon if all wait."""
+        """Schedule the next call: soon if all wait, else when the busy ones have had their time."""
         loop = asyncio.get_running_loop()
         self._last_change_s = loop.time()
         if self._in_flight is not None or not self._waiting:

@@ -43,7 +43,7 @@ _PIECE_LENGTH = 32
 
 
 class _Data:
-    """What openai's types offer beside their fields, as far as agents use it."""
+    """Methods that openai's types offer beside their fields, as far as agents use them."""
 
     def model_dump(self, *, exclude_none: bool = False, **_formats: Any) -> dict[str, Any]:
         def kept(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class _Data:
 class Function(_Data):
     name: str
     arguments: str
-    """As JSON."""
+    """JSON text of the call's arguments."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ChatCompletionChunk(_Data):
 
 
 class ChatModel(Protocol):
-    """What is used of a model."""
+    """The part of a model that the client uses."""
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response: ...
 

@@ -22,10 +22,10 @@ from rftdask.rollouts.policy.remote import ServedRemote
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
-"""Of the policy in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
+"""Most calls of models in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
 
 _MIN_TEMPERATURE = 1e-5
-"""No engine takes less, but for 0."""
+"""Lowest temperature above 0 that engines take."""
 
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
@@ -33,11 +33,11 @@ LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaita
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be, in tokens; None: any."""
+    """Limits of a prompt's length, in tokens."""
 
     max_prompt_tokens: int | None = None
     enable_prompt_truncation: bool = True
-    """Too long a prompt loses its beginning; else its rollout fails."""
+    """True: a prompt that is too long loses its beginning. False: its rollout fails."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the policy, complete."""
+    """A call of the policy, with its answer."""
 
     prompt_text: str
-    """As rendered, before any truncation."""
+    """The prompt as rendered, before any truncation."""
     prompt_truncated: bool
     request: GenerateRequest
     generation: Generation
     response: Response
     num_prompt_tokens: int
     num_response_tokens: int
-    """As a remote model counts them, whose token ids are not known; else those of the request and the answer."""
+    """Tokens of prompt and response; of a remote model, whose token ids are not known, as the service counts."""
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
@@ -163,7 +163,7 @@ class RecordingModel(PolicyHandle):
         return response
 
     def _next_turn(self, name: str) -> tuple[int, int]:
-        """Number and seed of the next call of a model."""
+        """Turn and seed of the next call of a model."""
         turn = self._num_turns if name == POLICY else self._num_asked
         self._num_turns += name == POLICY
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
@@ -185,7 +185,9 @@ class RecordingModel(PolicyHandle):
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, dict[str, Any]]:
-    """The chat as text, and what is left of the options. If the last message is the assistant's, it is continued."""
+    """Render a chat as text; returns it and the options that are left. If the last message is the assistant's, it is
+    continued.
+    """
     continues = messages[-1]["role"] == "assistant"
     tools = options.pop("tools", None)
     text = tokenizer.apply_chat_template(
@@ -199,7 +201,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **optio
 
 
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
-    """What a workflow asks for, as far as an engine would take it: a mistake must not end everybody's batch.
+    """Sampling parameters that a workflow asks for, checked: a mistake must not end everybody's work unit.
 
     `max_tokens` beyond that of the run is cut to it. Raises: ValueError, TypeError: a value or name that does not fit.
     """

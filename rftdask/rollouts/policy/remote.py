@@ -20,7 +20,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 
 _MAX_RETRIES = 8
-"""About a minute of pauses, as the library doubles them: a rate limit counts by the minute."""
+"""Retries of a request: about a minute of pauses, as the library doubles them; a rate limit counts by the minute."""
 _REFUSALS = frozenset({401, 403, 404})
 """The key, the rights or the name are wrong, and stay so."""
 
@@ -31,13 +31,13 @@ class RemoteModelError(Exception):
 
 @dataclass(frozen=True)
 class RemoteSpec:
-    """Which model, where, and how patiently it is asked."""
+    """A model behind an API: its name, where it is, and how patiently it is asked."""
 
     model_name: str
     base_url_env: str = "OPENAI_BASE_URL"
     api_key_env: str = "OPENAI_API_KEY"
     timeout_s: float = 600.0
-    """For one try."""
+    """Deadline of one try, in seconds."""
     max_retries: int = _MAX_RETRIES
     max_concurrent: int = 64
     """Requests of one work unit at the same time."""
@@ -62,7 +62,7 @@ class RemoteAnswer:
     """Calls of tools are written as <tool_call>{...}</tool_call>, as other models write them."""
     finish_reason: str
     num_prompt_tokens: int
-    """As the service counts; 0 if it does not tell."""
+    """Prompt tokens as the service counts them; 0 if it does not tell."""
     num_response_tokens: int
 
 
@@ -105,7 +105,7 @@ class RemoteModel:
         return _answer(answer, (message.content or "") + calls)
 
     async def generate(self, prompt: str, sampling: SamplingParams, seed: int) -> RemoteAnswer:
-        """As `chat`; a service may know chats only."""
+        """Continue a plain text; otherwise as `chat`. A service may know chats only."""
         answer = await self._ask(self._client.completions, prompt=prompt, **_parameters(sampling, seed))
         return _answer(answer, answer.choices[0].text)
 
@@ -128,7 +128,7 @@ class RemoteModel:
         return answer
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections. Idempotent."""
         await self._client.close()
 
 
@@ -141,7 +141,7 @@ class ServedRemote:
 
 
 def _parameters(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """What every service knows, and of the rest what was asked for."""
+    """Parameters of a request: those that every service knows, and of the others those that differ from defaults."""
     more = {
         "top_k": sampling.top_k,
         "min_tokens": sampling.min_tokens,

@@ -22,8 +22,8 @@ from rftdask.errors import WaitTimeout
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 
 Submit = Callable[[list[GenerateRequest]], Sequence[Future[Generation]]]
-"""The answers to be, in the order of the requests; does not block. One that is cancelled leaves the engine. What they
-raise ends the whole batch of rollouts."""
+"""Returns futures of the answers, in the order of the requests, without blocking. A cancelled one's request leaves the
+engine. What they raise ends the whole work unit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Streaming:
 
 
 class StreamingQueue:
-    """One batch of rollouts in front of one engine; a `RequestQueue`.
+    """The rollouts of one work unit in front of one engine; a `RequestQueue`.
 
     Example:
         stream = StreamingQueue(Streaming(client.submit, timeout_s=1800))
@@ -51,9 +51,9 @@ class StreamingQueue:
         self._engine = engine
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
         self._under_way: dict[asyncio.Future[Generation], Future[Generation]] = {}
-        """What rollouts wait for, and where the engine will put it."""
+        """Future that a rollout waits for -> future that the engine will set."""
         self._silent_s = 0.0
-        """Of `busy_s`, what has passed since the last answer."""
+        """Seconds of `busy_s` since the last answer."""
         self._counted_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -75,7 +75,7 @@ class StreamingQueue:
         return await answer
 
     async def close(self) -> None:
-        """What is under way leaves the engine. Idempotent."""
+        """Cancel what is under way, so that it leaves the engine. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         for future in self._under_way.values():
@@ -118,7 +118,7 @@ class StreamingQueue:
         self._under_way.pop(answer).cancel()  # which of what was answered does nothing
 
     def _count(self) -> None:
-        """The time until now."""
+        """Add the time until now to `busy_s` and to the silence, if something was under way."""
         now_s = asyncio.get_running_loop().time()
         if self._under_way:
             self.busy_s += now_s - self._counted_until_s
@@ -142,7 +142,7 @@ class StreamingQueue:
             self._fail(WaitTimeout(silent))
 
     def _fail(self, error: Exception) -> None:
-        """Of everybody who waits: none can go on without the engine."""
+        """Fail everybody who waits: none can go on without the engine."""
         self.failure = self.failure or error
         for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
             if not answer.done():

@@ -21,7 +21,7 @@ _MAX_LENGTH = 400
 _MAX_BOXES = 8
 """Opened boxes that are tried from the end before the search is given up."""
 _TOLERANCE = Fraction(1, 10**6)
-"""Between two numbers neither of which is an integer: who writes a decimal has rounded it."""
+"""Relative tolerance of two numbers neither of which is an integer: who writes a decimal has rounded it."""
 
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[\s:*]{0,10}([^\n]+)", re.IGNORECASE)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -80,7 +80,7 @@ def extract_answer(response: str) -> str:
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """Whether two answers are equal as numbers or as normalized texts. An empty answer equals nothing."""
+    """True if two answers are equal as numbers or as normalized texts. An empty answer equals nothing."""
     boxed = _last_boxed(truth)
     left, right = _normalize(answer), _normalize(final_answer(truth) if boxed is None else boxed)
     if not left or not right:

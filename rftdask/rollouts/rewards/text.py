@@ -24,7 +24,7 @@ def format_reward(response: str, truth: str, task: Task) -> Reward:
 
 
 def follows_format(response: str) -> bool:
-    """Whether a thought is followed by one answer, which ends the response."""
+    """True if a thought is followed by one answer, which ends the response."""
     _, opened, rest = response.partition("<think>")
     _, closed, rest = rest.partition("</think>")
     if not (opened and closed):
@@ -34,7 +34,7 @@ def follows_format(response: str) -> bool:
 
 
 def starts_with_thought(response: str) -> bool:
-    """Whether the response is one <think>...</think> with something after it."""
+    """True if the response is one <think>...</think> with something after it."""
     head, closed, rest = response.partition("</think>")
     return bool(closed and rest.strip()) and head.lstrip().startswith("<think>") and "<think>" not in rest
 

@@ -84,7 +84,7 @@ def main(control_fd: int) -> None:
 
 
 class _ForkServer:
-    """Forks, kills and buries; see the module's text."""
+    """The loop of the fork server: it forks, kills, and reports forks that have ended."""
 
     def __init__(self, control: socket.socket, max_memory_bytes: int | None) -> None:
         self._control = control
@@ -112,7 +112,7 @@ class _ForkServer:
             _kill_group(pid)
 
     def _obey(self) -> bool:
-        """Do what the parent says; False if it is gone."""
+        """Do what the worker says. Returns: False if it is gone."""
         packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
         if not packet:
             return False
@@ -164,7 +164,7 @@ class _ForkServer:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def _bury(self) -> None:
-        """Take note of the dead, and kill what they left behind while their number is still theirs."""
+        """Report forks that have ended, and kill what they left behind while their number is still theirs."""
         while self._living:
             try:
                 dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""What the worker, its fork server and the forks say to each other. One codec for each channel and direction.
+"""Messages of the worker, its fork server and the forks. One codec for each channel and direction.
 
 Only the worker's word is trusted: it alone may send a pickle, and what a fork says is decoded as what anybody may have
 written to its stream.
@@ -16,9 +16,9 @@ from rftdask.rollouts.policy.base import Method
 from rftdask.rollouts.workflows.base import Response, Reward
 
 LENGTH = struct.Struct(">I")
-"""Before each message on a fork's stream: its bytes."""
+"""Header of each message on a fork's stream: its number of bytes."""
 MAX_FRAME_BYTES = 64 << 20
-"""Of one message from a fork; a longer one is an error of its workflow."""
+"""Longest message from a fork; a longer one is an error of its workflow."""
 
 
 # ---- worker and fork server: one message in each packet of a SEQPACKET socket
@@ -35,7 +35,7 @@ class Setup:
     workflows: tuple[str, ...]
     rewards: tuple[str, ...]
     max_memory_bytes: int | None
-    """Of one attempt, on top of what the imports take."""
+    """Memory of one attempt, on top of what the imports take; None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Ended:
 
     pid: int
     code: int
-    """As `os.waitstatus_to_exitcode` gives it: below 0 the signal that killed it."""
+    """Exit code as `os.waitstatus_to_exitcode` gives it: below 0 the signal that killed it."""
 
 
 ToForkServer: TypeAlias = Setup | Fork | Kill
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """To the `Ask` of that number: a response, or logprobs, or an error."""
+    """The answer to the `Ask` of that number: a response, or logprobs, or an error."""
 
     number: int
     response: Response | None = None
@@ -122,7 +122,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class SetState:
-    """See PolicyModel.set_state."""
+    """Where the rollout stands; see PolicyModel.set_state."""
 
     values: Mapping[str, Any]
 
@@ -135,7 +135,7 @@ class Finished:
     times: Mapping[str, float]
     """Seconds by what the workflow timed."""
     clean: bool
-    """It left nothing behind, so its process may take another attempt."""
+    """True if it left nothing behind, so that its process may take another attempt."""
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ from rftdask.rollouts.sandbox.messages import (
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
 
 START_TIMEOUT_S = 120.0
-"""For importing the plug-ins."""
+"""Deadline of importing the plug-ins."""
 MAX_RECEIVED_BYTES = 256 << 20
-"""From one attempt, in messages."""
+"""Largest sum of messages from one attempt."""
 _EXIT_CODE_WAIT_S = 1.0
 _TAIL_BYTES = 2000
 _MAX_STARTING = 16
@@ -73,12 +73,12 @@ class SandboxError(Exception):
 
 
 class SandboxLostError(RoleError):
-    """What starts sandboxes has died, by nobody's fault who needs one."""
+    """The fork server has died, by no fault of who needs a sandbox."""
 
 
 @dataclass(frozen=True)
 class SandboxOptions:
-    """What runs in sandboxes, and what it may take."""
+    """Which rollouts run in sandboxes, and how much they may take."""
 
     mode: Literal["auto", "always", "never"] = "auto"
     """auto: what is not this package's own and not declared in_process. never: for debugging."""
@@ -91,7 +91,7 @@ class SandboxOptions:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a fork server has to know; equal specs mean that a running one can be used."""
+    """What a fork server imports and allows; equal specs mean that a running one can be used."""
 
     workflows: tuple[str, ...]
     rewards: tuple[str, ...] = ()
@@ -99,9 +99,9 @@ class SandboxSpec:
     """Imported for what they register, or to have them ready."""
     plugin_dirs: tuple[str, ...] = ()
     max_memory_bytes: int | None = 4 << 30
-    """Of one attempt, on top of what the imports take; None: no limit."""
+    """Memory of one attempt, on top of what the imports take; None: no limit."""
     max_output_bytes: int = 16 << 20
-    """Of what one process prints."""
+    """Most that one process may print."""
     env: tuple[tuple[str, str], ...] = ()
 
 
@@ -112,7 +112,7 @@ class ForkServer:
         """Returns once the plug-ins are imported. Raises: UserError: one cannot be; RoleError: the process died."""
         self.spec = spec
         self.exit_codes: dict[int, int] = {}
-        """Of forks that have ended, by their process id."""
+        """Exit codes of forks that have ended, by process id."""
         self._spare: tuple[socket.socket, int] | None = None
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
@@ -166,7 +166,8 @@ class ForkServer:
         return self._control.fileno()
 
     def take(self) -> tuple[socket.socket, int]:
-        """A fork: its stream and what it prints. It has begun before it was asked for, and the next one begins now.
+        """Take a fork: its stream and the pipe it prints to. It has begun before it was asked for, and the next one
+        begins now.
 
         Raises: SandboxLostError: the fork server is dead.
         """
@@ -201,7 +202,7 @@ class ForkServer:
             pass  # it is dead, and its forks died with it
 
     def read_events(self) -> None:
-        """Take note of the forks that have ended."""
+        """Record the exit codes of forks that have ended."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
                 event = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
@@ -233,7 +234,7 @@ class SandboxPool:
         self._loop.add_reader(fork_server.fileno(), fork_server.read_events)
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
-        """One attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
+        """Run one attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
         if self._idle:
             process = self._idle.pop()
         else:
@@ -260,7 +261,7 @@ class SandboxPool:
         raise SandboxError(f"{outcome.error}: {outcome.text}{_place(outcome.traceback)}")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Kill idle processes. Idempotent."""
         for process in self._idle:
             process.kill()
         self._idle = []
@@ -368,7 +369,9 @@ class _Process:
         return FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
     async def _death(self) -> SandboxError:
-        """Why the process ended. Its exit code comes by another way, and a little later than the end of its stream."""
+        """Find out why the process ended. Its exit code comes by another way, and a little later than the end of its
+        stream.
+        """
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
         while self._pid and self._pid not in self._fork_server.exit_codes and self._loop.time() < deadline:
             await asyncio.sleep(0.002)
@@ -401,7 +404,7 @@ class _Process:
             self.kill()
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kill the process and close its pipes. Idempotent."""
         if self._pid:
             self._fork_server.kill(self._pid)
         self._writer.close()

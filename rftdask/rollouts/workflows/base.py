@@ -27,7 +27,7 @@ from rftdask.engines.base import SamplingParams
 
 @dataclass(frozen=True)
 class Response:
-    """One answer of the policy, with the tokens it is made of."""
+    """An answer of a model, with the tokens it is made of."""
 
     text: str
     """Decoded response, special tokens left out."""
@@ -40,26 +40,27 @@ class Response:
 
 @dataclass(frozen=True)
 class Step:
-    """What a workflow with an environment tells of one call of the policy."""
+    """One call of the policy as a workflow with an environment describes it."""
 
     state: str | None = None
     """The environment's state before the call, by any name under which equal states are equal; None: not told."""
     reward: float | None = None
-    """What the call itself earned; None: not told."""
+    """Reward of the call itself; None: not told."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned. `metrics` are reported beside the reward (for example {"accuracy": 1.0}).
+    """The reward of a rollout. `metrics` are reported beside the reward (for example {"accuracy": 1.0}).
 
     Example, of an environment: Reward(1.0, steps=(Step("at 0,0", 0.0), Step("at 0,1", 1.0)))
     """
 
     value: float
-    """Of the whole rollout. Whatever it has beyond the sum of the steps' rewards counts for the last one."""
+    """Reward of the whole rollout. Whatever it has beyond the sum of the steps' rewards counts for the last one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     steps: Sequence[Step] = ()
-    """One for each call of the policy, in the order of the calls, or none: algorithms that compare steps need them."""
+    """Steps, one for each call of the policy, in the order of the calls, or none: algorithms that compare steps need
+    them."""
 
 
 class AuxiliaryModel(Protocol):
@@ -80,7 +81,7 @@ class PolicyModel(AuxiliaryModel, Protocol):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What `set_state` was told in this attempt."""
+        """Values that `set_state` was given in this attempt."""
 
     def set_state(self, **values: Any) -> None:
         """Say where the rollout stands (plain values); a failure or timeout reports it: set_state(turn=3)."""
@@ -108,7 +109,7 @@ WorkflowFn = Callable[[Task, PolicyModel], Awaitable["float | Reward | Sequence[
 
 
 def as_reward(result: Any) -> Reward:
-    """What a workflow returned as a Reward; whether it holds numbers is not looked at here."""
+    """Turn what a workflow returned into a Reward; whether it holds numbers is not looked at here."""
     if isinstance(result, Reward):
         return result
     if isinstance(result, list | tuple) and result and all(isinstance(step, Step) for step in result):

@@ -86,7 +86,7 @@ def find_action(reply: str, actions: Sequence[str]) -> int | None:
 
 
 def board_text(rendered: str) -> str:
-    """What the game shows, the colored place in brackets in place of the terminal's codes."""
+    """Text that the game shows, the colored place in brackets in place of the terminal's codes."""
     return _COLORED.sub(r"[\1]", rendered).strip()
 
 

@@ -76,7 +76,9 @@ def read_rubric(rubric: Sequence[Any], task: Task) -> list[tuple[str, float]]:
 
 
 def parse_verdicts(text: str, count: int) -> list[bool]:
-    """Whether each of `count` criteria is met. Raises: ValueError: there is no verdict on one."""
+    """Read a judge's verdicts: True for each of `count` criteria that is met. Raises: ValueError: there is no verdict
+    on one.
+    """
     verdicts = {int(number): word.lower() == "yes" for number, word in _VERDICT.findall(text)}
     missing = [str(number) for number in range(1, count + 1) if number not in verdicts]
     if missing:

@@ -28,11 +28,11 @@ class FoundWorkflow:
 
     run: WorkflowFn
     in_process: bool
-    """On the event loop beside all others, else in a sandbox."""
+    """True: it runs on the event loop beside all others. False: in a sandbox."""
     max_concurrent: int | None
     """Rollouts of it at the same time in one worker; None: any number."""
     module: str
-    """What a sandbox imports to have it."""
+    """Module that a sandbox imports to have it."""
     requires: tuple[str, ...]
     """Optional modules that it imports."""
 

@@ -40,7 +40,7 @@ async def math_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_boxed_workflow")
 @workflow("math_boxed_workflow")
 async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
-    r"""The same for answers in \boxed{}; the default reward is math_boxed_reward.
+    r"""Ask once, for an answer in \boxed{}; the default reward is math_boxed_reward.
 
     `workflow_args`: with_think (False) asks for <think>...</think>; a reply without it loses format_score_coef (0.1).
     """
@@ -52,8 +52,8 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_eval_workflow")
 @workflow("math_eval_workflow")
 async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
-    """As math_boxed_workflow without options, for evaluations: the reward is whether the answer is right, whatever
-    reward function trains. Metric: accuracy.
+    """Ask once, as math_boxed_workflow without options, for evaluations: the reward is whether the answer is right,
+    whatever reward function trains. Metric: accuracy.
     """
     response = await ask(task, model, BOXED_SYSTEM_PROMPT)
     correct = float(same_answer(extract_answer(response.text), task.truth))
@@ -69,13 +69,13 @@ async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("on_policy_distill_math_workflow")
 async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
-    """The same for math: the metric accuracy says how the student does, the reward stays 0."""
+    """Ask once, with a system prompt for math: the metric accuracy says how the student does, the reward stays 0."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
     return Reward(0.0, {"accuracy": float(same_answer(extract_answer(response.text), task.truth))})
 
 
 async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:
-    """One answer to the task: to its chat, with `system_prompt` unless it brings its own, or to its plain text."""
+    """Ask the task once: its chat, with `system_prompt` unless it brings its own, or its plain text."""
     if not task.messages:
         return await model.generate(task.prompt)
     if system_prompt and task.messages[0]["role"] != "system":

@@ -67,7 +67,7 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 def call_tool(call: ToolCall) -> str:
-    """What the tool says, as text; of a wrong call the reason."""
+    """Run a tool; returns its text, or why the call is wrong."""
     if call.function.name != "calculator":
         return f"error: there is no tool {call.function.name!r:.40}; there is calculator"
     arguments = json.loads(call.function.arguments)

@@ -39,7 +39,7 @@ class MultiTurnWorkflow:
         """Before the first turn."""
 
     async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
-        """One turn, counted from 0; True goes on."""
+        """Take one turn, counted from 0. Returns: True to go on."""
         raise NotImplementedError(f"{type(self).__name__} must define turn(task, model, number)")
 
     async def reward(self, task: Task, model: PolicyModel) -> float | Reward:
@@ -68,13 +68,13 @@ class StepWiseWorkflow(MultiTurnWorkflow):
 
     propagation: ClassVar[Propagation] = "sum"
     gamma: ClassVar[float] = 1.0
-    """Of "discounted"."""
+    """Discount factor of reward "discounted"."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
     async def step(self, task: Task, model: PolicyModel, number: int) -> tuple[Step, bool]:
-        """One call of the policy: what it saw and earned, and whether to go on."""
+        """Make one call of the policy: what it saw and earned, and whether to go on."""
         raise NotImplementedError(f"{type(self).__name__} must define step(task, model, number)")
 
     async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
@@ -89,7 +89,7 @@ class StepWiseWorkflow(MultiTurnWorkflow):
 
 
 def propagate_rewards(rewards: Sequence[float], propagation: Propagation, gamma: float = 1.0) -> float:
-    """What a rollout is worth whose steps earned `rewards`: their sum, mean, maximum, the last one, or
+    """Reward of a rollout whose steps earned `rewards`: their sum, mean, maximum, the last one, or
     sum_t gamma^t r_t ("discounted"). Raises: ValueError: no step.
     """
     if not rewards:

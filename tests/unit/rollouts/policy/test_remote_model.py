@@ -115,7 +115,7 @@ def test_a_request_that_fails_for_good_costs_its_rollout(monkeypatch: pytest.Mon
     assert rows[0].reward is None and "RemoteModelError: model 'm' of the service at $TEST_BASE_URL: " in rows[0].error
 
 
-@pytest.mark.parametrize("workflow", ["math_workflow", "sandbox_workflows.good"])
+@pytest.mark.parametrize("workflow", ["math_workflow", "tests.unit.rollouts.sandbox.sandbox_workflows.good"])
 def test_a_wrong_key_ends_the_batch_and_is_in_no_text(workflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", "another-key")
     with (
