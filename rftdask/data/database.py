@@ -95,7 +95,7 @@ def _read(connection: sa.Connection, name: str, where: str) -> tuple[list[str], 
 
 
 def _plain(value: Any, column: str, where: str) -> Any:
-    """As a file of JSON would have it."""
+    """The value as a file of JSON would have it."""
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, _TEXTS):

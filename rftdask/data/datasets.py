@@ -180,7 +180,7 @@ def _name(path: str) -> str:
 
 
 def _neighbors(filesystem: Any, root: str) -> str:
-    """What a user may have meant by `root`: ": the folder holds a, b", or that there is no such folder."""
+    """The end of a message about a missing `root`: what the folder holds, or that there is no such folder."""
     folder, _, name = root.rstrip("/").rpartition("/")
     try:
         names = [_name(entry) for entry in filesystem.ls(folder, detail=False)]
@@ -241,7 +241,7 @@ def _parse_jsonl(file: str, text: str) -> list[dict[str, Any]]:
 
 def _parse_json_list(file: str, text: str) -> list[dict[str, Any]]:
     try:
-        rows = json.loads(text)
+        rows: list[dict[str, Any]] = json.loads(text)
     except ValueError as error:
         raise DataError(f"{file}: not JSON: {error}") from error
     for number, row in enumerate(rows):

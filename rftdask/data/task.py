@@ -42,6 +42,6 @@ class Task:
 
 
 def final_answer(solution: str) -> str:
-    """What follows "####" in the last line, as in GSM8K; the whole text if its last line has no such mark."""
+    """The text after "####" in the last line, as in GSM8K; the whole text if its last line has no such mark."""
     match = _MARKED_ANSWER.search(solution.rstrip())
     return match.group(1) if match else solution.strip()

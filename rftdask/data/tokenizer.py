@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,10 +12,11 @@ from rftdask.models.hub import local_model
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """The methods of a transformers tokenizer that the package uses."""
 
-    eos_token_id: int | None
-    chat_template: Any
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a sequence; None: there is none."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text."""
@@ -23,7 +24,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
+    def apply_chat_template(self, messages: Any, /, **options: Any) -> Any:
         """A chat as the policy reads it: text, or token ids with `tokenize=True`."""
 
 
@@ -31,7 +32,6 @@ class ByteTokenizer:
     """The tokenizer of an engine without a model: one token per byte, a message a line."""
 
     eos_token_id = None
-    chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
@@ -39,7 +39,7 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
         return "\n".join(str(message["content"]) for message in messages)
 
 

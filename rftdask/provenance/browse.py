@@ -43,7 +43,7 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class Filter:
-    """Which experiences, as the query string of a page says. Empty means any."""
+    """The experiences that a page asks for in its query string. An empty field means any."""
 
     stage: str = ""
     explore_step: str = ""
@@ -74,7 +74,7 @@ class Filter:
 
     @property
     def query(self) -> dict[str, str]:
-        """What `from_query` reads back."""
+        """The values of the query string, which `from_query` reads back."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -138,7 +138,7 @@ class Browser:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read."""
+        """Files that could not be read."""
         return self._tables.problems
 
     def choices(self, column: str) -> list[str]:

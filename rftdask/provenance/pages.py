@@ -74,6 +74,6 @@ def _visible(text: str) -> str:
 
 
 def _finalize(value: Any) -> Any:
-    """What every value of a template goes through before it is escaped; what is HTML already has been through it."""
+    """Make every value of a template printable before it is escaped; what is HTML already has been through it."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, keep="\n\t") if is_text else value

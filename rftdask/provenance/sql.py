@@ -76,7 +76,7 @@ def warn_of(problems: Iterable[str]) -> None:
 
 
 def to_csv(table: pa.Table) -> str:
-    """With a line of names; lists and maps as JSON."""
+    """The table as CSV with a line of names; lists and maps as JSON."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     writer.writerow(table.column_names)

@@ -90,7 +90,7 @@ def _states_of_lost(shard: LostShard, lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_settled(found: pd.DataFrame, settled: pd.DataFrame) -> pd.Series:
-    """Which rows of `found` are of a group that is settled."""
+    """Mark the rows of `found` whose group is settled."""
     marks = found[_POSITION].merge(settled, how="left", on=_POSITION)
     return marks["settled"].notna().set_axis(found.index)
 

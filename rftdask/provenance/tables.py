@@ -177,7 +177,7 @@ class RunTables:
 
     @cached_property
     def _entries(self) -> list[tuple[Stage, LedgerEntry]]:
-        """Of all lineages."""
+        """The ledger entries of all lineages, by stage."""
         entries: list[tuple[Stage, LedgerEntry]] = []
         for stage in self.stages:
             lineages = [name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")]
@@ -271,7 +271,7 @@ def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_unit: int | None) -> pa.Table:
-    """With the columns that say where a row is; its slot, if it is known how many tasks a work unit has."""
+    """The table with the columns that say where a row is; its slot, if it is known how many tasks a unit has."""
     size = table.num_rows
     place = {
         "stage": pa.array([stage] * size, pa.string()),

@@ -130,7 +130,7 @@ def trace(url: str | Path, uid: str) -> Trace:
 
 
 def nearest_uids(uid: str, known: set[str], count: int = _NUM_NEAREST) -> list[str]:
-    """Of `known` the `count` that a person who typed `uid` may have meant; a part of a uid means the first below it."""
+    """The `count` of `known` that a person who typed `uid` may have meant; a part of a uid means the first below it."""
     wanted = _parse(uid)
 
     def distance(other: str) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ def _copy(tables: RunTables, stage: Stage, row: Mapping[str, Any], state: Mappin
 
 
 def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) -> str:
-    """Whether the hash in the row is that of the weights the run has of that version."""
+    """Compare the hash in the row with the weights that the run has of that version."""
     version, mine = row["max_policy_version"], row["weights_hash"]
     if not mine:
         return "no hash was recorded"
@@ -254,7 +254,9 @@ def _use(tables: RunTables, stage: Stage, state: Mapping[str, Any], place: int |
 
 
 def _evaluations(tables: RunTables, stage: Stage, step: int) -> tuple[tuple[Evaluation | None, Evaluation], ...]:
-    """By taskset. The policy version is the optimizer step that left it behind: version `step` has learned from it."""
+    """The evaluations before and after a step, by taskset. Version N is the weights after step N, so version `step` is
+    the first that has learned from it.
+    """
     rows = [row for row in tables.table("evals").to_pylist() if row["stage"] == stage.name]
     found = []
     for taskset in sorted({row["taskset"] for row in rows}):

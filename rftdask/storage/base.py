@@ -111,7 +111,7 @@ class Storage(ABC):
         """
 
     def exists(self, path: str) -> bool:
-        """Whether a file is at `path` now."""
+        """True if a file is at `path` now."""
         folder, _, name = check_path(path).rpartition("/")
         return name in self.list(folder)
 
@@ -151,7 +151,7 @@ class Patience:
         self.tries = 0
 
     def call(self, operation: Callable[[], _Result]) -> _Result:
-        """What the operation, which may be repeated, returns in the end. Raises: its last error."""
+        """Run the operation, which may be repeated, and return its result. Raises: its last error."""
         self.tries = 1
         try:
             return operation()

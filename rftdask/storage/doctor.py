@@ -57,7 +57,7 @@ class DoctorReport:
 
     @property
     def is_safe(self) -> bool:
-        """Whether no promise was seen broken. Evidence, not proof: a rare race may hide."""
+        """True if no promise was seen broken. Evidence, not proof: a rare race may hide."""
         return all(check.ok is not False for check in self.checks)
 
     def render(self) -> str:

@@ -80,7 +80,7 @@ class FsspecStorage(Storage):
         self._call("put", target, lambda: self._fs.pipe_file(target, data))
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """As the interface says where `has_create_only`; elsewhere a look and then a put, which two may win.
+        """Create as the interface says where `has_create_only`; elsewhere a look and then a put, which two may win.
 
         A reply lost inside gcsfs or adlfs, which repeat by themselves, reads as False: the safe side.
         """
@@ -153,7 +153,7 @@ class FsspecStorage(Storage):
         return f"{self._root}/{check_path(path)}"
 
     def _is_ours(self, target: str, data: bytes, token: str, in_doubt: bool) -> bool:
-        """Whether the object that exists was made by this very call, its reply having been lost."""
+        """True if the object that exists was made by this very call, its reply having been lost."""
         if self._protocol in _S3:
             return bool(self._fs.metadata(target).get(_TOKEN) == token)
         return in_doubt and bool(self._fs.cat_file(target) == data)

@@ -284,7 +284,7 @@ class LocalStorage(Storage):
         return True
 
     def _link(self, tmp: str, target: str) -> bool:
-        """Whether `target` is `tmp`, by link(2): it has one winner, also on NFS, and unlike O_EXCL never shows part."""
+        """True if `target` is `tmp` now, by link(2): one winner, also on NFS, and unlike O_EXCL it never shows part."""
         try:
             self._posix.link(tmp, target)
             return True

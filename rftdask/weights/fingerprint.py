@@ -51,7 +51,7 @@ class Fingerprint:
         return [(sequence[:1], sequence[1:]) for sequence in self.sequences]
 
     def problem(self, measured: Sequence[Sequence[float]], dtype: str) -> str:
-        """What keeps `measured`, by an engine that computes in `dtype`, from being these logprobs; "" if nothing does.
+        """How `measured`, by an engine that computes in `dtype`, differs from these logprobs; "" if only by rounding.
 
         The coarser of both data types decides.
         """

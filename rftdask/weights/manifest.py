@@ -25,7 +25,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of published files holds.
+    """The files of a published folder.
 
     Example: Manifest(lineage="main", version=12, files={"model.safetensors": FileEntry(4021, "9f3a...")})
     """
@@ -110,12 +110,12 @@ def check_file(path: str, data: bytes, entry: FileEntry) -> None:
 
 def remove_folder(storage: Storage, folder: str) -> None:
     """Remove the folder, its manifest first: an object store removes file by file, and half a folder must not exist."""
-    storage.remove(f"{folder}/{NAME}")
+    storage.remove(f"{folder}/{NAME}")  # from here on the folder is not there, whatever lies in it
     storage.remove(folder)
 
 
 def is_valid(storage: Storage, folder: str, version: int | None = None) -> bool:
-    """Whether the folder exists, is of `version` if one is given, and every file of it is what its manifest says. Reads
+    """True if the folder exists, is of `version` if one is given, and every file of it is what its manifest says. Reads
     all of it.
     """
     try:

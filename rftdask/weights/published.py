@@ -77,7 +77,7 @@ def restore_pointer(storage: Storage, version: int) -> bool:
 
 
 def _is_named(storage: Storage, pointer: str, number: int) -> bool:
-    """Whether there is a folder for the number that a pointer holds."""
+    """True if there is a folder for the number that a pointer holds."""
     folder = weights_folder(number) if pointer == WEIGHTS_POINTER else f"global_step_{number}"
     return _try_manifest(storage, folder) is not None
 
@@ -105,12 +105,13 @@ def publish_weights(
         manifest = write_folder(
             storage, folder, files, lineage=lineage, version=version, extra=fingerprint_extra(fingerprint)
         )
+    # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds valid and keeps.
     move_pointer(storage, WEIGHTS_POINTER, version)
     return _published(manifest, folder)
 
 
 def read_published(storage: Storage, version: int) -> Published | None:
-    """What is published as `version`; None if it is not there or not readable (yet)."""
+    """Read what is published as `version`; None if it is not there or not readable (yet)."""
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
     return None if manifest is None or manifest.version != version else _published(manifest, folder)
@@ -140,7 +141,7 @@ def _published(manifest: Manifest, folder: str) -> Published:
 
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
-    """How a manifest carries it."""
+    """The `extra` of a manifest that carries the fingerprint."""
     return {} if fingerprint is None else {"fingerprint": fingerprint.to_plain()}
 
 

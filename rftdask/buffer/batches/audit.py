@@ -70,7 +70,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses:
 
 
 class _Books:
-    """What the entries of a ledger say of the rows of the log, added up."""
+    """The rows of the log, added up over the entries of a ledger."""
 
     def __init__(self, max_uses: int | None) -> None:
         self.used: dict[str, Counter[int]] = {}

@@ -38,7 +38,7 @@ class UnreadLimit:
 
 
 def unread_limit(config: Config) -> UnreadLimit | None:
-    """How much may lie unread before explorers are held back; None: nothing holds them but the sync style."""
+    """The limit of unread experiences that the config sets; None: only the sync style holds explorers back."""
     section = config.buffer.trainer_input.experience_buffer
     if config.mode != "both" or (section.capacity is None and section.max_unread_bytes is None):
         return None
@@ -79,7 +79,7 @@ class Backpressure:
 
 
 class SettledGroups:
-    """How many groups the ledger has settled. Reading on costs one look at the next entry."""
+    """Counts the groups that the ledger has settled. Reading on costs one look at the next entry."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -87,7 +87,7 @@ class SettledGroups:
         self._count: int | None = None
 
     def count(self) -> int:
-        """Up to the last entry there is now."""
+        """Count up to the last entry there is now."""
         if self._count is None:
             self._step = self._ledger.last_step()
             self._count = self._count_back(self._step)
@@ -97,7 +97,7 @@ class SettledGroups:
         return self._count
 
     def _count_back(self, step: int) -> int:
-        """From the newest entry back to one that notes the count, or to the first."""
+        """Count from the newest entry back to one that notes the count, or to the first."""
         count = 0
         while step > 0:
             entry = self._ledger.read(step)

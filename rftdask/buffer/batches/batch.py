@@ -57,12 +57,14 @@ class TrainingBatch:
 
     @property
     def sampled(self) -> bool:
-        """Whether there are rollouts among the rows."""
+        """True if there are rollouts among the rows."""
         return not bool(self.experts.all())
 
     @property
     def response_lengths(self) -> np.ndarray:
-        return self.lengths - self.prompt_lengths
+        """[N] int64, R_i."""
+        lengths: np.ndarray = self.lengths - self.prompt_lengths
+        return lengths
 
     def group_reward_stds(self) -> np.ndarray:
         """[G] population standard deviation of the rewards within each group of rollouts."""

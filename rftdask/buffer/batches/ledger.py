@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def of_dataset(self) -> bool:
-        """Whether they are rows of a dataset, which may be trained again and again, and not of the log."""
+        """True for rows of a dataset, which may be trained again and again; False for rows of the log."""
         return self.source.startswith("dataset:")
 
 

@@ -200,7 +200,7 @@ class LogSource(BatchSource):
         return selection if selection is not None and (selection.use or selection.reuse) else None
 
     def _is_complete_until(self, explore_step: int) -> bool:
-        """Whether every group up to this explore step is waiting or settled."""
+        """True if every group up to this explore step is waiting or settled."""
         open_positions = (
             (step, slot)
             for step in range(self._cursor.low, explore_step + 1)
@@ -267,7 +267,7 @@ class LogSource(BatchSource):
         return LedgerEntry(step, self._ledger.lineage, tuple(use), (*drop, *filtered), selection.settled, notes)
 
     def _apply_filter(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
-        """What is trained of the groups, and what is dropped, by reason."""
+        """Split the rows of the groups into those trained and those dropped, by reason."""
         table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in groups])
         reasons = self._filter.reasons(table, step)
         use: list[Rows] = []

@@ -109,7 +109,7 @@ PRIORITY_FUNCTIONS = read_parts("rftdask.buffer.batches.replay_priority", "prior
 
 @dataclass(frozen=True)
 class Replay:
-    """How groups are used more than once.
+    """The rule by which groups are used more than once.
 
     Example: Replay(LinearDecay(decay=2.0), reuse_cooldown_s=30.0)
     """
@@ -204,7 +204,7 @@ class UseCounts:
         return [group for group in self._usable(policy_version) if self._is_cool(group, now_s)]
 
     def is_cooling(self, policy_version: int, now_s: float) -> bool:
-        """Whether waiting would make more of them ready."""
+        """True if waiting would make more of them ready."""
         return any(not self._is_cool(group, now_s) for group in self._usable(policy_version))
 
     def _usable(self, policy_version: int) -> list[UsedGroup]:

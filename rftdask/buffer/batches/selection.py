@@ -66,13 +66,13 @@ class Selection:
 
     @property
     def settled(self) -> tuple[Position, ...]:
-        """What is no longer waiting: every fresh group."""
+        """Positions that no longer wait: those of every fresh group."""
         return tuple(group.position for group in (*self.use, *self.stale, *self.empty))
 
 
 @dataclass
 class Cursor:
-    """Which positions are settled: every one before explore step `low`, and those in `beyond`.
+    """The settled positions: every one before explore step `low`, and those in `beyond`.
 
     Small and forgetful: a step leaves `beyond` when all its slots are settled and no earlier step is open.
     """
@@ -189,7 +189,7 @@ def make_sample_strategy(config: Config) -> SampleStrategy:
 
 @dataclass(frozen=True)
 class SampleRule:
-    """How batches are formed.
+    """The rule by which batches are formed.
 
     ordered: batch k is the k-th run of `groups_per_batch` positions, whatever arrives first, so that a run can be
     repeated bit by bit. Otherwise: of what is there, what the strategy chooses. Either way a group without a trainable
@@ -209,7 +209,7 @@ class SampleRule:
     strategy: SampleStrategy = OldestFirst()
 
     def rejects(self, group: Group, policy_version: int) -> bool:
-        """Whether the group may not be trained by weights of this version: it has no row for it, or is too stale."""
+        """True if weights of this version may not train the group: no row of it may be trained, or it is too stale."""
         if not group.trainable_rows:
             return True
         age = staleness(policy_version, group.min_policy_version)

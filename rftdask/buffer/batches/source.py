@@ -54,7 +54,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint must keep to go on after the last entry handed out; JSON types."""
+        """The state that a checkpoint keeps to go on after the last entry handed out; JSON types."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -62,7 +62,7 @@ class BatchSource(ABC):
 
 
 class BatchFilter:
-    """What a batch keeps of the selected groups, and the rewards they are trained with. This base keeps all.
+    """Drops rows of the selected groups, and makes the rewards they are trained with. This base keeps all.
 
     A filter is pure: what it says of rows follows from the rows and the step, so that a replay of the ledger trains the
     same numbers. Invariant: a row's reward does not depend on which other rows are there.

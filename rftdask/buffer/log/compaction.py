@@ -49,7 +49,7 @@ Shards = Iterable[tuple[ShardName, pa.Table]]
 
 @dataclass(frozen=True)
 class Compaction:
-    """What a pass did."""
+    """Counts of a compaction pass."""
 
     num_shards: int = 0
     num_rows: int = 0
@@ -92,7 +92,7 @@ class CompactedShards:
         self.__init__(**state)  # type: ignore[misc]
 
     def names(self, first_bucket: str = "", last_bucket: str | None = None) -> set[ShardName]:
-        """Of all shards in the files of these buckets. One listing, and a read for each record not read before.
+        """The names of all shards in the files of these buckets. One listing, and a read for each new record.
 
         Raises: DamagedError: a record.
         """
@@ -115,7 +115,7 @@ class CompactedShards:
             return rows_of(self._group[1], file.groups[number], name)
 
     def has(self, bucket: str, name: ShardName) -> bool:
-        """Whether a large file holds the shard. Looks at storage for one that was not known to be."""
+        """True if a large file holds the shard. Looks at storage for one that is not known yet."""
         return name.text in self._places or any(name.text in f.shards for f in self._files(bucket, bucket).values())
 
     def write(self, bucket: str, shards: Shards) -> Compaction:
@@ -131,7 +131,7 @@ class CompactedShards:
         return done
 
     def check(self, bucket: str, names: Collection[ShardName]) -> None:
-        """That the files with these shards are whole, for the shards are about to go. Raises: DamagedError."""
+        """Verify the files with these shards, which are about to go. Raises: DamagedError: one is not whole."""
         texts = {name.text for name in names}
         for base, file in self._files(bucket, bucket).items():
             if not texts.isdisjoint(file.shards):
@@ -144,7 +144,7 @@ class CompactedShards:
             raise DamagedError(f"{base}.parquet is not what was written; the shards that are still there stay")
 
     def _files(self, first_bucket: str, last_bucket: str | None) -> dict[str, MergedFile]:
-        """What the records on storage say, by their paths without a suffix."""
+        """The records on storage, by their paths without a suffix."""
         records = [match for text in self._storage.list(self._folder) if (match := _RECORD.fullmatch(text)) is not None]
         wanted = [m for m in records if m[1] >= first_bucket and (last_bucket is None or m[1] <= last_bucket)]
         bases = [f"{self._folder}/{match[1]}-{match[2]}" for match in wanted]
@@ -198,7 +198,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class MergedFile:
-    """What one large file holds, and what its bytes must be."""
+    """The content of one large file, and the checksums of its bytes."""
 
     size_bytes: int
     crc32: int
@@ -257,7 +257,7 @@ def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
 
 
 def file_crc32(path: Path) -> int:
-    """Of all its bytes."""
+    """The checksum of all bytes of a file."""
     crc32 = 0
     with path.open("rb") as opened:
         while data := opened.read(1 << 20):

@@ -241,7 +241,7 @@ class ParquetLog(FileLog):
     def _small_shards(
         self, names: Sequence[ShardName], sizes: dict[ShardName, int]
     ) -> Iterator[tuple[ShardName, pa.Table]]:
-        """Those that can be read; others stay as they are. sizes: filled with their bytes."""
+        """Read the shards that can be read; others stay as they are. sizes: filled with their bytes."""
 
         def read(name: ShardName) -> tuple[int, pa.Table] | None:
             try:

@@ -81,11 +81,11 @@ class ExperienceLog(ABC):
         """All shards of explore steps >= `first_step`, sorted by step, unit and writer."""
 
     def loose_shards(self, first_step: int = 1) -> list[ShardName]:
-        """Those of `shards` that were not compacted: for who looks again and again for what is new, at less cost."""
+        """The shards that were not compacted: for who looks again and again for what is new, at less cost."""
         return self.shards(first_step)
 
     def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
-        """Those of `shards` that were compacted, up to `last_step`; in no order."""
+        """The shards that were compacted, up to explore step `last_step`; in no order."""
         return []
 
     @abstractmethod

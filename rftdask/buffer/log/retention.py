@@ -25,7 +25,7 @@ _DONE = f"{EXPERIENCES}/removed/UNTIL.json"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run would resume from: the oldest checkpoint that is kept."""
+    """The oldest checkpoint that is kept, from which a run may be resumed."""
 
     step: int
     """The last optimizer step it has trained."""

@@ -29,7 +29,7 @@ ADDED_COLUMNS = ("env_state", "turn_reward")
 
 
 class Status(StrEnum):
-    """How a rollout ended. Only OK and TRUNCATED may enter a loss or a baseline."""
+    """The end of a rollout. Only OK and TRUNCATED may enter a loss or a baseline."""
 
     OK = "ok"
     TRUNCATED = "truncated"  # the response met its token limit

@@ -32,7 +32,7 @@ _PAGE_BYTES = 1 << 16
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Which groups of a work unit a shard holds, if not all.
+    """The groups of a work unit that a shard holds, if not all.
 
     Example: Part((0, 1, 3), num_tasks=8), which a name says as "p0b-8": bits 0, 1 and 3, of 8.
     """
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, order=True)
 class ShardName:
-    """What a shard's file name says.
+    """A shard's file name, parsed.
 
     Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is unit 3 of explore step 12, written by 9f3a...,
     with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file. With "-p0b-8" before

@@ -405,7 +405,7 @@ def _to_sql(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether every database gives the value back as it is: no NUL in a text, no -0.0, no infinity, no NaN."""
+    """True if every database gives the value back as it is: no NUL in a text, no -0.0, no infinity, no NaN."""
     if isinstance(value, str):
         return "\0" not in value
     if isinstance(value, float):
