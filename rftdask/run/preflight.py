@@ -139,9 +139,9 @@ def _check_algorithm(stage: Config) -> None:
         operators_of(stage)
     if stage.mode not in ("both", "train") or stage.trainer.trainer_type == "fake":
         return
-    from rftdask.trainer.build import algorithm_of
+    from rftdask.trainer.rank import build_algorithm
 
-    algorithm = algorithm_of(stage)
+    algorithm = build_algorithm(stage)
     if stage.algorithm.needs_teacher:
         path = stage.explorer.auxiliary_models[0].model_path or ""
         _check_model_folder(path, "explorer.auxiliary_models[0].model_path")

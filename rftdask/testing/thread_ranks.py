@@ -23,20 +23,20 @@ class ThreadRanks(Ranks):
         self._board = board
         self._barrier = barrier
 
-    def tell(self, message: Any) -> Any:
+    def broadcast(self, message: Any) -> Any:
         return json.loads(self._all(json.dumps(message))[0])
 
-    def gather(self, message: Any) -> list[Any]:
+    def all_gather(self, message: Any) -> list[Any]:
         return [json.loads(data) for data in self._all(json.dumps(message))]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._all(data)
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         parts = self._all(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
 
-    def swap(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         assert [len(rows), sum(receive)] == [sum(send), sum(receive)]
         found = [parts[self.rank] for parts in self._all(rows.clone().split(list(send)))]
         assert [len(part) for part in found] == list(receive)

@@ -53,14 +53,25 @@ class Saver(Checkpoints):
         super().__init__(storage, lineage, max_to_keep)
         self.ranks = ranks
         self._writers = writers
-        self._turns = turns_of(strategy, ranks.gather(socket.gethostname()))
+        self._turns = turns_of(strategy, ranks.all_gather(socket.gethostname()))
         self._in_background = strategy != "single_thread"
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
+        """As of `Checkpoints`, on all ranks the one that rank 0 found valid."""
+        found = super().load_newest() if self.ranks.is_rank0 else None
+        step = self.ranks.broadcast(None if found is None else found[0])
+        return self.load(step) if found is None and step is not None else found
+
     def save(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
-        """Raises: RftError: this checkpoint or the one before could not be written."""
+        """Each rank writes its `files` in the background, rank 0 the manifest with `state`. Called by all ranks.
+
+        Raises: RftError: this checkpoint or the one before could not be written.
+        """
         self._wait()
+        if self.ranks.broadcast(self.ranks.is_rank0 and self.is_there(step)):
+            return  # its files are what the manifest says, and must stay so
         self._thread = threading.Thread(target=self._guarded, args=(step, files, state), name="saver", daemon=True)
         self._thread.start()
         if not self._in_background:
@@ -91,14 +102,14 @@ class Saver(Checkpoints):
         written: dict[str, Any] = {}
         for turn in range(max(self._turns) + 1):
             if turn:
-                self._writers.gather(None)  # all of the turn before have written
+                self._writers.all_gather(None)  # all of the turn before have written
             if turn == self._turns[self._writers.rank]:
                 written = self._written(step, files)
-        reports = self._writers.gather(written)
+        reports = self._writers.all_gather(written)
         for rank, report in enumerate(reports):
             if "error" in report:
                 raise StorageError(f"rank {rank} could not write its part of checkpoint {step}: {report['error']}")
-        if self.ranks.leads:
+        if self.ranks.is_rank0:
             entries = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
             self.commit(step, entries, state)
 

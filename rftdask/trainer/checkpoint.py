@@ -142,6 +142,12 @@ class Checkpoints:
         step = newest_valid_checkpoint(self._storage)
         if step is None:
             return None
+        found = self.load(step)
+        self._settle(step)  # whoever saved it may have been killed before it could
+        return found
+
+    def load(self, step: int) -> tuple[int, dict[str, Any], Mapping[str, bytes]]:
+        """(step, state, files) of a valid checkpoint. Raises: DamagedError: it went away, or is of another lineage."""
         folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
         if manifest is None:
@@ -149,7 +155,6 @@ class Checkpoints:
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
         state = json.loads(read_file(self._storage, folder, manifest, STATE_FILE))
-        self._settle(step)  # whoever saved it may have been killed before it could
         return step, state, CheckpointFiles(self._storage, folder, manifest)
 
     def _settle(self, newest: int) -> None:

@@ -1,8 +1,7 @@
-"""Rank: the child process of one trainer rank. It puts the trainer's parts together from the config; rank 0 runs the
-loop, the others follow it.
+"""Rank: the child process of one trainer rank. It builds the trainer's parts from the config and runs its loop.
 
-It tells its supervisor what happens by events; nothing that matters is in them. It ends with the result, or with an
-error whose text its supervisor passes on.
+It tells its supervisor what happens by events; nothing that matters is in them. It ends with `Ended`, or with an error
+that its supervisor passes on.
 """
 
 from __future__ import annotations
@@ -17,32 +16,38 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
-from rftdask.buffer.batches.dataset_source import DatasetSource
+from rftdask.buffer.batches.dataset_source import DatasetSource, Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
+from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
 from rftdask.buffer.batches.source import BatchSource, ReplayedSource
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
-from rftdask.data.tokenizer import load_tokenizer
+from rftdask.config.schema.buffer import ExperienceBufferConfig
+from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
+from rftdask.data.tokenizer import Tokenizer, load_tokenizer
+from rftdask.errors import UserError
 from rftdask.models.lora import Lora
-from rftdask.monitor.events import Alive, Ended, Event, encode
+from rftdask.monitor.events import Event, encode
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.background_checkpoints import Saver
-from rftdask.trainer.build import algorithm_of, batch_filter_of, demonstrations_of, order_seed, reader_of
+from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.lr_schedule import LearningRate
-from rftdask.trainer.rank0 import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
-from rftdask.trainer.ranks import Ranks, lost_peer
-from rftdask.trainer.trainer import Trainer, TrainerOptions
+from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
+from rftdask.trainer.ranks import Ranks
+from rftdask.trainer.trainer import Trainer
 from rftdask.weights.published import read_requested_version
 
 if TYPE_CHECKING:
@@ -56,133 +61,102 @@ _RENDEZVOUS_S = 120
 _ANSWER_S = 1800
 """For a rank to take part in what the others wait for. One that died is noticed at once; this is for one that hangs,
 and is longer than what a rank may have to do alone, such as writing weights. A wait for data is no wait of ranks: rank
-0 gives a sign of life.
+0 says several times a second that it waits.
 """
 _LOOK_EVERY_S = 0.2
-_SIGN_OF_LIFE_S = 5.0
+"""Between two looks for the file that asks the trainer to stop."""
+_PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
 
 
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Entry of the child process; see `gang.RankSpec` for the keys of `spec`."""
+    """Entry of the child process: meet the other ranks, build the trainer, run it to its end.
+
+    spec: the fields of `gang.RankSpec`. Raises: PeerLostError: another rank does not answer; what the trainer raises.
+    """
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"])
+    host, port = spec["rendezvous"]
+    rank, size = spec["rank"], spec["world_size"]
     try:
-        _meet(spec["rendezvous"], spec["rank"], spec["world_size"])
-        run_rank(config, open_storage(spec["url"]), spec["total_steps"], lambda event: channel.send(encode(event)))
+        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S))
+        dist.init_process_group(
+            # Small messages go over the CPU, also where gradients do not.
+            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_ANSWER_S),
+        )
+        storage = open_storage(spec["url"])
+        with MetricsWriter(storage, "trainer") as metrics:
+            trainer = build_trainer(
+                config, storage, spec["total_steps"], metrics, lambda event: channel.send(encode(event))
+            )
+            ended = trainer.run()
     except RuntimeError as error:
         lost = lost_peer(error)
         if lost is None:
             raise
         raise lost from error
+    channel.send(encode(ended))
     # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
 
 
-def _meet(rendezvous: tuple[str, int], rank: int, size: int) -> None:
-    """Join the process group. Raises: RuntimeError of torch: not all ranks came."""
-    host, port = rendezvous
-    store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S))
-    dist.init_process_group(
-        # Small messages go over the CPU, also where gradients do not.
-        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=_ANSWER_S),
-    )
-
-
-def run_rank(config: Config, storage: Storage, total_steps: int | None, emit: Callable[[Event], None]) -> None:
-    """Train until the steps or the data end; the last event is `Ended`."""
-    ranks = Ranks()
-    watch = _Watch(storage, emit)
-    algorithm = algorithm_of(config)
-    limit = config.train_step_limit(total_steps)
-    parent = read_parent(storage)
-    planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
-    engine = _engine(config, algorithm, planned or limit or total_steps, ranks)
-    source = _source(config, storage, algorithm, watch)
-    # The thread that saves speaks to its like on the other ranks while the ranks train.
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
-    saver = (LeadSaver if ranks.leads else Saver)(
-        storage,
-        lineage_of(storage),
-        config.trainer.max_checkpoints_to_keep,
-        ranks=ranks,
-        writers=Ranks(group),
-        strategy=config.trainer.save_strategy,
-    )
-    if ranks.leads:
-        result = _lead(config, storage, limit, algorithm, engine, source, saver, watch, ranks, emit)
-    else:
-        Follower(ranks, engine, source.read, saver, lambda: emit(Alive())).run()
-        result = Ended(0, stopped=False)
-    emit(result)
-
-
-def _lead(
+def build_trainer(
     config: Config,
     storage: Storage,
-    limit: int | None,
-    algorithm: Algorithm,
-    engine: TrainEngine,
-    source: BatchSource,
-    saver: Saver,
-    watch: _Watch,
-    ranks: Ranks,
+    total_steps: int | None,
+    metrics: MetricsWriter,
     emit: Callable[[Event], None],
-) -> Ended:
-    metrics = MetricsWriter(storage, "trainer")
-    options = TrainerOptions(
-        total_steps=limit,
-        save_interval=config.trainer.save_interval,
-        save_hf_checkpoint=config.trainer.save_hf_checkpoint,
-        lineage=lineage_of(storage),
-        publish=algorithm.schema == "experience" and read_parent(storage) is None,
-        max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
-    )
-    trainer = Trainer(
-        LeadEngine(engine, ranks),
-        LeadSource(source, ranks),
-        saver,
+) -> Trainer:
+    """Build the trainer of this rank, all its models loaded.
+
+    total_steps: steps of whole batches that the data fills; None: it is not known. Raises: UserError, DataError.
+    """
+    ranks = ProcessRanks()
+    lineage, parent = lineage_of(storage), read_parent(storage)
+    algorithm = build_algorithm(config)
+    limit = config.train_step_limit(total_steps)
+    planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
+    # The thread that saves speaks to its like on the other ranks while the ranks train.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
+    publishes = algorithm.schema == "experience" and parent is None
+    return Trainer(
+        _engine(config, algorithm, planned or limit or total_steps, ranks),
+        _source(config, storage, algorithm),
+        Saver(
+            storage,
+            lineage,
+            config.trainer.max_checkpoints_to_keep,
+            ranks=ranks,
+            writers=ProcessRanks(group),
+            strategy=config.trainer.save_strategy,
+        ),
         storage,
         metrics,
-        options,
-        publish_due=_publish_due(config, storage),
-        should_stop=watch.should_stop,
+        config.trainer,
+        total_steps=limit,
+        lineage=lineage,
+        publish_due=_publish_due(config, storage) if publishes else None,
+        should_stop=_stop_file_watch(storage),
         emit=emit,
+        max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
+        ranks=ranks,
     )
-    watch.when_idle = trainer.publish_if_due_now
-    watch.say_waiting = lambda: say_waiting(ranks)
-    try:
-        result = trainer.run()
-        say_end(ranks)
-    finally:
-        metrics.close()
-    return Ended(result.step, result.stopped)
 
 
-class _Watch:
-    """What a waiting trainer does meanwhile: look for the stop file, give a sign of life, publish if asked."""
+def _stop_file_watch(storage: Storage) -> Callable[[], bool]:
+    """Whether somebody has asked the trainer to stop, by a file of the run; looked for a few times a second at most."""
+    looked_s, found = 0.0, False
 
-    def __init__(self, storage: Storage, emit: Callable[[Event], None]) -> None:
-        self._storage = storage
-        self._emit = emit
-        self._looked = self._spoke = 0.0
-        self._stop = False
-        self.when_idle: Callable[[], None] = lambda: None
-        self.say_waiting: Callable[[], None] = lambda: None
-
-    def should_stop(self) -> bool:
+    def should_stop() -> bool:
+        nonlocal looked_s, found
         now = time.monotonic()
-        if not self._stop and now - self._looked > _LOOK_EVERY_S:
-            self._looked = now
-            self._stop = self._storage.exists(STOP_FILE)
-            self.when_idle()
-        if now - self._spoke > _SIGN_OF_LIFE_S:
-            self._spoke = now
-            self._emit(Alive())
-            self.say_waiting()
-        return self._stop
+        if not found and now - looked_s > _LOOK_EVERY_S:
+            looked_s, found = now, storage.exists(STOP_FILE)
+        return found
+
+    return should_stop
 
 
 def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
@@ -210,7 +184,7 @@ def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         torch_compile=config.trainer.torch_compile,
         recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
-        lora=lora_of(config),
+        lora=build_lora(config),
     )
     size = config.trainer.ulysses_sequence_parallel_size
     sequence = ranks.neighbors(size) if size > 1 else None
@@ -234,7 +208,7 @@ def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
     return Single(ranks) if ranks.size == 1 else DDP(ranks)
 
 
-def lora_of(config: Config) -> Lora | None:
+def build_lora(config: Config) -> Lora | None:
     """The adapters to train; None: all weights."""
     if not config.model.lora_configs:
         return None
@@ -277,12 +251,12 @@ def _critic(config: Config) -> CriticOptions:
     )
 
 
-def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watch) -> BatchSource:
+def _source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:
     parent = read_parent(storage)
     ledger = Ledger(storage, lineage_of(storage))
     source: BatchSource
     if config.algorithm.schema_type == "experience":
-        source = _log_source(config, storage, ledger, algorithm, watch)
+        source = _log_source(config, storage, ledger, algorithm)
     else:
         source = _dataset_source(config, ledger)
     if parent is None:
@@ -290,7 +264,7 @@ def _source(config: Config, storage: Storage, algorithm: Algorithm, watch: _Watc
     return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
 
 
-def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm, watch: _Watch) -> LogSource:
+def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm) -> LogSource:
     rules = make_sync_rules(config)
     strategy = make_sample_strategy(config)
     log = open_log(storage, config)
@@ -312,16 +286,15 @@ def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Alg
         poll_interval_s=config.synchronizer.poll_interval_s,
         replay=make_replay(config),
         notes_settled=unread_limit(config) is not None,
-        should_stop=watch.should_stop,
-        batch_filter=batch_filter_of(config, algorithm),
-        demonstrations=demonstrations_of(config, load_tokenizer(config)) if config.num_demonstrations else None,
+        batch_filter=build_batch_filter(config, algorithm),
+        demonstrations=build_demonstrations(config, load_tokenizer(config)) if config.num_demonstrations else None,
     )
 
 
 def _dataset_source(config: Config, ledger: Ledger) -> DatasetSource:
     section = config.buffer.trainer_input.experience_buffer
     schema = config.algorithm.schema_type
-    dataset, read = reader_of(section, schema, config, load_tokenizer(config))
+    dataset, read = build_reader(section, schema, config, load_tokenizer(config))
     return DatasetSource(
         read,
         len(dataset),
@@ -335,8 +308,6 @@ def _dataset_source(config: Config, ledger: Ledger) -> DatasetSource:
 
 
 def _publish_due(config: Config, storage: Storage) -> Callable[[int, int], bool]:
-    if config.algorithm.schema_type != "experience":
-        return lambda step, published: False
     rules = make_sync_rules(config)
 
     def due(step: int, published: int) -> bool:
@@ -344,3 +315,57 @@ def _publish_due(config: Config, storage: Storage) -> Callable[[int, int], bool]
         return rules.publish_due(step, published, asked)
 
     return due
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
+    section = config.algorithm
+    choices = {name: getattr(section, name) for part in _PARTS for name in (part, f"{part}_args")}
+    try:
+        algorithm = make_algorithm(
+            section.algorithm_type,
+            loss_agg_mode=section.loss_agg_mode,
+            rollout_correction=section.rollout_correction,
+            plugin_dirs=config.explorer.plugin_dirs,
+            **choices,
+        )
+    except UserError as error:
+        raise UserError(f"algorithm: {error}") from error
+    return algorithm
+
+
+def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
+    """What is dropped when a batch is formed."""
+    baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
+    at_commit = config.data_processor.experience_pipeline.stage == "commit"  # then the explorer has run them
+    return AlgorithmFilter(algorithm, [] if at_commit else operators_of(config), baseline)
+
+
+def build_reader(
+    section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
+) -> tuple[Dataset, ReadRows]:
+    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for "dpo".
+
+    Raises: DataError: there is no such dataset, or it lacks a column.
+    """
+    dataset = open_dataset(
+        section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
+    )
+    kinds: dict[str, type[TextRows | PreferenceRows | SftRows]] = {"cpt": TextRows, "dpo": PreferenceRows}
+    return dataset, kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len).read
+
+
+def build_demonstrations(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:
+    """The demonstrations in every batch of sample strategy mix. Raises: DataError."""
+    count = config.num_demonstrations
+    if not count:
+        return None
+    section = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
+    dataset, read = build_reader(section, "sft", config, tokenizer)
+    return Demonstrations(read, dataset.fingerprint, RowOrder(len(dataset), order_seed(section)), count)
+
+
+def order_seed(section: ExperienceBufferConfig) -> int | None:
+    """Seed of the order of a dataset's rows; None: as stored."""
+    selector = section.data_selector
+    return None if selector.selector_type == "sequential" else selector.seed

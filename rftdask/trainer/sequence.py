@@ -97,19 +97,19 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
         ctx.way = receive, send, ranks
-        return ranks.swap(rows, send, receive)
+        return ranks.all_to_all(rows, send, receive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         receive, send, ranks = ctx.way
-        return ranks.swap(gradient, receive, send), None, None, None
+        return ranks.all_to_all(gradient, receive, send), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
-        return ranks.add(values.clone())
+        return ranks.all_reduce(values.clone())
 
     @staticmethod
     @once_differentiable

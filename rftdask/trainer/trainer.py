@@ -1,28 +1,35 @@
-"""Trainer: the loop. batch -> train -> publish -> checkpoint -> record, once per optimizer step.
+"""Trainer: the loop. sample -> train -> publish -> checkpoint -> record, once per optimizer step, on every rank.
 
-It consumes batches from a source, which writes each into the ledger before handing it out; it produces weights (pointer
-moved last), checkpoints (manifest last) and metrics. It waits only for its source, with a deadline. It knows neither
-Dask nor config; everything it holds can be lost at any line: a new one resumes from the newest valid checkpoint and is
+All ranks run the same loop. Rank 0 alone decides what its next turn is, forms the batches and writes ledger, pointers,
+manifests and metrics, so ranks cannot disagree. It consumes batches from a source, which writes each into the ledger
+before handing it out; it produces weights (pointer moved last), checkpoints (manifest last) and metrics. It waits only
+for its source, with a deadline, and no rank waits for another one meanwhile. It knows neither Dask nor how its parts
+are configured; everything it holds can be lost at any line: a new one resumes from the newest valid checkpoint and is
 handed the very same batches again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
-from rftdask.buffer.batches.source import BatchSource
-from rftdask.monitor.events import CheckpointSaved, Event, Published, Started, Step
+from rftdask.buffer.batches.source import BatchSource, NotYet
+from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.published import (
     fingerprint_extra,
@@ -35,44 +42,32 @@ from rftdask.weights.published import (
 log = logging.getLogger(__name__)
 
 _LOGGED = ("loss", "reward", "grad_norm", "num_rows", "staleness_max", "wait_s", "train_s")
+_PATIENCE_S = 0.2
+"""Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
+_SIGN_OF_LIFE_S = 5.0
+_UIDS = "uids"
+_NUMBERS = ("groups", "rollouts")
+_UNKNOWN = {"baselines": np.nan, "states": -1, "turn_rewards": 0.0}
+"""Of rows whose part of the batch has none, where others have."""
+
+Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
+"""What all ranks do next, and for "train" the ledger entry as JSON. stop: end on request; end: all is trained."""
 
 
 class MetricsSink(Protocol):
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def flush(self) -> None: ...
+    """Where rank 0 writes the numbers of each step."""
 
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of a step."""
 
-@dataclass(frozen=True)
-class TrainerOptions:
-    """What the loop itself decides by."""
-
-    total_steps: int | None
-    """None: until the source ends."""
-    save_interval: int
-    """Checkpoint every so many steps; 0: only the last."""
-    save_hf_checkpoint: str
-    """last, always or never."""
-    lineage: str
-    publish: bool
-    """Whether anybody loads the weights."""
-    max_weights_to_keep: int = 0
-    """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes what it is
-    done with.
-    """
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    step: int
-    """The last optimizer step done."""
-    stopped: bool
-    """True: ended by request, with work left."""
+    def flush(self) -> None:
+        """Make them durable."""
 
 
 class Trainer:
-    """Runs the loop on rank 0.
+    """Runs the loop on one rank.
 
-    Example: Trainer(engine, source, checkpoints, storage, sink, options, publish_due, should_stop, emit).run()
+    Example: Trainer(engine, source, checkpoints, storage, metrics, config.trainer, ...).run() == Ended(40, False)
     """
 
     def __init__(
@@ -82,78 +77,129 @@ class Trainer:
         checkpoints: Checkpoints,
         storage: Storage,
         metrics: MetricsSink,
-        options: TrainerOptions,
+        section: TrainerConfig,
         *,
-        publish_due: Callable[[int, int], bool],
+        total_steps: int | None,
+        lineage: str,
+        publish_due: Callable[[int, int], bool] | None,
         should_stop: Callable[[], bool],
         emit: Callable[[Event], None],
+        max_weights_to_keep: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
-        """publish_due: (step, last published) -> bool; emit: events for whoever watches, best effort."""
+        """
+        Args:
+            total_steps: None: until the source ends.
+            publish_due: (step, last published step) -> whether to publish now; None: nobody loads the weights.
+            should_stop: whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits.
+            emit: takes events for whoever watches, best effort.
+            max_weights_to_keep: published versions that stay, for a trainer without an explorer beside it; 0: the
+                explorer removes what it is done with.
+            ranks: None: this one is alone.
+        """
         self._engine = engine
         self._source = source
         self._checkpoints = checkpoints
         self._storage = storage
         self._metrics = metrics
-        self._options = options
+        self._section = section
+        self._total_steps = total_steps
+        self._lineage = lineage
         self._publish_due = publish_due
         self._should_stop = should_stop
         self._emit = emit
+        self._max_weights_to_keep = max_weights_to_keep
+        self._ranks = ranks or Ranks()
         checkpoints.on_commit = lambda step: emit(CheckpointSaved(step))
-        self._step = 0
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
         """Of the weights after a step."""
         self._published = 0
+        """The step whose weights were published last; what rank 0 says of it counts."""
         self._saved = 0
+        self._spoke_s = time.monotonic()
 
-    def run(self) -> TrainResult:
-        step = self._step = self._resume()
+    def run(self) -> Ended:
+        """Train to the end of the steps or of the data, or until asked to stop; the last step done.
+
+        Raises: WaitTimeout: a batch did not come; what the engine, the source or the storage raise.
+        """
+        step = self._resume()
         self._emit(Started(step))
-        stopped = False
-        while not self._reached(step):
-            began = time.perf_counter()
-            found = self._source.batch(step + 1)
-            if found is None:
-                stopped = self._should_stop()
+        began = time.perf_counter()
+        while True:
+            # The one message of a turn. While rank 0 waits for data it comes several times a second, so that no rank
+            # runs into the deadline of the process group.
+            action, entry_json = self._ranks.broadcast(self._next_turn(step) if self._ranks.is_rank0 else None)
+            if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
+                self._spoke_s = time.monotonic()
+                self._emit(Alive())
+            if action in ("stop", "end"):
                 break
-            entry, batch = found
+            if action == "publish":
+                self._publish(step)
+            if action != "train":
+                continue
+
+            entry = LedgerEntry.from_json(entry_json.encode())
+            batch = read_together(entry, self._ranks, self._source.read)
             got = time.perf_counter()
+
             # Nothing may be left of a batch; the step is made all the same, since others count steps.
-            metrics = self._engine.train_step(batch, step + 1) if len(batch) else {}
+            try:
+                metrics = self._engine.train_step(batch, step + 1) if len(batch) else {}
+            except Exception as error:
+                error.add_note(f"while training step {step + 1}")  # the end of its traceback
+                raise
+            step += 1
             trained = time.perf_counter()
-            step = self._step = step + 1
-            self._publish_if_due(step)
+
+            if self._ranks.broadcast(self._ranks.is_rank0 and self._is_publish_due(step)):
+                self._publish(step)
             published = time.perf_counter()
-            if self._options.save_interval and step % self._options.save_interval == 0:
-                self._save(step, last=self._reached(step))
-            ended = time.perf_counter()
-            times = {
-                "wait_s": got - began,
-                "train_s": trained - got,
-                "publish_s": published - trained,
-                "checkpoint_s": ended - published,
-                "step_s": ended - began,
-                "tokens_per_s": len(batch.tokens) / (ended - began),
-            }
-            self._record(step, entry, batch, {**metrics, **times})
+
+            if self._section.save_interval and step % self._section.save_interval == 0:
+                self._save(step, last=self._is_last(step))
+            saved = time.perf_counter()
+
+            if self._ranks.is_rank0:
+                times = {
+                    "wait_s": got - began,
+                    "train_s": trained - got,
+                    "publish_s": published - trained,
+                    "checkpoint_s": saved - published,
+                    "step_s": saved - began,
+                    "tokens_per_s": len(batch.tokens) / (saved - began),
+                }
+                row = {**batch_metrics(step, entry, batch), **metrics, **times}
+                log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
+                self._metrics.write(step, row)
+                self._emit(Step("trainer", step, row))
             self._checkpoints.check()
-            stopped = not self._reached(step) and self._should_stop()
-            if stopped:
-                break
+            began = time.perf_counter()
         self._finish(step)
-        return TrainResult(step, stopped)
+        return Ended(step, stopped=action == "stop")
 
-    def publish_if_due_now(self) -> None:
-        """For a trainer that waits for data: publish the weights it has if somebody asked for them meanwhile."""
-        self._publish_if_due(self._step)
+    def _next_turn(self, step: int) -> Turn:
+        """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
+        if self._is_last(step):
+            return "end", ""
+        if self._should_stop():
+            return "stop", ""
+        try:
+            entry = self._source.entry(step + 1, _PATIENCE_S)
+        except NotYet:
+            # Whoever explores may wait for the weights that there are, and the batch for who explores.
+            return "publish" if self._is_publish_due(step) else "wait", ""
+        return ("end", "") if entry is None else ("train", entry.to_json().decode())
 
-    def _publish_if_due(self, step: int) -> None:
-        if self._options.publish and self._published < step and self._publish_due(step, self._published):
-            self._publish(step)
+    def _is_last(self, step: int) -> bool:
+        return self._total_steps is not None and step >= self._total_steps
 
-    def _reached(self, step: int) -> bool:
-        return self._options.total_steps is not None and step >= self._options.total_steps
+    def _is_publish_due(self, step: int) -> bool:
+        return self._publish_due is not None and self._published < step and self._publish_due(step, self._published)
 
     def _resume(self) -> int:
+        """Load the newest checkpoint; the step that it is of, 0: there is none."""
         found = self._checkpoints.load_newest()
         if found is None:
             return 0
@@ -163,32 +209,38 @@ class Trainer:
         log.info("resumes from checkpoint %d", step)
         self._saved = step
         self._published = min(step, state["published"])
-        if self._options.publish and self._published and not restore_pointer(self._storage, self._published):
+        mends = self._ranks.is_rank0 and self._publish_due is not None and self._published > 0
+        if mends and not restore_pointer(self._storage, self._published):
             self._published = 0  # what was published is damaged: publish as if it never was
         return step
 
     def _publish(self, step: int) -> None:
+        """Write the weights and move the pointer. All ranks bring the weights together, rank 0 writes them."""
         weights, fingerprint = self._engine.weights(), self._fingerprint_of(step)
-        published = publish_weights(self._storage, step, weights, self._options.lineage, fingerprint)
         self._published = step
-        if self._options.max_weights_to_keep:
-            kept = published_versions(self._storage)[-self._options.max_weights_to_keep :]
+        if not self._ranks.is_rank0:
+            return
+        published = publish_weights(self._storage, step, weights, self._lineage, fingerprint)
+        if self._max_weights_to_keep:
+            kept = published_versions(self._storage)[-self._max_weights_to_keep :]
             remove_weights_below(self._storage, kept[0])
         self._emit(Published(step, published.content_hash))
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:
-        """Of the weights as they are, which are those after `step`; computed once."""
+        """Of the weights as they are, which are those after `step`; computed once, by all ranks."""
         if self._fingerprint[0] != step:
             self._fingerprint = (step, self._engine.fingerprint())
         return self._fingerprint[1]
 
     def _save(self, step: int, last: bool) -> None:
+        """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
         files = self._engine.state_files()
-        if self._options.save_hf_checkpoint == "always" or (last and self._options.save_hf_checkpoint == "last"):
-            files.update({f"{HF_FOLDER}/{name}": data for name, data in self._engine.export_files().items()})
+        hf = self._section.save_hf_checkpoint
+        if hf == "always" or (last and hf == "last"):
+            files.update(self._export())
         state = {
             "step": step,
-            "lineage": self._options.lineage,
+            "lineage": self._lineage,
             "source": self._source.state_dict(),
             "published": self._published,
         }
@@ -196,26 +248,23 @@ class Trainer:
         self._checkpoints.save(step, files, state)
         self._saved = step
 
+    def _export(self) -> dict[str, bytes]:
+        return {f"{HF_FOLDER}/{name}": data for name, data in self._engine.export_files().items()}
+
     def _finish(self, step: int) -> None:
-        """The last weights and a last checkpoint, also after a stop on request."""
-        if self._options.publish and self._published < step:
+        """Publish the last weights and save a last checkpoint, also after a stop on request."""
+        if self._ranks.broadcast(self._publish_due is not None and self._published < step):
             self._publish(step)
         last = step > self._saved
         if last:
             self._save(step, last=True)
         self._checkpoints.flush()
-        if not last and step and self._options.save_hf_checkpoint == "last":
-            # The step was saved before it was known to be the last.
-            self._checkpoints.add_files(
-                step, {f"{HF_FOLDER}/{n}": data for n, data in self._engine.export_files().items()}
-            )
-        self._metrics.flush()
-
-    def _record(self, step: int, entry: LedgerEntry, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        row = {**batch_metrics(step, entry, batch), **metrics}
-        log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
-        self._metrics.write(step, row)
-        self._emit(Step("trainer", step, row))
+        if not last and step and self._section.save_hf_checkpoint == "last":
+            exported = self._export()  # the step was saved before it was known to be the last
+            if self._ranks.is_rank0:
+                self._checkpoints.add_files(step, exported)
+        if self._ranks.is_rank0:
+            self._metrics.flush()
 
 
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:
@@ -243,3 +292,103 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
         key = f"num_dropped_{rows.reason}"
         metrics[key] = metrics.get(key, 0.0) + len(rows.rows)
     return metrics
+
+
+# ---- a batch is read by all ranks
+
+Read = Callable[[LedgerEntry, Sequence[int] | None], TrainingBatch]
+"""As `BatchSource.read`."""
+
+
+def places_of(entry: LedgerEntry, rank: int, size: int) -> range:
+    """The places in an entry that a rank reads: a run of neighbors, who often lie in the same shard, and whole groups,
+    each of which is one item of `use`. Rows of a dataset may be parted anywhere.
+    """
+    ends = [0]
+    for rows in entry.use:
+        last = ends[-1]
+        ends += [last + 1 + i for i in range(len(rows.rows))] if rows.of_dataset else [last + len(rows.rows)]
+    first, after = (ends[bisect_right(ends, ends[-1] * part // size) - 1] for part in (rank, rank + 1))
+    return range(first, after)
+
+
+def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch:
+    """The whole batch of an entry: each rank reads its own rows from storage, then all give each other what they read.
+
+    So every shard is read about once, and every rank knows the whole batch: some bytes a token, next to nothing beside
+    the gradients, in return for which rows can be dealt for computing by their lengths, and advantages, masks and
+    denominators be those of the whole batch on every rank. The batch is, to the bit, what one rank would have read, but
+    for the numbers of states, which are compared within a group alone. Called by all ranks.
+    """
+    if ranks.size == 1:
+        return read(entry, None)
+    places = places_of(entry, ranks.rank, ranks.size)
+    # An entry without rows is read by rank 0, for the shapes of nothing.
+    nothing = not any(rows.rows for rows in entry.use)
+    data = to_bytes(read(entry, places)) if len(places) or (ranks.is_rank0 and nothing) else b""
+    return join_parts([from_bytes(part) for part in ranks.all_gather_bytes(data) if part])
+
+
+def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
+    """The rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
+    joined: dict[str, Any] = {_UIDS: tuple(uid for part in parts for uid in part.uids)}
+    for field in fields(TrainingBatch):
+        values = [getattr(part, field.name) for part in parts]
+        if field.name in _NUMBERS:
+            joined[field.name] = _numbered([key for i, part in enumerate(parts) for key in _keys(field.name, part, i)])
+        elif field.name == "states":
+            joined[field.name] = _joined(_apart(values), parts, _UNKNOWN[field.name])
+        elif field.name != _UIDS:
+            joined[field.name] = _joined(values, parts, _UNKNOWN.get(field.name))
+    return TrainingBatch(**joined)
+
+
+def _joined(
+    values: Sequence[np.ndarray | None], parts: Sequence[TrainingBatch], unknown: float | None
+) -> np.ndarray | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    kind = known[0].dtype
+    return np.concatenate(
+        [np.full(len(part), unknown, kind) if v is None else v for v, part in zip(values, parts, strict=True)]
+    )
+
+
+def _apart(values: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+    """Each part's numbers after those of the parts before it; -1 stays."""
+    found: list[np.ndarray | None] = []
+    begin = 0
+    for value in values:
+        found.append(None if value is None else np.where(value < 0, value, value + begin))
+        begin += 0 if value is None or not len(value) else int(value.max()) + 1
+    return found
+
+
+def _keys(name: str, part: TrainingBatch, number: int) -> list[tuple[str, int, int]]:
+    """What a row's group or rollout is known by everywhere.
+
+    A rollout's uid ends with its number and its turn; a dataset's rows have none, and no group of them is parted.
+    """
+    parted = 2 if name == "groups" else 1
+    return [
+        ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
+        for uid, own, expert in zip(part.uids, getattr(part, name), part.experts, strict=True)
+    ]
+
+
+def _numbered(keys: Sequence[tuple[str, int, int]]) -> np.ndarray:
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
+
+
+def to_bytes(batch: TrainingBatch) -> bytes:
+    arrays = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch) if f.name != _UIDS}
+    named = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
+    return save({**named, _UIDS: np.frombuffer(json.dumps(batch.uids).encode(), np.uint8)})
+
+
+def from_bytes(data: bytes) -> TrainingBatch:
+    arrays = load(data)
+    uids = tuple(json.loads(arrays.pop(_UIDS).tobytes()))
+    return TrainingBatch(**arrays, uids=uids)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from rftdask.trainer.process_ranks import ProcessRanks
 from rftdask.trainer.ranks import Ranks
 
 DEADLINE_S = 900.0
@@ -73,6 +74,6 @@ def _gangs(rank: int, size: int) -> dict[int, Ranks]:
         for first in range(0, size, part):
             group = dist.new_group(list(range(first, first + part)))
             if first <= rank < first + part:
-                gangs[part] = Ranks(group)
+                gangs[part] = ProcessRanks(group)
         part *= 2
     return gangs

@@ -135,7 +135,7 @@ def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> t
     if not isinstance(strategy, FSDP2):
         whole = [p.detach() for p in made._model.parameters() if not isinstance(p, DTensor)]
         held = b"".join(tensor.numpy().tobytes() for tensor in whole)
-        hashes = strategy.ranks.gather(hashlib.sha256(held).hexdigest())
+        hashes = strategy.ranks.all_gather(hashlib.sha256(held).hexdigest())
         assert len(set(hashes)) == 1, "ranks hold different weights"
     return metrics, made.state_files()
 
@@ -156,7 +156,7 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
                 for split in SPLITS:
                     found, files = trained(model, algorithm, strategy_of(name, gangs[size]), micro_batch_size=split)
                     assert [m.keys() for m in found] == [m.keys() for m in alone]
-                    if gangs[size].leads:
+                    if gangs[size].is_rank0:
                         case = f"{algorithm}, {name}, {size} ranks, {split} rows a pass"
                         differences[f"metrics: {case}"] = metric_difference(found, alone)
                         differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
@@ -171,7 +171,7 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
         expected = weights_of(files)
         for name in STRATEGIES:
             found, files = trained(model, "grpo", strategy_of(name, gangs[2]), micro_batch_size=3, **options)
-            if gangs[2].leads:
+            if gangs[2].is_rank0:
                 differences[f"metrics: {variant}, {name}"] = metric_difference(found, alone)
                 differences[f"weights: {variant}, {name}"] = weight_difference(weights_of(files), expected)
     return differences
@@ -190,7 +190,7 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
             sequence = gangs[size].neighbors(parts)
             found, files = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
             assert [m.keys() for m in found] == [m.keys() for m in alone]
-            if gangs[size].leads:
+            if gangs[size].is_rank0:
                 case = f"{algorithm}, {name}, {size} ranks, {parts} split a row"
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
@@ -219,7 +219,7 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
             cut = engine(model, algorithm, cut_in_two(gangs, size, across), seed=7)
             cut.load_state_files(passed_on)
             assert cut.state_files() == files, "what is read at other cuts is not what was saved"
-            if gangs[size].leads:
+            if gangs[size].is_rank0:
                 case = f"{algorithm}, {size} ranks"
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
@@ -268,7 +268,7 @@ def save_and_load(gangs: dict[int, Ranks], model: str) -> dict[str, bool]:
 
 
 def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
-    parts = ranks.gather({name: data.hex() for name, data in files.items()})
+    parts = ranks.all_gather({name: data.hex() for name, data in files.items()})
     return [{name: bytes.fromhex(data) for name, data in part.items()} for part in parts]
 
 

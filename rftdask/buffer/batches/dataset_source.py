@@ -6,6 +6,7 @@ step k are a function of the dataset, the seed and k, so no cursor has to be kep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -81,7 +82,7 @@ class DatasetSource(BatchSource):
         if state["source"] != self._source:
             raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {self._source}")
 
-    def entry(self, step: int) -> LedgerEntry | None:
+    def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         entry = self._fence.read(step)
         if entry is None:
             first, end = (step - 1) * self._batch_size, step * self._batch_size

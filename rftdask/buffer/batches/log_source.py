@@ -10,6 +10,7 @@ entry, the log and the filter alone, so every rank and every replay trains the s
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +26,7 @@ from rftdask.buffer.batches.groups import groups_of_shard
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import TIME_NOTE, Replay, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups
-from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, with_rewards
+from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, NotYet, with_rewards
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Status
 from rftdask.buffer.log.shard import ShardName
@@ -67,7 +68,6 @@ class LogSource(BatchSource):
         poll_interval_s: float = 0.05,
         replay: Replay | None = None,
         notes_settled: bool = False,
-        should_stop: Callable[[], bool] = lambda: False,
         batch_filter: BatchFilter | None = None,
         demonstrations: Demonstrations | None = None,
         clock: Callable[[], float] = time.time,
@@ -78,7 +78,6 @@ class LogSource(BatchSource):
             poll_interval_s: longest pause between two looks at the log.
             replay: how groups are used more than once; None: each is used once.
             notes_settled: whether entries note how many groups are settled so far, for explorers held back by it.
-            should_stop: asked at every look; True ends the wait without a batch.
             clock: Unix seconds, for the stamps that cooldowns are measured by.
         """
         self._log = log
@@ -90,7 +89,8 @@ class LogSource(BatchSource):
         self._poll_interval_s = poll_interval_s
         self._replay = replay
         self._notes_settled = notes_settled
-        self._should_stop = should_stop
+        self._asked_s = (0, 0.0)
+        """The step that is waited for, and when it was asked for first."""
         self._filter = batch_filter or BatchFilter()
         self._demonstrations = demonstrations
         self._clock = clock
@@ -112,7 +112,7 @@ class LogSource(BatchSource):
         self._cursor = Cursor.from_state_dict(state)
         self._looked = False
 
-    def entry(self, step: int) -> LedgerEntry | None:
+    def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         entry = self._fence.read(step)
         if self._replay is not None:
             # Uses before `step` that this process has not seen: after a resume, those of the newest entries.
@@ -122,7 +122,7 @@ class LogSource(BatchSource):
                     raise DamagedError(f"{self._ledger.path(earlier)} is missing, and later entries are there")
                 self._uses.fold(past, self._reader.min_policy_version)
         if entry is None:
-            selection = self._wait_for_groups(step)
+            selection = self._wait_for_groups(step, patience_s)
             if selection is None:
                 return None
             entry = self._form_entry(step, selection)
@@ -142,14 +142,18 @@ class LogSource(BatchSource):
 
     # ---- waiting
 
-    def _wait_for_groups(self, step: int) -> Selection | None:
-        """The groups of batch `step`, once enough are there; None: no batch will come, or the trainer is to stop.
+    def _wait_for_groups(self, step: int, patience_s: float) -> Selection | None:
+        """The groups of batch `step`, once enough are there; None: no batch will come.
 
-        Raises: WaitTimeout: `max_read_timeout_s` has passed, and nothing can be trained of what is there.
+        Raises: NotYet: they did not come in `patience_s`; WaitTimeout: `max_read_timeout_s` has passed, and nothing can
+        be trained of what is there.
         """
         rule = self._rule
         reuses_alone = self._replay is not None and self._replay.after_the_end
-        deadline = time.monotonic() + self._max_read_timeout_s
+        began = time.monotonic()
+        if self._asked_s[0] != step:
+            self._asked_s = (step, began)  # the deadline holds over all calls for one step
+        deadline = self._asked_s[1] + self._max_read_timeout_s
         while True:
             looked = time.monotonic()
             # The seal is read before the listing: what was committed before the seal is then listed.
@@ -169,8 +173,6 @@ class LogSource(BatchSource):
                 in_whole_batches = num_groups - num_groups % rule.groups_per_batch
                 left = in_whole_batches - self._cursor.num_settled(rule.tasks_per_step)
                 return self._select(step, left) if 0 < left <= len(self._waiting) else None
-            if self._should_stop():
-                return None
             now = time.monotonic()
             if now > deadline:
                 partial = self._select_partial(step)
@@ -182,6 +184,8 @@ class LogSource(BatchSource):
                         "(buffer.trainer_input.experience_buffer.max_read_timeout)"
                     )
                 return partial
+            if now - began >= patience_s:
+                raise NotYet(f"batch {step} is not there yet")
             time.sleep(min(max(_POLL_COST * (now - looked), _MIN_POLL_S), self._poll_interval_s))
 
     def _select(self, step: int, count: int | None = None) -> Selection | None:

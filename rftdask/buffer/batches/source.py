@@ -8,6 +8,7 @@ log_source.py (rollouts), dataset_source.py (supervised rows), and `ReplayedSour
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,10 @@ BASELINE = "baseline"
 """Reason of rows that are not trained because their reward is the baseline of their group."""
 
 
+class NotYet(Exception):
+    """The batch that was asked for is not there yet; ask again."""
+
+
 class BatchSource(ABC):
     """Forms the batch of each step and reads it.
 
@@ -32,12 +37,13 @@ class BatchSource(ABC):
     """
 
     @abstractmethod
-    def entry(self, step: int) -> LedgerEntry | None:
+    def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         """Return the ledger's entry of `step` (1-based; steps are asked for in order), formed and written down now if
         there is none yet; None when there will be no more.
 
         What is written survives a crash: the next life gets the same entry.
-        Raises: WaitTimeout: it did not come in time; FencedError: another trainer works on this lineage.
+        Raises: NotYet: it did not come in `patience_s`, so that the caller may do something meanwhile; WaitTimeout: it
+        did not come in time; FencedError: another trainer works on this lineage.
         """
 
     @abstractmethod
@@ -100,7 +106,7 @@ class ReplayedSource(BatchSource):
         self._known_until: int | None = None
         """The last step that was written down before this trainer came; None until it asks for its first."""
 
-    def entry(self, step: int) -> LedgerEntry | None:
+    def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         if self._known_until is None:
             self._known_until = self._ledger.last_of_run(step)
         original = self._parent.read(step)

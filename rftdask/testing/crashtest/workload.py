@@ -21,10 +21,11 @@ from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.file_log import FileLog, ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.trainer import Trainer, TrainerOptions
+from rftdask.trainer.trainer import Trainer
 
 MAX_STALENESS = 1
 _MAX_READ_TIMEOUT_S = 30.0
@@ -235,19 +236,14 @@ def train(
             tasks_per_unit=plan.tasks_per_unit,
             max_read_timeout_s=_MAX_READ_TIMEOUT_S,
             poll_interval_s=0.005,
-            should_stop=should_stop,
         ),
         Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
         storage,
         _NoMetrics(),
-        TrainerOptions(
-            total_steps=None,
-            save_interval=plan.save_interval,
-            save_hf_checkpoint="last",
-            lineage=MAIN_LINEAGE,
-            publish=True,
-            max_weights_to_keep=3,
-        ),
+        TrainerConfig(save_interval=plan.save_interval),
+        total_steps=None,
+        lineage=MAIN_LINEAGE,
+        max_weights_to_keep=3,
         publish_due=lambda step, published: True,
         should_stop=should_stop,
         emit=lambda event: None,

@@ -101,7 +101,7 @@ class Critic:
         """As of `TrainEngine.state_files`."""
         files = self._adam.state_files(_OPTIMIZER)
         tensors = self._strategy.full_state(self._model)
-        return {**files, _MODEL: state_bytes(tensors)} if self._strategy.ranks.leads else files
+        return {**files, _MODEL: state_bytes(tensors)} if self._strategy.ranks.is_rank0 else files
 
     def load_state_files(self, files: Mapping[str, bytes]) -> None:
         """As of `TrainEngine.load_state_files`."""

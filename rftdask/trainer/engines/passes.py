@@ -36,7 +36,7 @@ class Passes:
         """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
         idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
         values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
-        return self.ranks.add(values if self.counts else torch.zeros_like(values))
+        return self.ranks.all_reduce(values if self.counts else torch.zeros_like(values))
 
     def add_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The sums of all passes of all ranks, by name."""
@@ -85,4 +85,4 @@ def plan_passes(
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
-    return Passes(ranks, group is None or group.leads, own, num_idle, rows_of_units(shortest, unit))
+    return Passes(ranks, group is None or group.is_rank0, own, num_idle, rows_of_units(shortest, unit))

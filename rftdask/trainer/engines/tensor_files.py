@@ -86,7 +86,7 @@ class SavedTensors(dcp.StorageReader):
         if not own:
             raise RoleError(f"the checkpoint has no {name}")
         # Each rank looks into some of them, its own if as many ranks wrote: to know a part of a file is to read it all.
-        looks = ranks.gather([self._look(file) for file in own[ranks.rank :: ranks.size]])
+        looks = ranks.all_gather([self._look(file) for file in own[ranks.rank :: ranks.size]])
         self._file_of: dict[MetadataIndex, str] = {}
         self._tensors: dict[str, TensorStorageMetadata] = {}
         for file, placed, chunks in (look for part in looks for look in part):

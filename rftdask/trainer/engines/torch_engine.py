@@ -24,7 +24,7 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
-from rftdask.errors import DataError, RoleError
+from rftdask.errors import DataError
 from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -187,26 +187,38 @@ class TorchEngine(TrainEngine):
         torch.manual_seed(self._options.seed * 2**32 + step)
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            metrics = self._train(rows, passes, step)
-        self._adapt_kl(metrics, len(batch))
-        return metrics
-
-    def _train(self, rows: PaddedRows, passes: Passes, step: int) -> dict[str, float]:
-        try:
             scores = self._score(rows, passes)
             advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
             if self._critic is None or step > self._options.critic_warmup:
-                metrics |= self._update(rows, passes, scores.ref_NT, advantages_NT, step)
-        except ValueError as error:
-            raise RoleError(f"step {step}: {error}") from error
-        if self._critic is not None:
-            assert scores.values_NT is not None and returns_NT is not None
-            metrics |= self._critic.update(rows, passes, scores.values_NT, returns_NT, step)
+                weights_NT = self._algorithm.token_weights(
+                    rows.loss_mask_NT,
+                    max_tokens=self._options.max_response_tokens,
+                    expert_mask_B=rows.experts_N,
+                    step=step,
+                )
+                sums: dict[str, Tensor] = {}
+                for members in passes.own:
+                    inputs = self._loss_inputs(rows, members, weights_NT, scores.ref_NT, advantages_NT)
+                    loss, more = self._algorithm.compute_loss(inputs)
+                    loss.backward()
+                    if self._algorithm.schema == "experience":
+                        more |= _mismatch(inputs)
+                    for name, value in more.items():
+                        sums[name] = sums[name] + value if name in sums else value
+                passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
+                sums_of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
+                if "mismatch_kl" in sums_of_ranks:
+                    sums_of_ranks["mismatch_kl"] /= max(sums_of_ranks.pop("mismatch_tokens"), 1.0)
+                metrics |= {**sums_of_ranks, **self._adam.step(step)}
+            if self._critic is not None:
+                assert scores.values_NT is not None and returns_NT is not None
+                metrics |= self._critic.update(rows, passes, scores.values_NT, returns_NT, step)
+        self._adapt_kl(metrics, len(batch))
         return metrics
 
     def weights(self) -> Mapping[str, bytes]:
         tensors = self._strategy.full_state(self._model, self._adapter or None)
-        if not self._ranks.leads:
+        if not self._ranks.is_rank0:
             return {}
         if not self._adapter:
             return {MODEL_FILE: state_bytes(tensors)}
@@ -237,7 +249,7 @@ class TorchEngine(TrainEngine):
             files |= self._critic.state_files()
         for name, data in self.weights().items():
             files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}" if self._adapter else CHECKPOINT_MODEL_FILE] = data
-        if self._ranks.leads:
+        if self._ranks.is_rank0:
             files[_COEFS] = save({"kl": self._kl_coefs})
         return files
 
@@ -254,7 +266,7 @@ class TorchEngine(TrainEngine):
 
     def export_files(self) -> Mapping[str, bytes]:
         tensors = self._strategy.full_state(self._model, self._adapter or None)
-        if not self._ranks.leads:
+        if not self._ranks.is_rank0:
             return {}
         model = self._model
         if self._adapter:
@@ -353,36 +365,6 @@ class TorchEngine(TrainEngine):
         advantages_NT = result.advantages_NT if result.advantages_NT is not None else result.advantages_N[:, None]
         returns_NT = None if result.returns_NT is None else result.returns_NT.to(self._device)
         return advantages_NT.to(self._device), returns_NT, {k: float(v) for k, v in result.metrics.items()}
-
-    def _update(
-        self,
-        rows: PaddedRows,
-        passes: Passes,
-        ref_NT: Tensor | None,
-        advantages_NT: Tensor | None,
-        step: int,
-    ) -> dict[str, float]:
-        """One optimizer step of the policy. Raises: ValueError: nan or infinity at a trained position."""
-        weights_NT = self._algorithm.token_weights(
-            rows.loss_mask_NT,
-            max_tokens=self._options.max_response_tokens,
-            expert_mask_B=rows.experts_N,
-            step=step,
-        )
-        sums: dict[str, Tensor] = {}
-        for members in passes.own:
-            inputs = self._loss_inputs(rows, members, weights_NT, ref_NT, advantages_NT)
-            loss, more = self._algorithm.compute_loss(inputs)
-            loss.backward()
-            if self._algorithm.schema == "experience":
-                more |= _mismatch(inputs)
-            for name, value in more.items():
-                sums[name] = sums[name] + value if name in sums else value
-        passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
-        metrics = passes.add_metrics({name: float(value) for name, value in sums.items()})
-        if "mismatch_kl" in metrics:
-            metrics["mismatch_kl"] /= max(metrics.pop("mismatch_tokens"), 1.0)
-        return {**metrics, **self._adam.step(step)}
 
     def _loss_inputs(
         self,

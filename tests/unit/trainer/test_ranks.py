@@ -26,11 +26,9 @@ from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.passes import plan_passes
 from rftdask.trainer.engines.row_balance import deal, rows_of_units, unit_costs
-from rftdask.trainer.gather import from_bytes, join_parts, places_of, to_bytes
-from rftdask.trainer.rank0 import Follower, LeadEngine, LeadSaver, LeadSource, say_end, say_waiting
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.trainer import Trainer, TrainerOptions
-from tests.unit.trainer.trainer_cases import Sink, fill_log, new_storage, source_of
+from rftdask.trainer.trainer import from_bytes, join_parts, places_of, to_bytes
+from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5
 
@@ -113,24 +111,8 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
             return read_whole(entry, places)
 
         source.read = read  # type: ignore[method-assign]  # to see who reads what
-        saver = (LeadSaver if ranks.leads else Saver)(storage, "main", ranks=ranks, writers=writers)
-        if not ranks.leads:
-            Follower(ranks, engine, source.read, saver, lambda: None).run()
-            return
-        options = TrainerOptions(None, save_interval=2, save_hf_checkpoint="last", lineage="main", publish=True)
-        say_waiting(ranks)
-        Trainer(
-            LeadEngine(engine, ranks),
-            LeadSource(source, ranks),
-            saver,
-            storage,
-            Sink(),
-            options,
-            publish_due=lambda step, published: True,
-            should_stop=lambda: False,
-            emit=lambda event: None,
-        ).run()
-        say_end(ranks)
+        saver = Saver(storage, "main", ranks=ranks, writers=writers)
+        make_trainer(storage, engine=engine, source=source, checkpoints=saver, ranks=ranks).run()
 
     in_threads(size, rank, num_groups=2)
 

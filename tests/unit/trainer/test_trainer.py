@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import traceback
 from typing import Any
 
 import pytest
 
 from rftdask.buffer.batches.audit import audit_log
+from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.log_source import LogSource
+from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
-from rftdask.monitor.events import Event, Started
+from rftdask.monitor.events import Ended, Event, Started
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
-from rftdask.trainer.trainer import TrainResult
+from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.weights.manifest import is_valid
 from rftdask.weights.published import (
     CHECKPOINT_POINTER,
@@ -86,7 +90,7 @@ def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: S
 
 def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage: Storage) -> None:
     sink = Sink()
-    assert make_trainer(storage, sink=sink).run() == TrainResult(NUM_STEPS, stopped=False)
+    assert make_trainer(storage, sink=sink).run() == Ended(NUM_STEPS, stopped=False)
     state = final_state(storage)
     assert state["pointers"] == [5, 5]
     assert state["checkpoints"] == [2, 4, 5]
@@ -196,7 +200,7 @@ def test_a_later_start_that_ends_earlier_still_makes_the_export(storage: Storage
     run_killed_at(storage, 45)
     step = newest_valid_checkpoint(storage)
     assert step == 2
-    assert make_trainer(storage, total_steps=2).run() == TrainResult(2, stopped=False)
+    assert make_trainer(storage, total_steps=2).run() == Ended(2, stopped=False)
     assert storage.exists(f"global_step_2/{HF_FOLDER}/model.safetensors")
 
 
@@ -209,10 +213,10 @@ def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storag
     asked: list[int] = []
     trainer = make_trainer(storage, should_stop=lambda: len(asked) == 3 or asked.append(1) is not None, save_interval=0)
     result = trainer.run()
-    assert result == TrainResult(step=4, stopped=True)
-    assert checkpoint_steps(storage) == [4]
-    assert read_pointer(storage, WEIGHTS_POINTER) == 4
-    assert make_trainer(storage).run() == TrainResult(NUM_STEPS, stopped=False)
+    assert result == Ended(step=3, stopped=True), "it is asked before each batch"
+    assert checkpoint_steps(storage) == [3]
+    assert read_pointer(storage, WEIGHTS_POINTER) == 3
+    assert make_trainer(storage).run() == Ended(NUM_STEPS, stopped=False)
     whole = new_storage()
     fill_log(whole, NUM_STEPS)
     make_trainer(whole).run()
@@ -222,7 +226,7 @@ def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storag
 def test_asked_to_stop_before_the_first_batch_nothing_is_written() -> None:
     storage = new_storage()
     fill_log(storage, 0)
-    assert make_trainer(storage, should_stop=lambda: True).run() == TrainResult(0, stopped=True)
+    assert make_trainer(storage, should_stop=lambda: True).run() == Ended(0, stopped=True)
     assert checkpoint_steps(storage) == published_versions(storage) == []
 
 
@@ -248,17 +252,28 @@ def test_weights_are_published_when_they_are_due_and_at_the_end(storage: Storage
 
 
 def test_weights_nobody_loads_are_not_published(storage: Storage) -> None:
-    make_trainer(storage, publish=False).run()
+    make_trainer(storage, publish_due=None).run()
     assert published_versions(storage) == []
 
 
-def test_weights_asked_for_while_the_trainer_waits_are_published(storage: Storage) -> None:
-    requested = [0]
-    trainer = make_trainer(storage, publish_due=lambda step, published: published < requested[0] <= step, total_steps=2)
-    trainer.publish_if_due_now()
-    assert published_versions(storage) == []
-    trainer.run()
-    assert published_versions(storage) == [2]
+def test_weights_asked_for_while_the_trainer_waits_are_published() -> None:
+    storage = new_storage()
+    fill_log(storage, 1)
+    ParquetLog(storage).unseal()
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
+    source = LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=30.0)
+    looks: list[list[int]] = []
+
+    def should_stop() -> bool:
+        looks.append(published_versions(storage))
+        return looks[-1] == [1]
+
+    def publish_due(step: int, published: int) -> bool:
+        return len(looks) >= 3  # asked for while batch 2 is waited for
+
+    ended = make_trainer(storage, source=source, publish_due=publish_due, should_stop=should_stop).run()
+    assert ended == Ended(1, stopped=True)
+    assert looks == [[], [], [], [1]]
 
 
 def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
@@ -289,6 +304,18 @@ def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
     with pytest.raises(WaitTimeout, match="batch 2 did not come"):
         make_trainer(storage).run()
     assert read_pointer(storage, WEIGHTS_POINTER) == 1
+
+
+def test_an_error_of_the_engine_rises_as_it_is_and_its_traceback_ends_with_the_step(storage: Storage) -> None:
+    class Failing(FakeTrainEngine):
+        def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+            if step == 2:
+                raise ValueError("shapes do not fit")
+            return super().train_step(batch, step)
+
+    with pytest.raises(ValueError, match="shapes do not fit") as caught:
+        make_trainer(storage, engine=Failing()).run()
+    assert "".join(traceback.format_exception(caught.value)).rstrip().endswith("while training step 2")
 
 
 def test_a_checkpoint_keeps_what_a_new_process_needs(storage: Storage) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import BatchSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
+from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.monitor.events import Event
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.trainer import Trainer, TrainerOptions
+from rftdask.trainer.ranks import Ranks
+from rftdask.trainer.trainer import Trainer
 
 _numbers = itertools.count()
 
@@ -72,20 +75,27 @@ def make_trainer(
     events: list[Event] | None = None,
     sink: Sink | None = None,
     keep: int = 0,
+    total_steps: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    publish_due: Callable[[int, int], bool] = lambda step, published: True,
-    **options: Any,
+    publish_due: Callable[[int, int], bool] | None = lambda step, published: True,
+    engine: FakeTrainEngine | None = None,
+    source: BatchSource | None = None,
+    checkpoints: Checkpoints | None = None,
+    ranks: Ranks | None = None,
+    **section: Any,
 ) -> Trainer:
     """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
-    values = {"total_steps": None, "save_interval": 2, "save_hf_checkpoint": "last", "lineage": "main", "publish": True}
     return Trainer(
-        FakeTrainEngine(),
-        source_of(storage),
-        Checkpoints(storage, "main", keep),
+        engine or FakeTrainEngine(),
+        source or source_of(storage),
+        checkpoints or Checkpoints(storage, "main", keep),
         storage,
         sink or Sink(),
-        TrainerOptions(**{**values, **options}),
+        TrainerConfig(**{"save_interval": 2, **section}),
+        total_steps=total_steps,
+        lineage="main",
         publish_due=publish_due,
         should_stop=should_stop,
         emit=(events if events is not None else []).append,
+        ranks=ranks,
     )

@@ -59,7 +59,7 @@ class Strategy(ABC):
         for name, tensor in distinct_state(module).items():
             if names is None or name in names:
                 whole = full(tensor)
-                if self.ranks.leads:
+                if self.ranks.is_rank0:
                     tensors[name] = whole.cpu().contiguous()
         return tensors
 

@@ -36,7 +36,7 @@ def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 
 def _sums(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Flat, by one call."""
-    flat = ranks.add(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
     return flat.split([tensor.numel() for tensor in tensors])
 
 

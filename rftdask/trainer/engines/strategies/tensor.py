@@ -68,7 +68,7 @@ class TensorParallel(Strategy):
         gradients = [_gradient(p) for p in parameters]
         cut = [local(g) for g in gradients if _is_cut(g)]
         whole = [local(g) for g in gradients if not _is_cut(g)]
-        squares = self._group.add(torch.nn.utils.get_total_norm(cut).square())
+        squares = self._group.all_reduce(torch.nn.utils.get_total_norm(cut).square())
         norm = (squares + torch.nn.utils.get_total_norm(whole).square()).sqrt()
         if torch.isfinite(norm):
             torch._foreach_mul_(cut + whole, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.batches.source import NotYet
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
@@ -276,12 +278,21 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
     assert audit(storage).waiting == 16 - len(trained)
 
 
-def test_who_is_asked_to_stop_gets_no_batch() -> None:
-    assert make_source(new_storage(), should_stop=lambda: True).batch(1) is None
+def test_who_has_no_patience_is_told_that_the_batch_is_not_there_yet() -> None:
+    with pytest.raises(NotYet, match="batch 1 is not there yet"):
+        make_source(new_storage()).entry(1, patience_s=0.0)
 
 
-def test_stopping_does_not_leave_a_ready_batch() -> None:
-    assert take(make_source(committed(), should_stop=lambda: True), [1]) == [uids(0, 1)]
+def test_the_deadline_of_a_batch_holds_over_all_times_that_it_was_asked_for() -> None:
+    source = make_source(new_storage(), max_read_timeout_s=0.05)
+    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+        for _ in range(1000):
+            with contextlib.suppress(NotYet):
+                source.entry(1, patience_s=0.001)
+
+
+def test_a_ready_batch_needs_no_patience() -> None:
+    assert make_source(committed()).entry(1, patience_s=0.0) is not None
 
 
 def test_an_entry_of_another_trainer_fences() -> None:

@@ -20,7 +20,7 @@ from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
 from rftdask.trainer.batch_filters import AlgorithmFilter
-from rftdask.trainer.build import batch_filter_of
+from rftdask.trainer.rank import build_batch_filter
 
 make_operator = partial(make_part, "operator")
 
@@ -136,5 +136,5 @@ def test_operators_run_in_one_place() -> None:
     at_commit = load_config(at_batch.to_dict(), [f"{pipeline}.stage=commit"])
     assert operators_of(at_batch) == operators_of(at_commit) == [make_operator("reward_std_filter")]
     table = experiences_to_table(group(0, [1.0, 1.0]))
-    assert batch_filter_of(at_batch, make_algorithm("grpo")).reasons(table, 1) == ["low_std"] * 2
-    assert batch_filter_of(at_commit, make_algorithm("grpo")).reasons(table, 1) == ["", ""]
+    assert build_batch_filter(at_batch, make_algorithm("grpo")).reasons(table, 1) == ["low_std"] * 2
+    assert build_batch_filter(at_commit, make_algorithm("grpo")).reasons(table, 1) == ["", ""]

@@ -37,6 +37,7 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.cli import app
 from rftdask.commands.status import read_status
 from rftdask.config import load_config
+from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import DamagedError, DataError, FencedError, StorageError
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.provenance.tables import RunTables
@@ -48,7 +49,7 @@ from rftdask.storage.local import LocalStorage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.trainer import Trainer, TrainerOptions
+from rftdask.trainer.trainer import Trainer
 from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
@@ -96,7 +97,9 @@ def train(storage: Storage) -> bytes:
         Checkpoints(storage, "main"),
         storage,
         NoMetrics(),
-        TrainerOptions(total_steps=None, save_interval=2, save_hf_checkpoint="last", lineage="main", publish=True),
+        TrainerConfig(save_interval=2),
+        total_steps=None,
+        lineage="main",
         publish_due=lambda step, published: True,
         should_stop=lambda: False,
         emit=lambda event: None,

@@ -1,0 +1,95 @@
+"""Process ranks: the ranks of one gang as processes that meet over torch.distributed, gloo on the CPU, NCCL on GPUs.
+
+Every call ends by the deadline of the process group. Invariant: as of `Ranks`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftdask.errors import PeerLostError
+from rftdask.trainer.ranks import Ranks
+
+
+class ProcessRanks(Ranks):
+    """The ranks of a process group; without one a gang of one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """group: None takes all ranks of the process."""
+        self.group = group
+        there = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if there else 0
+        self.size = dist.get_world_size(group) if there else 1
+
+    def broadcast(self, message: Any) -> Any:
+        if self.size == 1:
+            return message
+        data = json.dumps(message).encode() if self.is_rank0 else b""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self.group)
+        content = _as_tensor(data) if self.is_rank0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, 0, group=self.group)
+        return json.loads(_as_bytes(content))
+
+    def all_gather(self, message: Any) -> list[Any]:
+        if self.size == 1:
+            return [message]
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(message).encode())]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = _as_tensor(data)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        if self.size == 1:
+            return rows
+        found = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), list(receive), list(send), group=self.group)
+        return found
+
+    def neighbors(self, size: int) -> Ranks:
+        if size == self.size:
+            return self
+        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(list(members[first : first + size])) for first in range(0, self.size, size)]
+        return ProcessRanks(groups[self.rank // size])
+
+    def across(self, size: int) -> Ranks:
+        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(list(members[place::size])) for place in range(size)]
+        return ProcessRanks(groups[self.rank % size])
+
+
+def lost_peer(error: RuntimeError) -> PeerLostError | None:
+    """The error in our words, if torch raised it because another rank does not answer; else None."""
+    text = str(error)
+    if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
+        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}")
+    return None
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
