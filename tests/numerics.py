@@ -20,6 +20,15 @@ def shifted_seed(number: int) -> int:
     return number + SEED_OFFSET
 
 
+LOGIT_SIZE = 10.0
+"""Magnitude of the largest logits of the tests' models."""
+
+
+def assert_same_logprobs(actual: Tensor | Sequence[float], expected: Tensor | Sequence[float]) -> None:
+    """Assert that logprobs, or entropies, differ by rounding alone; even one near 0 is a difference of large logits."""
+    assert_close(actual, expected, roundings=64, size=LOGIT_SIZE)
+
+
 def assert_close(
     actual: Tensor | np.ndarray | Sequence[float],
     expected: Tensor | np.ndarray | Sequence[float],

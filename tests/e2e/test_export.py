@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rftdask import Experiment
 from tests.e2e.toy_runs import finish, write_grpo_config
 from tests.integration.run_cases import final_weights
+from tests.numerics import assert_same_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -50,5 +51,5 @@ def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path
             logprobs = torch.log_softmax(model(tokens).logits[0].float(), -1)
         at = torch.arange(row.prompt_length, tokens.shape[1])
         expected = logprobs[at - 1, tokens[0, at]]
-        torch.testing.assert_close(torch.tensor(np.array(row.rollout_logprobs)), expected, atol=1e-4, rtol=0)
+        assert_same_logprobs(torch.tensor(np.array(row.rollout_logprobs)), expected)
         assert tokenizer.decode(tokens[0, : row.prompt_length]) == row.prompt_text

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
-from tests.numerics import shifted_seed
+from tests.numerics import assert_same_logprobs, shifted_seed
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, Look, make_requests, serve
 from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 
@@ -31,7 +31,7 @@ def assert_same(ones: Sequence[Generation], others: Sequence[Generation]) -> Non
     """Equal tokens and ends; logprobs up to rounding."""
     for one, other in zip(ones, others, strict=True):
         assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert_same_logprobs(one.logprobs, other.logprobs)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ class TestLogprobs:
             with torch.no_grad():
                 logits = model(sequence).logits[0, len(request.prompt_tokens) - 1 : -1] / (temperature or 1.0)
             expected = torch.log_softmax(logits, dim=-1)[range(len(generation.tokens)), generation.tokens]
-            assert generation.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+            assert_same_logprobs(generation.logprobs, expected)
 
 
 class TestSampling:

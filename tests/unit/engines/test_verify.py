@@ -27,6 +27,7 @@ from rftdask.trainer.engines.adam import AdamOptions
 from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
 from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.weights.fingerprint import Fingerprint
+from tests.numerics import assert_same_logprobs
 from tests.unit.engines.engine_contract import engine_spec
 
 PRINT = Fingerprint(((3, 1),), ((-2.0,),), "float32")
@@ -124,7 +125,7 @@ def test_what_the_trainer_says_of_its_weights_the_engine_computes(
     assert fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype), "the weights of the folder are others"
     load_verified(engine, 1, write(policy, tmp_path / "weights"), fingerprint)
     [first, *_], [said, *_] = fingerprint.logprobs, engine.logprobs(fingerprint.pairs)
-    assert said == pytest.approx(first, abs=1e-5)
+    assert_same_logprobs(said, first)
     assert policy._model.training, "the trainer goes on training"
 
 

@@ -28,6 +28,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.manifest import write_folder
 from rftdask.weights.published import publish_weights, read_checkpoint_weights
+from tests.numerics import assert_same_logprobs
 from tests.unit.trainer.test_torch_engine import SIZES, adam, rollouts
 
 KINDS = {
@@ -90,7 +91,7 @@ class TestPublished:
         row = np.array([5, 6, 7, *generation.tokens])
         rows = pack_rows([row], np.array([3]), np.ones(1))
         scored_T = token_logprobs(policy._model, rows)[0][0]
-        assert scored_T.tolist() == pytest.approx(list(generation.logprobs), abs=1e-5)
+        assert_same_logprobs(scored_T, generation.logprobs)
         before_T = token_logprobs(load_policy(model_folder, "float32", "cpu")[0], rows)[0][0]
         assert (before_T - scored_T).abs().max() > 1e-3
 

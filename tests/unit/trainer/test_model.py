@@ -31,7 +31,7 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
-from tests.numerics import assert_close, shifted_seed
+from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 50
 PROMPT_LENGTHS = [3, 1, 5, 4]
@@ -103,8 +103,8 @@ class TestTokenLogprobs:
         for row in (0, 1, 3):
             logprobs_T, entropy_T = plain_row(policy, row)
             end = LENGTHS[row] - PROMPT_LENGTHS[row]
-            torch.testing.assert_close(logprobs_BT[row, :end], logprobs_T, atol=1e-5, rtol=0)
-            torch.testing.assert_close(entropy_BT[row, :end], entropy_T, atol=1e-5, rtol=0)
+            assert_same_logprobs(logprobs_BT[row, :end], logprobs_T)
+            assert_same_logprobs(entropy_BT[row, :end], entropy_T)
             assert not logprobs_BT[row, end:].any()
             assert not entropy_BT[row, end:].any()
         assert not logprobs_BT[2].any()
@@ -124,7 +124,7 @@ class TestTokenLogprobs:
                 entropy = -sum(float(p) * math.log(p) for p in p_V)
                 mean_change = sum(float(p) * float(p) * (entropy + math.log(p)) for p in p_V)
                 logprob = math.log(p_V[tokens_L[position]])
-                assert got_BT3[row, t].tolist() == pytest.approx([logprob, entropy, mean_change], abs=1e-5)
+                assert_same_logprobs(got_BT3[row, t].tolist(), [logprob, entropy, mean_change])
             assert not got_BT3[row, length - prompt :].any()
 
     def test_no_entropy_unless_asked_for(self, policy: Any) -> None:
@@ -145,7 +145,7 @@ class TestTokenLogprobs:
         packed = pack_rows([np.array(row) for row in rows], np.array([1, 2, 3]), np.array(temperatures))
         logprobs_BT, _ = token_logprobs(policy, packed)
         for values, generation in zip(logprobs_BT.tolist(), generations, strict=True):
-            assert values[: len(generation.tokens)] == pytest.approx(generation.logprobs, abs=1e-5)
+            assert_same_logprobs(values[: len(generation.tokens)], generation.logprobs)
 
     def gradients(self, policy: Any, **options: Any) -> list[Tensor]:
         policy.zero_grad()
