@@ -134,12 +134,15 @@ class LossInputs:
 
     def _masked(self, given: dict[str, Tensor]) -> dict[str, Any]:
         """The tensors with 0 outside the loss mask. Raises: ValueError: nan or infinity inside."""
-        # A fill, not a product: nan * 0 is nan, in the value and in the gradient.
-        clean = {name: value.masked_fill(~self.loss_mask_BT, 0.0) for name, value in given.items()}
+        kept_BT = self.loss_mask_BT.to(self.policy_logprobs_BT.dtype)
+        clean = {name: value * kept_BT for name, value in given.items()}
         # One number shows whether all is finite (a sum with nan or infinity never is): one device sync, not one a
-        # tensor.
-        if not math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
-            self._raise_if_not_finite(clean)
+        # tensor. Usually all is, outside of the mask too, and a product takes a tenth of the time of a fill.
+        if math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
+            return clean
+        # nan * 0 is nan, in the value and in the gradient; a fill removes what is outside the mask.
+        clean = {name: value.masked_fill(~self.loss_mask_BT, 0.0) for name, value in given.items()}
+        self._raise_if_not_finite(clean)
         return clean
 
     def _raise_if_not_finite(self, clean: dict[str, Tensor]) -> None:

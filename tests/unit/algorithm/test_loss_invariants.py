@@ -27,7 +27,7 @@ from tests.unit.algorithm.algorithm_cases import (
 )
 
 LOSSES = sorted(POLICY_LOSS_FNS)
-MOST = 9
+MOST = 12
 """Tensors that a loss may keep for backward()."""
 RATIO_LOSSES = ["ppo", "gspo", "cispo", "sapo", "importance_sampling", "decoupled_ppo", "m2po", "dppo", "vespo"]
 EVERYTHING = {
@@ -219,7 +219,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_backward_keeps_a_bounded_number_of_tensors_of_the_size_of_the_logprobs(name: str) -> None:
-    """Of 16,384 tokens in float32 they are 0.6 MiB, what the logits of a single token of a large vocabulary take."""
+    """Of 16,384 tokens in float32 they are 0.8 MiB, what the logits of a single token of a large vocabulary take."""
     algorithm = loss_only(name)
     batch = with_weights(random_batch(0, 16, 64), algorithm)
     kept: dict[int, int] = {}

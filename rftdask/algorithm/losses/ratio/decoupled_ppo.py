@@ -36,7 +36,7 @@ class DecoupledPpo(Ppo):
         loss_BT, metrics = self.clipped(inputs, log_r_BT)
         w_BT = (log_proximal_BT - log_behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         over_BT = w_BT > (math.inf if self.behavior_weight_cap is None else self.behavior_weight_cap)
-        w_BT = w_BT.masked_fill(over_BT, 0.0)
+        w_BT = w_BT * ~over_BT
         if self.behavior_weight_cap is not None:
             metrics["behavior_cap_frac"] = inputs.weighted(over_BT)
         metrics["behavior_weight"] = inputs.weighted(w_BT)

@@ -5,7 +5,6 @@ Shapes: [B, T] tokens.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rftdask.algorithm.algorithm_type import AlgorithmType
@@ -37,8 +36,8 @@ class Dppo(PolicyLoss):
         A_BT, log_pi_BT, log_behavior_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
         log_r_BT = (log_pi_BT - log_behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         moved_BT = log_pi_BT.detach().exp() - log_behavior_BT.exp()
-        dropped_BT = torch.where(A_BT > 0, moved_BT > self.mask_high, moved_BT < -self.mask_low)
-        gain_BT = (self.adv_tau * A_BT * log_r_BT.exp()).masked_fill(dropped_BT, 0.0)
+        dropped_BT = ((A_BT > 0) & (moved_BT > self.mask_high)) | ((A_BT <= 0) & (moved_BT < -self.mask_low))
+        gain_BT = self.adv_tau * A_BT * log_r_BT.exp() * ~dropped_BT
         return self.kl_tau * log_r_BT.square() - gain_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
 
 

@@ -39,7 +39,7 @@ class M2po(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
         dropped_BT = self.dropped(inputs, log_r_BT.detach(), A_BT)
-        loss_BT = (-A_BT * log_r_BT.exp()).masked_fill(dropped_BT, 0.0)
+        loss_BT = -A_BT * log_r_BT.exp() * ~dropped_BT
         return loss_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
 
     def dropped(self, inputs: LossInputs, log_r_BT: Tensor, A_BT: Tensor) -> Tensor:

@@ -54,13 +54,15 @@ class Ppo(ClipRange, PolicyLoss):
         A_BT, r_BT = inputs.advantages(), log_r_BT.exp()
         c = math.inf if self.clip_ratio_c is None else self.clip_ratio_c
         loss_BT = torch.maximum(-A_BT * r_BT, -A_BT * r_BT.clamp(1.0 - self.low, 1.0 + self.high))
-        # Where A < 0 the maximum is unbounded above: one token far off would outweigh the batch.
-        dual_BT = (A_BT < 0) & (r_BT > c)
-        loss_BT = torch.where(dual_BT, -A_BT * self.clip_ratio_c, loss_BT) if self.clip_ratio_c else loss_BT
-        clipped_BT = torch.where(A_BT < 0, r_BT < 1.0 - self.low, r_BT > 1.0 + self.high)
+        # Where A < 0 the maximum is unbounded above: one token far off would outweigh the batch. Elsewhere it is at
+        # most 0, so that the bound does nothing.
+        if self.clip_ratio_c is not None:
+            loss_BT = torch.minimum(loss_BT, c * A_BT.abs())
+        up_BT, down_BT = A_BT >= 0, A_BT < 0
+        clipped_BT = (up_BT & (r_BT > 1.0 + self.high)) | (down_BT & (r_BT < 1.0 - self.low))
         return loss_BT, {
             **ratio_metrics(inputs, log_r_BT, clipped_BT),
-            "dual_clip_frac": inputs.weighted(dual_BT),
+            "dual_clip_frac": inputs.weighted(down_BT & (r_BT > c)),
         }
 
 
