@@ -137,7 +137,7 @@ def _check_algorithm(stage: Config) -> None:
         from rftdask.buffer.batches.operator_pipeline import operators_of
 
         operators_of(stage)
-    if stage.mode not in ("both", "train") or stage.trainer.trainer_type == "fake":
+    if stage.mode not in ("both", "train") or not stage.trainer.has_model:
         return
     from rftdask.trainer.rank import build_algorithm
 
@@ -202,9 +202,7 @@ def _check_model(stage: Config) -> None:
         remotes = [external_policy(stage), *remote_auxiliary(stage).values()]
         for remote in [remote for remote in remotes if remote is not None]:
             remote.check()
-    if stage.is_external or (
-        not stage.explorer.rollout_model.traits.has_model and stage.trainer.trainer_type == "fake"
-    ):
+    if stage.is_external or (not stage.explorer.rollout_model.traits.has_model and not stage.trainer.has_model):
         return
     _check_model_folder(stage.model.model_path, "model.model_path")
 

@@ -86,5 +86,5 @@ def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
     modules = stage.explorer.rollout_model.traits.imports_ahead
     if "explorer" in roles and modules and not stage.explorer.env_vars:
         yield EXPLORER_RESOURCE, start_ahead, (ENGINE, layout.threads_of(EXPLORER_RESOURCE), modules)
-    if "trainer" in roles and stage.trainer.trainer_type != "fake":
+    if "trainer" in roles and stage.trainer.has_model:
         yield TRAINER_RESOURCE, start_ahead, (RANK, layout.threads_of(TRAINER_RESOURCE), (_MODELS,))

@@ -28,7 +28,9 @@ from rftdask.buffer.batches.source import BatchSource, ReplayedSource
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
+from rftdask.config.plugins import find_part
 from rftdask.config.schema.buffer import ExperienceBufferConfig
+from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +45,6 @@ from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.background_checkpoints import Saver
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.engines.base import TrainEngine
-from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
 from rftdask.trainer.ranks import Ranks
@@ -160,8 +161,11 @@ def _stop_file_watch(storage: Storage) -> Callable[[], bool]:
 
 
 def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
-    if config.trainer.trainer_type == "fake":
-        return FakeTrainEngine()
+    folders = config.explorer.plugin_dirs
+    kind = find_part("trainer engine", config.trainer.trainer_type, registered_train_engines(), folders)
+    if not kind.built_by_rank:
+        made: TrainEngine = kind.from_config(config, algorithm, total_steps, ranks)
+        return made
     # Late, as what builds its options below: it imports transformers and the compiler of PyTorch, which the fake does
     # without, and takes seconds.
     from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions

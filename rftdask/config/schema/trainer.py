@@ -1,6 +1,7 @@
 """Sections `trainer` and `synchronizer`: how weights are made, kept and handed over."""
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,13 +14,17 @@ from rftdask.config.base import (
     Free,
     Ignored,
     Later,
+    Named,
     Natural,
     Seconds,
     Section,
     absent,
     no_items,
 )
+from rftdask.config.plugins import find_part, read_parts, trait
 
+registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
+"""Call for trainer_type -> class, of the trainer engines of this package; read from their source: they load torch."""
 DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
 _PACKING = Ignored("rows are always packed and dealt evenly, and no loss depends on it")
 _OFFLOAD = Ignored("use trainer.offload_policy, which offloads all three")
@@ -59,7 +64,8 @@ class TrainerConfig(Section):
     name: str = Field(default="trainer", pattern=r"^[^/\\]+$")
     """Name in file names and metrics."""
     trainer_type: Annotated[
-        Literal["torch", "fake"],
+        str,
+        Named("trainer engine", registered_train_engines, needed=True),
         Later("the Tinker service", ("tinker",)),
         Aliases({"verl": "torch"}, "veRL is not used; our PyTorch trainer takes its place"),
     ] = "torch"
@@ -139,6 +145,13 @@ class TrainerConfig(Section):
     """Raw veRL settings."""
     trainer_config_path: Annotated[str | None, Later("veRL configuration files", allowed=("",))] = None
     """File of raw veRL settings."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the engine trains a model, which has to be there. Raises: UserError: there is no such engine."""
+        registered = registered_train_engines()
+        found = registered.get(self.trainer_type) or find_part("trainer engine", self.trainer_type, registered)
+        return bool(trait(found, "has_model"))
 
     @property
     def max_tokens_per_micro_batch(self) -> float:

@@ -7,13 +7,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
+from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.config import Config
+from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
 
 
 class TrainEngine(ABC):
     """Holds the policy and its optimizer on one rank."""
+
+    trainer_type: ClassVar[str] = ""
+    """Name in a configuration. A class without one is named as `package.module.Name`."""
+    has_model: ClassVar[bool] = True
+    """It trains a model, whose folder has to be there, and imports what that takes."""
+    built_by_rank: ClassVar[bool] = False
+    """The rank builds it, with the strategy by which the ranks share the model; else `from_config` does."""
+
+    @classmethod
+    def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
+        """The engine of one rank. Called by all ranks. total_steps: where the run ends, if that is known."""
+        return cls()
 
     @abstractmethod
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -18,6 +19,9 @@ from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 
 class FakeTrainEngine(TrainEngine):
     """Folds the uids and rewards it is given into a digest."""
+
+    trainer_type: ClassVar[str] = "fake"
+    has_model: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._digest = b"start"

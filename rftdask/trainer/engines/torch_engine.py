@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -110,6 +110,9 @@ class Scorer(torch.nn.Module):
 
 class TorchEngine(TrainEngine):
     """Trains the policy of `options.model_path` by `algorithm`."""
+
+    trainer_type: ClassVar[str] = "torch"
+    built_by_rank: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -103,8 +103,8 @@ def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        (f"{TASKS}.default_workflow_type=no_such_workflow", "no_such_workflow"),
-        (f"{TASKS}.default_reward_fn_type=no_such_reward", "no_such_reward"),
+        (f"{TASKS}.default_workflow_type=no_such_package.workflow", "no_such_package"),
+        (f"{TASKS}.default_reward_fn_type=no_such_package.reward", "no_such_package"),
     ],
 )
 def test_an_unknown_plugin_is_told(world: World, override: str, text: str) -> None:
@@ -197,8 +197,8 @@ def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) 
             "algorithm.advantage_fn=ppo",
             "algorithm: advantage_fn 'ppo' needs a critic and algorithm_type 'grpo' has none",
         ),
-        ("algorithm.policy_loss_fn=ppoo", "algorithm: unknown policy_loss_fn 'ppoo'. Did you mean"),
-        ("algorithm.policy_loss_fn_args={clip: 1}", "does not take 'clip'"),
+        ("algorithm.policy_loss_fn=no_such.Loss", "policy loss 'no_such.Loss': cannot import 'no_such'"),
+        ("algorithm.policy_loss_fn_args={clip_range: -1}", "clip_range_low must be within [0, 1]"),
         ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),
         ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "unknown operator 'reward_filtr'"),
         ("data_processor.experience_pipeline.operators=[{args: {}}]", "operators[0]: takes name and args, no name"),
