@@ -246,12 +246,12 @@ def _auxiliary_engine(client: EngineClient, tokenizer: Tokenizer, config: Config
 
 def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Tokenizer:
     if not model.traits.has_model:
-        return cast(Tokenizer, load_tokenizer(config))
+        return load_tokenizer(config)
     # Late: importing transformers takes most of a second.
     from transformers import AutoTokenizer
 
     try:
-        path, remote_code = local_model(model.model_path), config.model.trust_remote_code
+        path, remote_code = local_model(model.model_path or ""), config.model.trust_remote_code
         return cast(Tokenizer, AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
