@@ -249,12 +249,13 @@ class EngineClient:
                             # Before the engine sees it: what is torn is read again, and costs no engine.
                             check_file(path, file.read_bytes(), entry)
                             files.append(str(file))
-                        served = self._ask(
-                            lambda number, files=tuple(files): LoadWeights(
-                                number, published.version, files, published.fingerprint
-                            ),
-                            LOAD_TIMEOUT_S,
+                        load = partial(
+                            LoadWeights,
+                            version=published.version,
+                            files=tuple(files),
+                            fingerprint=published.fingerprint,
                         )
+                        served = self._ask(load, LOAD_TIMEOUT_S)
                     break
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:

@@ -199,7 +199,8 @@ class TransformersEngine(Engine):
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`; names as in `state_dict()`. A name or shape that does not fit changes nothing.

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig

@@ -21,7 +21,7 @@ _GREEDY_BELOW = 1e-5
 """Temperature that vLLM takes for greedy."""
 
 
-class TemperedSampler(Sampler):
+class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
     """vLLM's sampler, whose logprobs of sampled tokens are of softmax(logits / temperature), before penalties,
     min_tokens, top-k and top-p. vLLM offers them before all of it or after all of it, and a trainer computes neither
     from the tokens.

@@ -55,8 +55,8 @@ async def try_workflow(
 class _CharacterTokenizer:
     """Code points as tokens, roles and contents line by line."""
 
-    eos_token_id = _END
-    chat_template = None
+    eos_token_id: int | None = _END
+    chat_template: Any = None
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in conversation)
