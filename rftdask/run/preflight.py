@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from rftdask.buffer.batches.replay_priority import make_replay
+from rftdask.buffer.batches.selection import make_sample_strategy
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders
@@ -137,6 +139,9 @@ def _check_algorithm(stage: Config) -> None:
         from rftdask.buffer.batches.operator_pipeline import operators_of
 
         operators_of(stage)
+    if stage.algorithm.schema_type == "experience" and stage.mode in ("both", "train"):
+        make_sample_strategy(stage)
+        make_replay(stage)
     if stage.mode not in ("both", "train") or not stage.trainer.has_model:
         return
     from rftdask.trainer.rank import build_algorithm
