@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -205,6 +206,15 @@ def test_a_package_that_offers_its_modules_is_no_cycle(tmp_path):
     (tmp_path / "rftdask/buffer/__init__.py").write_text("from rftdask.buffer.shard import Shard\nfrom .log import Log")
     assert find_cycle(graph) == []
     assert find_cycle(import_graph(tmp_path / "rftdask")) == []
+
+
+# ---- the tests
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    # pytest imports a test file by its bare name: two of one name are an error of the collection, after minutes.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 # ---- light imports
