@@ -61,7 +61,7 @@ class LocalCudaCluster(LocalCluster):
 def placed(base: Any, layout: Layout) -> Any:
     """`base` with workers that have the names and resources of the layout, in its order."""
 
-    class Placed(base):
+    class Placed(base):  # type: ignore[misc]  # a class of dask-cuda, which is only there with its extra
         num_placed = 0
 
         def new_worker_spec(self) -> dict[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from rftdask.errors import DamagedError
 from rftdask.run.run_folder import lease_holder
@@ -69,9 +70,11 @@ def read_status(url: str) -> list[StageStatus]:
 
 def stage_status(stage: Stage) -> StageStatus:
     storage, config = stage.storage, stage.config
-    base = {"folder": storage.url, "mode": config.mode, "algorithm": config.algorithm.algorithm_type}
+    status = partial(
+        StageStatus, stage.name, folder=storage.url, mode=config.mode, algorithm=config.algorithm.algorithm_type
+    )
     if not stage.has_begun:
-        return StageStatus(stage.name, **base, state="not started")
+        return status(state="not started")
     roles = {
         role: f"process {holder['pid']} on {holder['host']}"
         for role in ("trainer", "explorer")
@@ -82,9 +85,7 @@ def stage_status(stage: Stage) -> StageStatus:
     except DamagedError as error:  # of the ledger: the rest can be told all the same
         experiences, problems = {}, (f"the experiences cannot be counted: {error}",)
     metrics = stage.metrics
-    return StageStatus(
-        stage.name,
-        **base,
+    return status(
         state="running" if roles else "not running",
         step=stage.ledger.last_step() or None,
         checkpoint=read_pointer(storage, CHECKPOINT_POINTER),

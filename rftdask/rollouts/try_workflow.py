@@ -58,11 +58,11 @@ class _CharacterTokenizer:
     eos_token_id: int | None = _END
     chat_template: Any = None
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in conversation)
+    def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        return "".join(chr(token) for token in token_ids if token != _END)
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in tokens if token != _END)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.losses.base import LossInputs
@@ -172,7 +172,7 @@ def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[
             necs_NT=batch.entropy_change,
             baseline_rewards_N=batch.rewards.flip(0),
         )
-        result = function(inputs)
+        result: AdvantageResult = function(inputs)
         return result.per_token(batch.mask) * (1 if result.keep_NT is None else result.keep_NT)
 
     return ours

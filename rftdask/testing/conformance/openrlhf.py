@@ -36,7 +36,8 @@ def cases() -> list[Case]:
 
         def theirs(b: Batch) -> Tensor:
             policy, ref = ((x * b.mask).sum(-1) for x in (b.policy, b.ref))
-            return module(policy[::2], policy[1::2], ref[::2], ref[1::2])[0]
+            loss: Tensor = module(policy[::2], policy[1::2], ref[::2], ref[1::2])[0]
+            return loss
 
         return theirs
 

@@ -112,7 +112,8 @@ def _advantage_cases() -> list[Case]:
             }
             rows = SimpleNamespace(batch=batch, non_tensor_batch={"uid": b.groups.tolist()})
             after = function(rows)[0].batch
-            return after["advantages"] * after["response_mask"]  # which some take tokens out of
+            advantages_NT: Tensor = after["advantages"] * after["response_mask"]  # which some take tokens out of
+            return advantages_NT
 
         return advantages
 

@@ -126,4 +126,5 @@ def _trainer(
 def _gamma_weights(**given: Any) -> Tensor:
     from trl.trainer.grpo_trainer import GRPOTrainer  # imported by then
 
-    return GRPOTrainer.get_gamma_weights(**given)
+    weights_NT: Tensor = GRPOTrainer.get_gamma_weights(**given)
+    return weights_NT

@@ -81,13 +81,20 @@ def _advantage_cases(core_algos: Any) -> list[Case]:
         )[0]
 
     def rloo(b: Batch) -> Tensor:
-        return core_algos.compute_rloo_outcome_advantage(token_rewards(b), b.float_mask, index(b))[0]
+        advantages_NT: Tensor = core_algos.compute_rloo_outcome_advantage(token_rewards(b), b.float_mask, index(b))[0]
+        return advantages_NT
 
     def gae(b: Batch) -> Tensor:
-        return core_algos.compute_gae_advantage_return(token_rewards(b), b.values, b.float_mask, 0.9, 0.8)[0] * b.mask
+        advantages_NT: Tensor = core_algos.compute_gae_advantage_return(
+            token_rewards(b), b.values, b.float_mask, 0.9, 0.8
+        )[0]
+        return advantages_NT * b.mask
 
     def remax(b: Batch) -> Tensor:
-        return core_algos.compute_remax_outcome_advantage(token_rewards(b), b.rewards.flip(0), b.float_mask)[0] * b.mask
+        advantages_NT: Tensor = core_algos.compute_remax_outcome_advantage(
+            token_rewards(b), b.rewards.flip(0), b.float_mask
+        )[0]
+        return advantages_NT * b.mask
 
     whole = ("padded", "holes", "short")
     return [
