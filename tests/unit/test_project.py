@@ -3,6 +3,7 @@
 - imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
 - `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
 - a trainer rank that is a fake, and whoever checks an algorithm, load torch but not its compiler, which takes seconds;
+- every folder of the package says what it holds, and none below the top has more than 15 entries;
 - what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
 - environment.yml asks for what pyproject.toml and constraints.txt say.
 
@@ -47,6 +48,9 @@ LAYERS = (
     {"", "__main__"},  # the package itself: what users import
 )
 """Names below `rftdask` of the packages and modules of each layer, the lowest first; the longest that fits counts."""
+
+MOST_ENTRIES = 15
+"""Of a folder below the top, with its __init__.py: what a reader takes in at a look."""
 
 Graph = dict[str, set[str]]
 
@@ -236,6 +240,40 @@ def test_a_fake_rank_needs_no_compiler():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+# ---- folders
+
+
+def folder_problems(package: Path) -> list[str]:
+    """A sentence for every folder of the package without a docstring, and every one below the top that is too full."""
+    problems = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        opening = folder / "__init__.py"
+        if not (opening.is_file() and ast.get_docstring(ast.parse(opening.read_text()))):
+            problems.append(f"{folder.relative_to(package)}/ has no __init__.py that says what it holds")
+    for folder in sorted(path for path in package.rglob("*") if path.is_dir()):
+        count = len([path for path in folder.iterdir() if path.name != "__pycache__"])
+        if count > MOST_ENTRIES and folder.name != "__pycache__":
+            problems.append(f"{folder.relative_to(package)}/ has {count} entries, more than {MOST_ENTRIES}")
+    return problems
+
+
+def test_every_folder_says_what_it_holds_and_can_be_overlooked():
+    assert folder_problems(ROOT / "rftdask") == []
+
+
+def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
+    invent(tmp_path, buffer__log="", **{f"trainer__part{number}": "" for number in range(15)})
+    (tmp_path / "rftdask/__init__.py").write_text('"""All."""')
+    (tmp_path / "rftdask/trainer/__init__.py").write_text('"""Trains."""')
+    (tmp_path / "rftdask/storage").mkdir()
+    (tmp_path / "rftdask/storage/base.py").touch()
+    assert folder_problems(tmp_path / "rftdask") == [
+        "buffer/ has no __init__.py that says what it holds",
+        "storage/ has no __init__.py that says what it holds",
+        "trainer/ has 16 entries, more than 15",
+    ]
 
 
 # ---- dependencies
