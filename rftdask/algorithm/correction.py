@@ -37,6 +37,8 @@ class Correction:
     low: float = 0.0
     high: float = 2.0
 
+    correction_name = "rollout_correction"
+
     def __post_init__(self) -> None:
         one_of("method", self.method, METHODS)
         one_of("level", self.level, LEVELS)

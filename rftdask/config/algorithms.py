@@ -23,6 +23,7 @@ LABELS = {
     "entropy_loss_fn": "entropy_name",
     "operator": "operator_name",
     "selector": "selector_name",
+    "rollout_correction": "correction_name",
 }
 """Key of the configuration -> the class attribute with which a class of rftdask.algorithm registers its name."""
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from rftdask.config.algorithms import known_part
 from rftdask.config.cross_checks.rule import Rules, is_natural
+from rftdask.config.plugins import argument_problems
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -40,6 +42,13 @@ def _mode_fits_algorithm(config: Config) -> Iterator[Problem]:
             f"{config.mode} makes rollouts, and {config.algorithm.algorithm_type} learns from a dataset; "
             "use mode train (bench to evaluate its checkpoints)",
         )
+
+
+@RULES.reading("algorithm.rollout_correction")
+def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
+    part = known_part("rollout_correction", "rollout_correction")  # there is one, which the key names by being there
+    for argument, message in argument_problems(part, config.algorithm.rollout_correction or {}):
+        yield f"algorithm.rollout_correction.{argument}", message
 
 
 @RULES.reading(

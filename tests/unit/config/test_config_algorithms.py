@@ -252,3 +252,15 @@ def test_a_part_of_the_users_own_is_imported_by_the_check_of_plugins_alone() -> 
     loaded = config(grpo(algorithm={"policy_loss_fn": "my_losses.Mine"}))
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn: .*cannot import 'my_losses'"):
         check_plugins(loaded)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "message"),
+    [
+        ({"methd": "mask"}, "methd", "unknown argument; did you mean method?"),
+        ({"method": "mask", "high": "2"}, "high", "'2' is not float"),
+    ],
+)
+def test_arguments_of_the_rollout_correction_are_checked(given: dict[str, Any], key: str, message: str) -> None:
+    (line,) = problems(grpo(algorithm={"algorithm_type": "grpo", "rollout_correction": given}))
+    assert line.startswith(f"algorithm.rollout_correction.{key}: {message}")
