@@ -1,0 +1,40 @@
+"""The way that led to a line of code: the package's own functions on the stack, written to a file that a test reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import rftdask
+
+STACKS = "RFTDASK_TEST_STACKS"
+"""Environment variable: the file."""
+_PACKAGE = Path(rftdask.__file__).parent
+_NO_CALLS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Frames in which a module or a function is itself; comprehensions have none from Python 3.12 on."""
+
+Call = tuple[str, str]
+"""A function as docs/tour.md links to it: file below the package's parent, and name or Class.name."""
+
+
+def own_calls() -> list[Call]:
+    """The package's functions that this thread is in, outermost first."""
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+    own = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
+    names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in own]
+    return [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
+
+
+def write_own_calls(place: str) -> None:
+    """Append a line to the file: where this is, and the way to it."""
+    with open(os.environ[STACKS], "a") as file:
+        file.write(json.dumps([place, own_calls()]) + "\n")
+
+
+def read_own_calls(path: Path) -> list[tuple[str, list[Call]]]:
+    """What was written, in the order of writing."""
+    lines: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(place, [(file, name) for file, name in calls]) for place, calls in lines]

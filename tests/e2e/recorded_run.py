@@ -1,0 +1,49 @@
+"""The command line, whose processes tell by which functions of the package they hand work on.
+
+Work changes its thread or process in functions of libraries: an executor's and a Dask client's `submit`, and Popen.
+These write down the way to them, then do what they always do; the package runs as it is. Workers are spawned, and so
+import this module, too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import distributed
+from distributed.threadpoolexecutor import ThreadPoolExecutor
+
+from rftdask import cli
+from tests.e2e.own_stack import write_own_calls
+
+
+def record(owner: type, method: str, place: Callable[..., str | None]) -> None:
+    """Let a method write down the way to it, under the name that `place` makes of its arguments; None: nothing."""
+    original = getattr(owner, method)
+
+    @wraps(original)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = place(*args, **kwargs)
+        if name is not None:
+            write_own_calls(name)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, method, recorded)
+
+
+def _function(function: Callable[..., object], *_: Any, **__: Any) -> str | None:
+    return getattr(function, "__qualname__", None)
+
+
+def _rank_process(command: Any, *_: Any, **__: Any) -> str | None:
+    return "process of a rank" if "rftdask.trainer.rank:serve" in command else None
+
+
+record(ThreadPoolExecutor, "submit", _function)
+record(distributed.Client, "submit", _function)
+record(subprocess.Popen, "__init__", _rank_process)
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,40 @@
+"""A user's loss that raises. Promises: the run ends by itself with exit code 1; it says what was raised and where, in
+the rank's own traceback, and in one line what to do; no rank starts again, since it would meet the same error.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
+from tests.e2e.own_stack import STACKS, read_own_calls
+from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
+from tests.integration.run_cases import RunProcess, assert_sound, num_steps
+
+ADVICE = "a restart would meet this error again: mend its cause, then run the same command again"
+
+
+def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_path: Path) -> None:
+    config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.BrokenLoss"})
+    env = {STACKS: str(tmp_path / "stacks.jsonl")}
+    with RunProcess("run", str(config), "--progress", "plain", env=env) as run:
+        ended = run.end(DEADLINE_S)
+        run.wait_for_no_survivors()
+    assert ended.code == 1, ended
+
+    # What was raised and where, down to the user's own line; and, as the last line of all, what to do.
+    assert "error: rank 0 on worker" in ended.err, ended
+    assert re.search(r'own_losses\.py", line \d+, in __call__\n +raise ValueError', ended.err), ended
+    assert "ValueError: the slope of this loss must not be 7\nwhile training step 1" in ended.err, ended
+    assert ended.err.count(ADVICE) == 1, ended
+    assert ended.err.splitlines()[-1] == ADVICE, ended
+
+    # One generation of ranks: it was tried once, though `trainer.max_restarts` would allow more.
+    assert [place for place, _ in read_own_calls(tmp_path / "stacks.jsonl")] == ["loss"]
+    assert "restarts from its newest checkpoint" not in ended.out + ended.err, ended
+    folder = run_folder(config)
+    assert read_metrics(open_storage(folder), "trainer").empty
+    assert num_steps(folder) <= 1  # the batch of the first step, which the same command trains next
+    assert_sound(folder)
