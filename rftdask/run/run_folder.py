@@ -364,7 +364,8 @@ def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
     """Whether the owner is alive, as far as clocks can tell."""
     if holder["host"] == socket.gethostname():
         try:
-            return abs(psutil.Process(holder["pid"]).create_time() - holder["started_s"]) < 1.0
+            started_s: float = psutil.Process(holder["pid"]).create_time()
+            return abs(started_s - float(holder["started_s"])) < 1.0
         except psutil.NoSuchProcess:
             return False
     return abs(now_s - float(holder["time_s"])) < _STALE_S

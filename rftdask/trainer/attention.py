@@ -161,7 +161,8 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
 
 
 def _split(rows: PackedRows) -> tuple[Tensor, ...]:
-    return rows.tokens_S.split(list(rows.spans.lengths))
+    tokens: tuple[Tensor, ...] = rows.tokens_S.split(list(rows.spans.lengths))
+    return tokens
 
 
 @torch.no_grad()

@@ -59,13 +59,13 @@ log = logging.getLogger(__name__)
 class DaskClient(Protocol):
     """What the driver asks of Dask to run a gang; `distributed.Client` is one."""
 
-    def submit(self, func: Callable[..., Any], *args: Any, **options: Any) -> Future: ...
+    def submit(self, func: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]: ...
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Mapping[str, Any]: ...
 
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]: ...
 
-    def cancel(self, futures: Sequence[Future], *, force: bool) -> None: ...
+    def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def host_of(address: str) -> str:
 
 def interface_of(host: str) -> str | None:
     """Name of the network interface with this address, for gloo, which else takes what the host's name stands for."""
-    for name, addresses in psutil.net_if_addrs().items():
+    interfaces: Mapping[str, Any] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
         if any(address.address == host for address in addresses):
             return name
     return None
@@ -232,7 +233,7 @@ class Gang:
                     f"trainer restarts from its newest checkpoint ({num_losses} of {self._max_restarts}): {loss}"
                 )
 
-    def _watch(self, futures: Sequence[Future], addresses: Sequence[str]) -> Ended:
+    def _watch(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> Ended:
         """Wait until all ranks have ended, or one has failed. Raises: the error that the others follow from."""
         changed = threading.Event()
         for future in futures:
@@ -252,7 +253,7 @@ class Gang:
             changed.wait(_POLL_S)
             changed.clear()
 
-    def _cause(self, futures: Sequence[Future], addresses: Sequence[str]) -> BaseException:
+    def _cause(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> BaseException:
         """Of the errors of the ranks the one that the others follow from.
 
         A rank whose peer went away says so at once; what took the peer away may be told a moment later. It is waited
@@ -273,7 +274,7 @@ class Gang:
                 return (found or gone or causes)[0]
             time.sleep(_LOOK_S)
 
-    def _call_off(self, futures: Sequence[Future]) -> None:
+    def _call_off(self, futures: Sequence[Future[Ended]]) -> None:
         """Cancel the supervisors and wait until no worker runs one, so that ranks do not meet those of the next try.
 
         Raises: ProcessLostError: one still runs after 30 s.
@@ -311,7 +312,7 @@ class Gang:
             time.sleep(_LOOK_S)
 
 
-def _error(rank: int, future: Future) -> BaseException:
+def _error(rank: int, future: Future[Ended]) -> BaseException:
     """Why a rank's task has failed: a loss, or what the rank raised with the advice to go with it."""
     if future.status != "error":
         return ProcessLostError(f"rank {rank}'s task is {future.status}: its worker or the scheduler was lost")

@@ -196,8 +196,8 @@ def _score_chunk(
             logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)
             return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
     logits_QV = head(hidden_QH).float()
-    scored: tuple[Tensor, Tensor] = _LogprobAndEntropy.apply(logits_QV, targets_Q, temperature_Q, wanted)
-    return scored
+    score: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _LogprobAndEntropy.apply
+    return score(logits_QV, targets_Q, temperature_Q, wanted)
 
 
 def _logprobs(logits_QV: Tensor, temperature_Q: Tensor | None) -> Tensor:

@@ -143,7 +143,8 @@ def _split(sequence: Ranks, num_tokens: int) -> SequenceSplit:
 
 def _counted(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... up to each length, one after another."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    counted: np.ndarray = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return counted
 
 
 def micro_batches(

@@ -10,17 +10,21 @@ Invariant: added over the ranks of a group, gradients are those of one rank with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rftdask.trainer.ranks import Ranks
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# Layers are compiled, exchanges with other ranks are not. PyTorch's decorator itself says nothing of types.
+_not_compiled: Callable[[_Function], _Function] = torch.compiler.disable
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class SequenceSplit:
         start = sum(self.sizes[: self.ranks.rank])
         return slice(start, start + self.sizes[self.ranks.rank])
 
-    @torch.compiler.disable
+    @_not_compiled
     def to_heads(self, query: Tensor, *keys_and_values: Tensor) -> list[Tensor]:
         """[s, heads, size] of own tokens -> [S, h, size] of own heads, by one exchange.
 
@@ -68,27 +72,27 @@ class SequenceSplit:
             for t, part in zip(tensors, swapped.split(widths, dim=1), strict=True)
         ]
 
-    @torch.compiler.disable
+    @_not_compiled
     def to_tokens(self, values: Tensor) -> Tensor:
         """[S, h, size] of own heads -> [s, heads, size] of own tokens."""
         swapped = self._swap(values.flatten(1), self.sizes, self._own_sizes)
-        parts = swapped.unflatten(0, (self.ranks.size, -1)).unflatten(2, values.shape[1:])
+        parts: Tensor = swapped.unflatten(0, (self.ranks.size, -1)).unflatten(2, values.shape[1:])
         return parts.transpose(0, 1).flatten(1, 2)
 
     def whole(self, values: Tensor) -> Tensor:
         """The sum over the group of what each rank gives for its own tokens, 0 elsewhere; the same on all of them, to
         the bit. The gradient of the sum is that of a rank's own part: all make the same loss, which counts once.
         """
-        total: Tensor = _Sum.apply(values, self.ranks)
-        return total
+        add: Callable[[Tensor, Ranks], Tensor] = _Sum.apply
+        return add(values, self.ranks)
 
     @property
     def _own_sizes(self) -> tuple[int, ...]:
         return (self.sizes[self.ranks.rank],) * self.ranks.size
 
     def _swap(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        swapped: Tensor = _Swap.apply(rows, send, receive, self.ranks)
-        return swapped
+        swap: Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor] = _Swap.apply
+        return swap(rows, send, receive, self.ranks)
 
 
 class _Swap(torch.autograd.Function):

@@ -350,9 +350,10 @@ def _joined(
     if not known:
         return None
     kind = known[0].dtype
-    return np.concatenate(
+    joined: np.ndarray = np.concatenate(
         [np.full(len(part), unknown, kind) if v is None else v for v, part in zip(values, parts, strict=True)]
     )
+    return joined
 
 
 def _apart(values: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:

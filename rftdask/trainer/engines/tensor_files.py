@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from rftdask.errors import RftError, RoleError
@@ -50,13 +54,13 @@ def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spre
             that a rank which later reads those parts again needs one file more; else they share the work.
     """
     writer = _Writer(_numbered(name, ranks.rank))
-    planner = dcp.DefaultSavePlanner(
+    planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=spread
     )
     # In one order, since who writes what depends on it, and what a rank holds is in the order in which it came to be.
     state = dict(sorted(tensors.items()))
     with _in_our_words(f"{name} cannot be saved"):
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group)
+        save_checkpoint(state, storage_writer=writer, planner=planner, process_group=ranks.group)
     return writer.files
 
 
@@ -64,7 +68,7 @@ _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int]]]]
 """A file, whether its head says where tensors begin, and of each tensor: name, dtype, offsets, sizes. JSON types."""
 
 
-class SavedTensors(dcp.StorageReader):
+class SavedTensors(StorageReader):
     """What `save_tensors` gave on all ranks, or one file of whole tensors.
 
     Example:
@@ -123,9 +127,9 @@ class SavedTensors(dcp.StorageReader):
                 f"missing {sorted(lacking)}, unexpected {sorted(unknown)}"
             )
         into = {name: tensor.detach() for name, tensor in tensors.items()}
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _in_our_words(f"{self._name} of the checkpoint does not fit the model"):
-            dcp.load(into, storage_reader=self, planner=planner, process_group=self._ranks.group)
+            load_checkpoint(into, storage_reader=self, planner=planner, process_group=self._ranks.group)
         self._held = ("", {})
 
     # ---- what PyTorch calls
@@ -133,8 +137,8 @@ class SavedTensors(dcp.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(dict(self._tensors))
 
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[dcp.ReadItem]] = {}
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._file_of[item.storage_index], []).append(item)
         for file in sorted(by_file, key=lambda file: (file != self._held[0], file)):
@@ -152,10 +156,10 @@ class SavedTensors(dcp.StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     @classmethod
@@ -190,14 +194,14 @@ class SavedTensors(dcp.StorageReader):
         known.chunks.append(chunk)
 
 
-class _Writer(dcp.StorageWriter):
+class _Writer(StorageWriter):
     """Keeps the file of one rank."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.files: dict[str, bytes] = {}
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, dict[str, list[int]]] = {}
         for item in plan.items:
@@ -219,10 +223,10 @@ class _Writer(dcp.StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
     @classmethod
@@ -249,7 +253,7 @@ def _in_our_words(what: str) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
-        except dcp.CheckpointException as error:  # no Exception by its base
+        except CheckpointException as error:  # no Exception by its base
             rank, (cause, _) = min(error.failures.items())
             if isinstance(cause, RftError):
                 raise cause from error

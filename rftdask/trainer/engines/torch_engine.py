@@ -329,7 +329,7 @@ class TorchEngine(TrainEngine):
             return None if scorer is None else passes.scored(rows, lambda **inputs: scorer(**inputs)[0])
 
         def entropy(**inputs: Any) -> Tensor:
-            entropy_BT = self._policy(**inputs, with_entropy=True)[1]
+            entropy_BT: Tensor | None = self._policy(**inputs, with_entropy=True)[1]
             assert entropy_BT is not None
             return entropy_BT
 

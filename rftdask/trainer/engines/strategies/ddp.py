@@ -37,7 +37,8 @@ def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 def _sums(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Flat, by one call."""
     flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    return flat.split([tensor.numel() for tensor in tensors])
+    sums: tuple[Tensor, ...] = flat.split([tensor.numel() for tensor in tensors])
+    return sums
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
