@@ -1,144 +1,119 @@
-"""Task selectors that order tasks by difficulty: known beforehand, or learned from the rewards. Pure numbers; no
-taskset in here.
+"""Selectors: the order in which an explore step takes the tasks of a training taskset. Knows no taskset and no step.
 
-Invariant: the tasks of a step are a function of (arguments, state, step); `state_dict` holds all of the state, the
-learned posterior included, so that a resumed run selects what the uninterrupted one would have.
+Without torch, for the process that hands out tasks does without it: selectors that learn, which need it, are in
+learning_selectors.py. Invariant: an order is a function of its arguments, so a resumed run takes the same tasks.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from rftdask.algorithm.checks import require
+from rftdask.config.algorithms import load_part
+from rftdask.config.plugins import bind_arguments, parameters_of
+from rftdask.config.schema.buffer import DataSelectorConfig
+from rftdask.errors import DataError, UserError
 
 
-def easy_to_hard(features_NF: Tensor) -> Tensor:
-    """[N] int64, task indices from easy to hard: by the first feature, largest first, ties by the next, then the
-    later index.
+class Selector:
+    """Base of selectors; the arguments of the constructor are `data_selector.kwargs`, and `seed` if it takes one.
 
-    Args: features_NF: [N, F], larger is easier. Selector "offline_easy2hard".
-    """
-    require(
-        features_NF.dim() == 2 and features_NF.shape[1] > 0, "offline_easy2hard needs at least one feature per task"
-    )
-    order_N = torch.arange(len(features_NF) - 1, -1, -1)
-    for feature_N in reversed(features_NF.unbind(1)):
-        order_N = order_N[torch.argsort(feature_N[order_N], descending=True, stable=True)]
-    return order_N
-
-
-@dataclass(frozen=True)
-class DifficultyRule:
-    """Arguments of the selector "difficulty_based": choose tasks whose predicted pass rate is near the target.
-
-    Usage: `state = rule.initial(features)`; each step `rule.select(state, step, batch_size)`, and, when pass rates
-    are known, `state = rule.updated(state, indices, rates)`. Each task has a Beta posterior of its pass rate:
-    observed rates count as m rollouts, and unobserved tasks move by what the observed ones say about the policy,
-    interpolated between two features (the pass rates of a weak and of a strong model). Source: BOTS, arXiv:2510.26374.
+    Class attributes are literals: a configuration is checked by them without importing this.
     """
 
-    target_reward: float = 1.0
-    """Wanted pass rate."""
-    tau: float = 1.0
-    """Temperature of the draw over -|target - rate|; 0: the nearest, no draw."""
-    do_sample: bool = False
-    """Draw each rate from its posterior (Thompson) instead of taking the mean."""
-    m: int = 16
-    """Rollouts per task that an observed rate stands for."""
-    lamb: float = 0.2
-    """Share of the old counts forgotten at each update."""
-    rho: float = 0.2
-    """Weight of the interpolated rates against the observed ones."""
-    adaptive_rho: bool = False
-    """Halve rho whenever the interpolation was off by 0.25 or more on the observed tasks."""
-    cap_discount: float = 0.9
-    """How slowly the estimate of the policy's strength moves."""
-    seed: int = 42
+    selector_name: ClassVar[str] = ""
+    """Name in a configuration. A class without one is named by its class."""
+    features: ClassVar[str] = ""
+    """What the columns of `feature_keys` hold, in messages; "": none are read."""
+    num_features: ClassVar[int | None] = None
+    """Columns that it needs, if it reads some; None: one or more."""
+    seeded: ClassVar[bool] = True
+    """Whether the order depends on `data_selector.seed`."""
+    epoch_each_step: ClassVar[bool] = False
+    """Each explore step opens an epoch of its own, so that a task may come again before all were taken. Such a selector
+    is for all tasksets or none."""
+    learns: ClassVar[bool] = False
+    """It chooses by the results of earlier steps: a `learning_selectors.LearningSelector`."""
+    for_datasets: ClassVar[bool] = False
+    """It may stand beside a dataset that is trained on or evaluated, whose rows are shuffled if it is seeded."""
 
-    selector_name = "difficulty_based"
+    def order(
+        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
+    ) -> npt.NDArray[np.int64]:
+        """[N] rows of the taskset, each once, as `epoch` (from 0) takes them.
 
-    def __post_init__(self) -> None:
-        require(self.tau >= 0.0, f"tau must be >= 0, got {self.tau}")
-        require(self.m > 0, f"m must be > 0, got {self.m}")
-        for name in ("lamb", "rho", "cap_discount"):
-            require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
-
-    def initial(self, features_N2: Tensor) -> "DifficultyState":
-        """State before any reward: a uniform posterior for every task."""
-        require(
-            features_N2.dim() == 2 and features_N2.shape[1] == 2, "difficulty_based needs exactly two features per task"
-        )
-        ones_N = torch.ones(len(features_N2), dtype=torch.float64)
-        return DifficultyState(features_N2.double(), ones_N, ones_N, self.rho, None)
-
-    def select(self, state: "DifficultyState", step: int, batch_size: int) -> Tensor:
-        """[batch_size] int64 task indices of this step, without repetition."""
-        require(batch_size <= len(state.alpha_N), f"{batch_size} tasks wanted, {len(state.alpha_N)} there")
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        rates_N = state.rates_N
-        if self.do_sample:
-            a_N, b_N = (torch._standard_gamma(x, generator=generator) for x in (state.alpha_N, state.beta_N))
-            rates_N = a_N / (a_N + b_N).clamp(min=1e-300)
-        scores_N = -(self.target_reward - rates_N).abs()
-        if self.tau == 0.0:
-            return torch.argsort(scores_N, descending=True, stable=True)[:batch_size]
-        # Not below what torch counts as possible: a small tau leaves nothing for tasks far from the target.
-        odds_N = torch.softmax(scores_N / self.tau, 0).clamp(min=1e-300)
-        return torch.multinomial(odds_N, batch_size, generator=generator)
-
-    def updated(self, state: "DifficultyState", indices_K: Tensor, rates_K: Tensor) -> "DifficultyState":
-        """State after observing the pass rates [K], in [0, 1], of tasks [K]."""
-        require(len(indices_K) == len(rates_K), "indices and rates differ in length")
-        if len(indices_K) == 0:
-            return state
-        require(bool(((rates_K >= 0) & (rates_K <= 1)).all()), "pass rates must be within [0, 1]")
-        rates_K = rates_K.double()
-        weak_N, strong_N = state.features_N2.unbind(1)
-        weak, strong = weak_N[indices_K].mean(), strong_N[indices_K].mean()
-        seen = float((rates_K.mean() - weak) / (strong - weak + 1e-6))
-        cap = seen if state.cap is None else self.cap_discount * state.cap + (1.0 - self.cap_discount) * seen
-        guess_N = ((strong_N - weak_N) * cap + weak_N).clamp(0.0, 1.0)
-        rho = state.rho
-        if self.adaptive_rho and float((guess_N[indices_K] - rates_K).abs().mean()) >= 0.25:
-            rho = rho * 0.5
-        guess_N = guess_N.index_copy(0, indices_K, rates_K)
-        passed_N, failed_N = torch.zeros_like(guess_N), torch.zeros_like(guess_N)
-        passed_N[indices_K], failed_N[indices_K] = rates_K * self.m, (1.0 - rates_K) * self.m
-        decayed = (1.0 - self.lamb, self.lamb)
-        alpha_N = decayed[0] * state.alpha_N + decayed[1] + (1 - rho) * passed_N + rho * guess_N * self.m
-        beta_N = decayed[0] * state.beta_N + decayed[1] + (1 - rho) * failed_N + rho * (1 - guess_N) * self.m
-        return DifficultyState(state.features_N2, alpha_N, beta_N, rho, cap)
+        Args:
+            features_NF: [N, F], the columns of `feature_keys`; F is 0 where `features` is "".
+            random: seeded by `data_selector.seed`, the epoch and the taskset's number.
+        """
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class DifficultyState:
-    """What `DifficultyRule` has learned."""
+class Sequential(Selector):
+    """Rows as stored."""
 
-    features_N2: Tensor
-    """[N, 2] float64, pass rates of a weak and a strong model."""
-    alpha_N: Tensor
-    """[N] float64, posterior passes + 1."""
-    beta_N: Tensor
-    """[N] float64, posterior failures + 1."""
-    rho: float
-    cap: float | None
-    """Strength of the policy between the two models; None: nothing observed."""
+    selector_name = "sequential"
+    seeded = False
+    for_datasets = True
 
-    @property
-    def rates_N(self) -> Tensor:
-        """[N] posterior mean of the pass rates."""
-        return self.alpha_N / (self.alpha_N + self.beta_N)
+    def order(
+        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
+    ) -> npt.NDArray[np.int64]:
+        return np.arange(len(features_NF), dtype=np.int64)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, ready for JSON; features are not part of it, they come with the taskset."""
-        return {"alpha": self.alpha_N.tolist(), "beta": self.beta_N.tolist(), "rho": self.rho, "cap": self.cap}
 
-    @classmethod
-    def from_state_dict(cls, features_N2: Tensor, state: Mapping[str, Any]) -> "DifficultyState":
-        """Raises: ValueError: the state is of another number of tasks."""
-        alpha_N, beta_N = (torch.tensor(state[name], dtype=torch.float64) for name in ("alpha", "beta"))
-        require(len(alpha_N) == len(features_N2), f"state of {len(alpha_N)} tasks, taskset of {len(features_N2)}")
-        return cls(features_N2.double(), alpha_N, beta_N, state["rho"], state["cap"])
+class Shuffle(Selector):
+    """A new order in each epoch."""
+
+    selector_name = "shuffle"
+    for_datasets = True
+
+    def order(
+        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
+    ) -> npt.NDArray[np.int64]:
+        # Raw words, sorted: unlike Generator.permutation, their stream is promised not to change with the version.
+        return np.argsort(random.random_raw(len(features_NF)), kind="stable").astype(np.int64)
+
+
+class Random(Shuffle):
+    """A fresh draw without replacement in each step."""
+
+    selector_name = "random"
+    epoch_each_step = True
+
+
+class EasyToHard(Selector):
+    """From easy to hard, the same in each epoch: by the first feature, largest first, ties by the next, then the later
+    row.
+    """
+
+    selector_name = "offline_easy2hard"
+    features = "columns that tell the difficulty"
+    seeded = False
+
+    def order(
+        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
+    ) -> npt.NDArray[np.int64]:
+        require(features_NF.shape[1] > 0, "offline_easy2hard needs at least one feature per task")
+        # lexsort sorts by its last key first, and is stable: rows that tie in all features come in reversed order.
+        backward_N = np.arange(len(features_NF) - 1, -1, -1)
+        order_N: npt.NDArray[np.int64] = backward_N[np.lexsort(-features_NF[backward_N, ::-1].T)]
+        return order_N
+
+
+def make_selector(section: DataSelectorConfig, plugin_dirs: tuple[str, ...] = ()) -> Selector:
+    """The selector that a section names, with its arguments.
+
+    Raises: UserError: no such selector, or an argument that it does not take. DataError: one is out of range.
+    """
+    part = load_part("selector", section.selector_type, plugin_dirs)
+    if not (isinstance(part, type) and issubclass(part, Selector)):
+        raise UserError(f"selector {section.selector_type!r} is no subclass of {Selector.__module__}.Selector")
+    seed = {"seed": section.seed} if "seed" in (parameters_of(part) or {}) else {}
+    arguments = {**seed, **section.kwargs}
+    bind_arguments("data_selector.kwargs", part, arguments)
+    try:
+        return part(**arguments)
+    except ValueError as error:
+        raise DataError(f"data_selector.kwargs: {error}") from error

@@ -1,4 +1,4 @@
-"""Tasks chosen by what was learned of their difficulty (selector difficulty_based, BOTS), and where the choice is kept.
+"""Tasks chosen by what was learned of their difficulty (selectors that learn, as BOTS), and where the choice is kept.
 
 The posterior is nowhere stored: it is the log's rows, folded in the order of the explore steps. What it makes of them
 is written to `schedule/<step>.json`, which is created only once and before the step is run. If that file exists, it is
@@ -15,27 +15,17 @@ from collections.abc import Iterable, Sequence
 import pyarrow as pa
 import torch
 
-from rftdask.algorithm.selectors import DifficultyRule
+from rftdask.algorithm.learning_selectors import LearningSelector
+from rftdask.algorithm.selectors import make_selector
 from rftdask.buffer.batches.groups import first_copies
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName, done_units
-from rftdask.config.plugins import bind_arguments
-from rftdask.config.schema.buffer import DataSelectorConfig, TasksetConfig
+from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tasksets import Taskset
-from rftdask.errors import DamagedError, DataError, NotFoundError
+from rftdask.errors import DamagedError, NotFoundError, UserError
 from rftdask.storage import Storage
-
-
-def difficulty_rule(selector: DataSelectorConfig) -> DifficultyRule:
-    """The rule with the selector's arguments. Raises: UserError: an argument that it does not take."""
-    args = {"seed": selector.seed, **selector.kwargs}
-    bind_arguments("data_selector.kwargs", DifficultyRule, args)
-    try:
-        return DifficultyRule(**args)
-    except ValueError as error:
-        raise DataError(f"data_selector.kwargs: {error}") from error
 
 
 class ChosenTasks:
@@ -100,11 +90,15 @@ class LearnedOrder:
         batch_size: int,
         units_per_step: int,
         repeat_times: int,
+        plugin_dirs: tuple[str, ...] = (),
     ) -> None:
-        """Raises: DataError: the columns of the pass rates are missing, or an argument of the selector is wrong."""
-        self._rule = difficulty_rule(config.data_selector)
+        """Raises: DataError: the columns of `feature_keys` are missing, or an argument of the selector is wrong."""
+        selector = make_selector(config.data_selector, plugin_dirs)
+        if not isinstance(selector, LearningSelector):
+            raise UserError(f"selector {config.data_selector.selector_type!r} learns, and is no LearningSelector")
+        self._selector = selector
         numbers = Taskset(config).numbers(config.data_selector.feature_keys)
-        self._state = self._rule.initial(torch.tensor(numbers, dtype=torch.float64))
+        self._state = self._selector.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
         """Explore steps whose results are in the state."""
         self._log = log
@@ -127,7 +121,7 @@ class LearnedOrder:
         if tasks is None:
             if not self._learn(known):
                 return None
-            indices = self._rule.select(self._state, step, self._batch_size).tolist()
+            indices = self._selector.select(self._state, step, self._batch_size).tolist()
             refs = [TaskRef(0, step - 1, index) for index in indices]
             tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
         self._last = (step, tasks)
@@ -149,7 +143,7 @@ class LearnedOrder:
             if len(done_units(name for name, _ in tables)) < self._units_per_step:
                 return False
             rates = pass_rates(first_copies(tables), self._repeat_times)
-            self._state = self._rule.updated(
+            self._state = self._selector.updated(
                 self._state, torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
             )
             self._folded = step

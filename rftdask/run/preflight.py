@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from rftdask.algorithm.selectors import make_selector
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import make_sample_strategy
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
-from rftdask.config.plugins import load_plugin_folders
+from rftdask.config.plugins import load_plugin_folders, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.tasksets import Taskset
@@ -104,10 +105,11 @@ def _too_few_to_choose_from(stage: Config, sizes: dict[str, int]) -> str:
     """The problem, or ""."""
     tasksets, wanted = stage.buffer.explorer_input.train_tasksets, stage.buffer.batch_size
     for taskset in tasksets:
-        if taskset.data_selector.selector_type == "difficulty_based" and sizes[taskset.name] < wanted:
+        selector = taskset.data_selector
+        if trait(selector.selector, "learns") and sizes[taskset.name] < wanted:
             return (
-                f"buffer.batch_size {wanted} exceeds the {sizes[taskset.name]} tasks that difficulty_based chooses "
-                "from for each step; lower it"
+                f"buffer.batch_size {wanted} exceeds the {sizes[taskset.name]} tasks that {selector.selector_type} "
+                "chooses from for each step; lower it"
             )
     return ""
 
@@ -116,13 +118,8 @@ def _check_taskset(config: TasksetConfig, plugin_dirs: Sequence[str] = ()) -> in
     """Tasks of a taskset that can be read, with workflows and rewards that exist."""
     taskset = Taskset(config)
     taskset.check()
-    if config.data_selector.selector_type in ("offline_easy2hard", "difficulty_based"):
+    if make_selector(config.data_selector, tuple(plugin_dirs)).features:
         taskset.numbers(config.data_selector.feature_keys)
-    if config.data_selector.selector_type == "difficulty_based":
-        # Late: it needs torch, which reading and checking a config does without.
-        from rftdask.explorer.difficulty import difficulty_rule
-
-        difficulty_rule(config.data_selector)
     load_plugin_folders(plugin_dirs)
     workflows, rewards = taskset.plugins()
     for name in sorted(workflows):

@@ -29,7 +29,7 @@ from rftdask.buffer.batches.source import BatchSource, ReplayedSource
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
-from rftdask.config.plugins import find_part
+from rftdask.config.plugins import find_part, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
@@ -372,5 +372,4 @@ def build_demonstrations(config: Config, tokenizer: Tokenizer) -> Demonstrations
 
 def order_seed(section: ExperienceBufferConfig) -> int | None:
     """Seed of the order of a dataset's rows; None: as stored."""
-    selector = section.data_selector
-    return None if selector.selector_type == "sequential" else selector.seed
+    return section.data_selector.seed if trait(section.data_selector.selector, "seeded") else None

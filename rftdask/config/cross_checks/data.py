@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
+from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, has_password, names_environment
@@ -180,8 +181,10 @@ def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
         if config.algorithm.schema_type == "experience" and kept.storage_type != "queue":
             yield at, f"compact merges Parquet shards, and storage_type {kept.storage_type} has none; use queue, or all"
         return
-    if kept.retention.keep != "all" and any(t.data_selector.selector_type == "difficulty_based" for t in tasksets):
-        yield at, f"{kept.retention.keep} removes results that the selector difficulty_based learns from; use all"
+    for selector in (taskset.data_selector for taskset in tasksets):
+        if kept.retention.keep != "all" and trait(selector.selector, "learns"):
+            name = selector.selector_type
+            yield at, f"{kept.retention.keep} removes results that the selector {name} learns from; use all"
     if kept.retention.keep != "all" and kept.replay_buffer.enable:
         yield at, f"{kept.retention.keep} removes experiences that replay_buffer may use again; use all"
 
@@ -204,32 +207,30 @@ def _selectors_go_together(config: Config) -> Iterator[Problem]:
     source = config.buffer.explorer_input
     at = "buffer.explorer_input"
     selectors = [taskset.data_selector for taskset in source.train_tasksets]
-    types = {selector.selector_type for selector in selectors}
-    if "random" in types and len(types) > 1:
-        yield at, f"random cannot be mixed with other selectors ({', '.join(sorted(types))}); use one for all tasksets"
-    seeds = sorted({s.seed for s in selectors if s.selector_type in ("shuffle", "random")})
+    types = {selector.selector_type: selector.selector for selector in selectors}
+    names = ", ".join(sorted(types))
+    for name, part in types.items():
+        if trait(part, "epoch_each_step") and len(types) > 1:
+            yield at, f"{name} cannot be mixed with other selectors ({names}); use one for all tasksets"
+        if trait(part, "learns") and len(selectors) > 1:
+            yield at, f"{name} is for one taskset, and there are {len(selectors)}; merge them or use shuffle"
+    seeds = sorted({selector.seed for selector in selectors if trait(selector.selector, "seeded")})
     if len(seeds) > 1:
         yield at, f"data_selector.seed differs between tasksets ({seeds}); give one, their orders differ anyway"
     for selector in selectors:
-        if selector.selector_type == "offline_easy2hard" and not selector.feature_keys:
-            yield at, "data_selector.feature_keys is required for offline_easy2hard: columns that tell the difficulty"
-        if selector.selector_type == "difficulty_based" and len(selector.feature_keys) != 2:
-            yield at, "data_selector.feature_keys must be two columns for difficulty_based: weak and strong pass rates"
-        if selector.selector_type != "difficulty_based" and selector.kwargs:
-            yield at, f"data_selector.kwargs: {selector.selector_type} takes no arguments"
+        features, count = trait(selector.selector, "features"), trait(selector.selector, "num_features")
+        what = f"for {selector.selector_type}: {features}"
+        if features and count is None and not selector.feature_keys:
+            yield at, f"data_selector.feature_keys is required {what}"
+        if features and count is not None and len(selector.feature_keys) != count:
+            yield at, f"data_selector.feature_keys must be {count} columns {what}"
 
 
 @RULES.reading("buffer")
-def _difficulty_is_for_tasks(config: Config) -> Iterator[Problem]:
+def _some_selectors_are_for_tasks(config: Config) -> Iterator[Problem]:
     source, buffers = config.buffer.explorer_input, config.buffer.trainer_input
-    types = [taskset.data_selector.selector_type for taskset in source.train_tasksets]
-    if "difficulty_based" in types and len(types) > 1:
-        yield (
-            "buffer.explorer_input",
-            f"difficulty_based is for one taskset, and there are {len(types)}; merge them or use shuffle",
-        )
     others = [("eval_tasksets", taskset.data_selector) for taskset in source.eval_tasksets]
     others += [(b.name, b.data_selector) for b in (buffers.experience_buffer, *buffers.auxiliary_buffers.values())]
     for where, selector in others:
-        if selector.selector_type in ("offline_easy2hard", "difficulty_based"):
+        if not trait(selector.selector, "for_datasets"):
             yield "buffer", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"

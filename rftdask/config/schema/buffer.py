@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rftdask.config.algorithms import known_part, registered_parts
 from rftdask.config.base import (
     Count,
     Derived,
@@ -86,18 +87,26 @@ class RolloutArgs(Section):
 class DataSelectorConfig(Section):
     """`data_selector`: the order in which rows are taken."""
 
-    selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
+    selector_type: Annotated[
+        str, Named("selector", partial(registered_parts, "selector"), arguments="kwargs", needed=True)
+    ] = "sequential"
     """sequential: as stored; shuffle: a new order each epoch; random: drawn with replacement; offline_easy2hard, for
     training tasksets: by `feature_keys`, largest first, the same in each epoch; difficulty_based, for one training
-    taskset: the tasks whose pass rate, as learned so far, is near a target. Others may differ between tasksets, but for
-    random."""
+    taskset: the tasks whose pass rate, as learned so far, is near a target; or a class of your own (docs/extending.md).
+    Selectors may differ between tasksets, but for random."""
     seed: int = 42
     """Seed of shuffle and random; one for all training tasksets."""
     feature_keys: tuple[str, ...] = ()
     """offline_easy2hard: columns of numbers, larger is easier; ties go by the next column, then later rows first.
     difficulty_based: two columns, the pass rates of a weak and of a strong model."""
     kwargs: Free = no_items()
-    """Arguments of difficulty_based: target_reward, tau, do_sample, m, lamb, rho, adaptive_rho, cap_discount, seed."""
+    """Arguments of the selector. difficulty_based: target_reward, tau, do_sample, m, lamb, rho, adaptive_rho,
+    cap_discount, seed."""
+
+    @property
+    def selector(self) -> Any:
+        """The selector's class, or its `RegisteredPart`: both have its traits."""
+        return known_part("selector", self.selector_type)
 
 
 class TasksetConfig(Section):

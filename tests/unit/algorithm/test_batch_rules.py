@@ -6,13 +6,15 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.learning_selectors import DifficultyBased, DifficultyState
 from rftdask.algorithm.operators import ExperienceTable, pass_rates, run_operators
-from rftdask.algorithm.selectors import DifficultyRule, DifficultyState, easy_to_hard
+from rftdask.algorithm.selectors import EasyToHard
 from rftdask.errors import UserError
 from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import OPERATORS
@@ -105,11 +107,12 @@ def test_a_wrong_operator_or_rule_is_an_error() -> None:
 
 
 def test_easy_to_hard_orders_by_the_features() -> None:
-    assert easy_to_hard(torch.tensor([[0.1, 0.0], [0.9, 0.1], [0.9, 0.5], [0.9, 0.1]])).tolist() == [2, 3, 1, 0]
+    features = np.array([[0.1, 0.0], [0.9, 0.1], [0.9, 0.5], [0.9, 0.1]])
+    assert EasyToHard().order(features, 0, np.random.Philox(0)).tolist() == [2, 3, 1, 0]
 
 
 def test_difficulty_learns_from_pass_rates_and_selects_near_the_target() -> None:
-    rule = DifficultyRule(target_reward=0.5, tau=0.0)
+    rule = DifficultyBased(target_reward=0.5, tau=0.0)
     features = torch.tensor([[0.0, 1.0]] * 4)
     state = rule.initial(features)
     state = rule.updated(state, torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.0]))
@@ -119,7 +122,7 @@ def test_difficulty_learns_from_pass_rates_and_selects_near_the_target() -> None
 
 
 def test_the_learned_posterior_survives_a_restart() -> None:
-    rule = DifficultyRule(do_sample=True)
+    rule = DifficultyBased(do_sample=True)
     features = torch.rand(6, 2, generator=torch.Generator().manual_seed(shifted_seed(0)))
     state = rule.updated(rule.initial(features), torch.tensor([2, 4]), torch.tensor([0.25, 0.75]))
     again = DifficultyState.from_state_dict(features, json.loads(json.dumps(state.state_dict())))
@@ -134,13 +137,13 @@ def test_the_learned_posterior_survives_a_restart() -> None:
 
 
 def test_a_step_selects_no_task_twice_and_steps_differ() -> None:
-    rule = DifficultyRule()
+    rule = DifficultyBased()
     state = rule.initial(torch.zeros(50, 2))
     picks = [rule.select(state, step, 20).tolist() for step in range(4)]
     assert all(len(set(pick)) == 20 for pick in picks) and picks[0] != picks[1]
 
 
 def test_a_cold_draw_still_fills_the_batch() -> None:
-    rule = DifficultyRule(target_reward=1.0, tau=1e-4)
+    rule = DifficultyBased(target_reward=1.0, tau=1e-4)
     state = rule.updated(rule.initial(torch.tensor([[0.0, 1.0]] * 6)), torch.arange(6), torch.arange(6) / 5)
     assert sorted(rule.select(state, 1, 6).tolist()) == list(range(6))

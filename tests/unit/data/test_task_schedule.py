@@ -3,14 +3,32 @@ has the identity of another.
 """
 
 from collections import Counter
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.data.task_schedule import TaskRef, explore_tasks, num_explore_steps
+from rftdask.algorithm.selectors import Selector, Shuffle
+from rftdask.config.algorithms import load_part
+from rftdask.data.task_schedule import EpochOrder, TaskRef, num_explore_steps
+from rftdask.data.task_schedule import explore_tasks as explore_tasks_of
 
 sizes_of_tasksets = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+
+
+def explore_tasks(step: int, *, sizes: list[int], batch_size: int, selector: str, seed: int) -> list[TaskRef]:
+    """The tasks of a step whose tasksets all have one selector."""
+    part: Selector = load_part("selector", selector)()
+    orders = [order_of(part, size) for size in sizes]
+    return explore_tasks_of(
+        step, sizes=sizes, batch_size=batch_size, orders=orders, seed=seed, epoch_each_step=part.epoch_each_step
+    )
+
+
+def order_of(selector: Selector, size: int) -> EpochOrder:
+    return partial(selector.order, np.empty((size, 0)))
 
 
 def run(sizes: list[int], batch_size: int, selector: str, num_steps: int, seed: int = 0) -> list[TaskRef]:
@@ -90,11 +108,9 @@ def test_counts_below_one_are_refused(step: int, sizes: list[int], batch_size: i
         explore_tasks(step, sizes=sizes, batch_size=batch_size, selector="shuffle", seed=1)
 
 
-def test_given_orders_take_the_place_of_the_selectors_in_every_epoch() -> None:
-    steps = [
-        explore_tasks(k, sizes=[3, 3], batch_size=6, selector="shuffle", seed=1, orders=[[2, 0, 1], None])
-        for k in (1, 2)
-    ]
+def test_each_taskset_has_its_own_order_in_every_epoch() -> None:
+    orders = [lambda epoch, random: np.array([2, 0, 1]), order_of(Shuffle(), 3)]
+    steps = [explore_tasks_of(k, sizes=[3, 3], batch_size=6, orders=orders, seed=1) for k in (1, 2)]
     plain = [explore_tasks(k, sizes=[3, 3], batch_size=6, selector="shuffle", seed=1) for k in (1, 2)]
     for step, shuffled in zip(steps, plain, strict=True):
         assert [task.index for task in step if task.taskset_number == 0] == [2, 0, 1]
@@ -104,9 +120,4 @@ def test_given_orders_take_the_place_of_the_selectors_in_every_epoch() -> None:
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3]])
 def test_an_order_that_misses_a_task_is_refused(order: list[int]) -> None:
     with pytest.raises(ValueError, match="each of 0"):
-        explore_tasks(1, sizes=[3], batch_size=1, selector="sequential", seed=1, orders=[order])
-
-
-def test_random_takes_no_orders() -> None:
-    with pytest.raises(ValueError, match="other than random"):
-        explore_tasks(1, sizes=[2], batch_size=1, selector="random", seed=1, orders=[[0, 1]])
+        explore_tasks_of(1, sizes=[3], batch_size=1, orders=[lambda epoch, random: np.array(order)], seed=1)

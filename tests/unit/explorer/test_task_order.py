@@ -56,9 +56,14 @@ def test_each_taskset_has_its_own_selector(tmp_path: Path) -> None:
         ([{"selector_type": "random"}, {}], "random cannot be mixed"),
         ([{"selector_type": "shuffle", "seed": 1}, {"selector_type": "shuffle", "seed": 2}], "seed differs"),
         ([{"selector_type": "offline_easy2hard"}], "feature_keys is required"),
-        ([{"selector_type": "difficulty_based", "feature_keys": ["easy"]}], "must be two columns"),
+        ([{"selector_type": "difficulty_based", "feature_keys": ["easy"]}], "must be 2 columns"),
         ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "is for one taskset"),
         ([{"selector_type": "shuffle", "kwargs": {"tau": 1}}], "shuffle takes no arguments"),
+        ([{"selector_type": "shufle"}], "'shufle' is no selector; did you mean shuffle"),
+        (
+            [{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"], "kwargs": {"taw": 1}}],
+            "kwargs.taw: unknown argument; did you mean tau",
+        ),
     ],
 )
 def test_selectors_that_do_not_go_together_are_refused(
