@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # where it is defined; what torch.distributed lends has no type
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
@@ -80,7 +79,10 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     host, port = spec["rendezvous"]
     rank, size = spec["rank"], spec["world_size"]
     try:
-        store = TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S))
+        # torch exports it at run time, and says so to no type checker; its own module is private and moves.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S)
+        )
         dist.init_process_group(
             # Small messages go over the CPU, also where gradients do not.
             backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
