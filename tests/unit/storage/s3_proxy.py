@@ -95,20 +95,29 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Dice:
-    """A fault for about one request in `every`, of the kinds that can happen to it."""
+    """A fault for about one request in `every`: of those that can happen to it, one that was played least so far.
+
+    So each is played in a short run, too.
+    """
 
     def __init__(self, every: float, seed: int) -> None:
         self.every = every
         self.played: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
     def choose(self, method: str, path: str) -> str:
         is_list = method == "GET" and "list-type=" in path
         words = ["slow"] if is_list else []
-        words += ["lost", "dropped"] if method in ("PUT", "POST", "DELETE") else ["refused", "dropped"]
+        words += ["lost"] if method in ("PUT", "POST", "DELETE") else []
+        words += ["dropped", "refused", "stalled"]
         with self._lock:
-            word = self._random.choice([*words, "refused", "stalled"]) if self._random.random() < 1 / self.every else ""
+            word = ""
+            if self._random.random() < 1 / self.every:
+                fewest = min(self._faults[word] for word in words)
+                word = self._random.choice([word for word in words if self._faults[word] == fewest])
+                self._faults[word] += 1
             self.played[f"{'LIST' if is_list else method} {word}".strip()] += 1
         return word or "pass"
 
