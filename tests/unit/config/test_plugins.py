@@ -44,9 +44,9 @@ def test_a_dotted_path_is_imported() -> None:
 
 
 def test_a_name_that_a_file_of_a_plugin_folder_defines_is_found(folder: Path) -> None:
-    (folder / "own_losses.py").write_text("from collections import Counter\nclass OwnLoss:\n    pass\n")
-    assert find_part("loss", "OwnLoss", {}, [str(folder)]).__module__ == "own_losses"
-    assert find_part("loss", "own_losses.OwnLoss", {}).__name__ == "OwnLoss"
+    (folder / "losses_of_a_folder.py").write_text("from collections import Counter\nclass OwnLoss:\n    pass\n")
+    assert find_part("loss", "OwnLoss", {}, [str(folder)]).__module__ == "losses_of_a_folder"
+    assert find_part("loss", "losses_of_a_folder.OwnLoss", {}).__name__ == "OwnLoss"
     with pytest.raises(UserError, match="unknown loss 'Counter'"):  # the file only imports it
         find_part("loss", "Counter", {})
 
