@@ -4,6 +4,7 @@ Invariant: the tasks of a step are a function of (arguments, state, step); `stat
 learned posterior included, so that a resumed run selects what the uninterrupted one would have.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ from rftdask.algorithm.selectors import Selector
 State = TypeVar("State")
 
 
-class LearningSelector(Selector, Generic[State]):
+class LearningSelector(Selector, ABC, Generic[State]):
     """Base of selectors that choose the tasks of each step by the pass rates of earlier ones; for one taskset.
 
     Usage: `state = selector.initial(features)`; each step `selector.select(state, step, batch_size)`, and, when pass
@@ -26,17 +27,17 @@ class LearningSelector(Selector, Generic[State]):
 
     learns = True
 
+    @abstractmethod
     def initial(self, features_NF: Tensor) -> State:
         """State before any reward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def select(self, state: State, step: int, batch_size: int) -> Tensor:
         """[batch_size] int64 rows of explore step `step`, without repetition: a function of the arguments alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def updated(self, state: State, indices_K: Tensor, rates_K: Tensor) -> State:
         """State after observing the pass rates [K], in [0, 1], of tasks [K]."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
