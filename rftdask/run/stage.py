@@ -162,8 +162,9 @@ class StageRun:
                     self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
             finally:
                 self._ended.set()
-                # Retention ends after the bucket it is at, while this process has the lease.
-                wait(self._work.values(), WORKER_DEADLINE_S)
+                # Retention ends after the bucket it is at, while this process has the lease. Roles are not waited for:
+                # all have ended, unless an error or a second Ctrl-C ends the stage, and then one of them may hang.
+                wait([future for role, future in list(self._work.items()) if role == "retention"], WORKER_DEADLINE_S)
                 self._take_ends()
                 self._client.unsubscribe_topic(TOPIC)
                 if self._actor is not None:
@@ -207,7 +208,8 @@ class StageRun:
 
     def _take_ends(self) -> None:
         """Take in what ended: an error of a role ends the stage, and after the trainer no newer weights will come."""
-        for name in [name for name, future in self._work.items() if future.done()]:
+        # A copy: the explorer's thread may add retention meanwhile.
+        for name in [name for name, future in list(self._work.items()) if future.done()]:
             future = self._work.pop(name)
             error = future.exception()
             if error is not None:

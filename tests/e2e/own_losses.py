@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,3 +27,13 @@ class BrokenLoss(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
         raise ValueError("the slope of this loss must not be 7")
+
+
+@dataclass(frozen=True)
+class StuckLoss(PolicyLoss):
+    """Does not come back."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        write_own_calls("loss")
+        time.sleep(3600)
+        raise AssertionError("nobody waits for so long")

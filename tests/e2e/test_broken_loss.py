@@ -1,5 +1,8 @@
-"""A user's loss that raises. Promises: the run ends by itself with exit code 1; it says what was raised and where, in
-the rank's own traceback, and in one line what to do; no rank starts again, since it would meet the same error.
+"""A user's loss that raises, or never comes back. Promises:
+
+- a loss that raises ends the run by itself with exit code 1; the run says what was raised and where, in the rank's own
+  traceback, and in one line what to do; no rank starts again, since it would meet the same error;
+- a loss that hangs does not keep a second Ctrl-C from ending the run.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import re
 from pathlib import Path
 
 from rftdask.monitor.metrics import read_metrics
+from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import open_storage
 from tests.e2e.own_stack import STACKS, read_own_calls
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
@@ -38,3 +42,17 @@ def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_p
     assert read_metrics(open_storage(folder), "trainer").empty
     assert num_steps(folder) <= 1  # the batch of the first step, which the same command trains next
     assert_sound(folder)
+
+
+def test_a_second_ctrl_c_waits_for_no_role(tmp_path: Path) -> None:
+    config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.StuckLoss"})
+    stacks = tmp_path / "stacks.jsonl"
+    with RunProcess("run", str(config), "--progress", "plain", env={STACKS: str(stacks)}) as run:
+        run.wait_until(stacks.exists, DEADLINE_S)
+        run.interrupt()
+        run.wait_until(lambda: (run_folder(config) / STOP_FILE).exists(), DEADLINE_S)
+        run.interrupt()
+        ended = run.end(120.0)  # a fraction of every deadline in which a role would be waited for
+        run.wait_for_no_survivors()
+    assert ended.code == 130, ended
+    assert "ended at once" in ended.err, ended
