@@ -316,13 +316,18 @@ def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]
     return found
 
 
-def _read_modules(package: str) -> Iterator[tuple[str, list[ast.stmt]]]:
+@cache  # a package is read under many labels, and parsing it is what costs
+def _read_modules(package: str) -> Sequence[tuple[str, list[ast.stmt]]]:
     """(dotted name, statements) of the modules below `package`, or of the module of that name."""
     above = Path(__file__).parents[2]
     root = above.joinpath(*package.split("."))
-    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]:
-        name = ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
-        yield name, ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+    return [
+        (
+            ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__"),
+            ast.parse(file.read_text(encoding="utf-8"), str(file)).body,
+        )
+        for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")])
+    ]
 
 
 def _line_of(node: ast.ClassDef, classes: Mapping[str, tuple[str, ast.ClassDef]]) -> Iterator[tuple[str, ast.ClassDef]]:
