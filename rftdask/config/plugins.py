@@ -11,7 +11,9 @@ modules, which may need torch. Plug-ins are imported. Nothing is copied anywhere
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -284,16 +286,14 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
 
     Reads files and imports nothing, not even the package. A tuple of names registers the class under each.
     """
-    classes: dict[str, tuple[str, ast.ClassDef]] = {}
-    for module, body in _read_modules(package):
-        classes.update({node.name: (module, node) for node in body if isinstance(node, ast.ClassDef)})
+    classes = _read_classes(package)
     found: dict[str, RegisteredPart] = {}
-    for attribute, (module, node) in classes.items():
-        own = _constants(node).get(label)  # its own: a subclass has another name or none
+    for attribute, node in classes.items():
+        own = node.constants.get(label)  # its own: a subclass has another name or none
         for name in (own,) if own and isinstance(own, str) else own or ():
-            line = [known for _, known in _line_of(node, classes)]
-            traits = {key: value for known in reversed(line) for key, value in _constants(known).items()}
-            found[name] = RegisteredPart(name, module, attribute, _read_parameters(line), traits)
+            line = list(_line_of(attribute, classes))
+            traits = {key: value for known in reversed(line) for key, value in known.constants.items()}
+            found[name] = RegisteredPart(name, node.module, attribute, _parameters_of_line(line), traits)
     return found
 
 
@@ -316,60 +316,93 @@ def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]
     return found
 
 
+@dataclass(frozen=True)
+class _ReadClass:
+    """What the source of a class says that a configuration may ask for."""
+
+    module: str
+    bases: tuple[str, ...]
+    constants: Mapping[str, Any]
+    """Class attributes with literal values; of a dataclass's fields they are the defaults."""
+    is_dataclass: bool
+    fields: Mapping[str, Parameter]
+    """Annotated attributes, but for class variables."""
+    has_init: bool
+    init: Mapping[str, Parameter] | None
+    """Arguments of its own __init__ but self; None: any."""
+
+
 @cache  # a package is read under many labels, and parsing it is what costs
-def _read_modules(package: str) -> Sequence[tuple[str, list[ast.stmt]]]:
-    """(dotted name, statements) of the modules below `package`, or of the module of that name."""
-    above = Path(__file__).parents[2]
-    root = above.joinpath(*package.split("."))
-    return [
-        (
-            ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__"),
-            ast.parse(file.read_text(encoding="utf-8"), str(file)).body,
-        )
-        for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")])
-    ]
-
-
-def _line_of(node: ast.ClassDef, classes: Mapping[str, tuple[str, ast.ClassDef]]) -> Iterator[tuple[str, ast.ClassDef]]:
-    """The class and its bases among `classes`, nearest first."""
-    yield node.name, node
-    for base in node.bases:
-        name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
-        if name in classes and name != node.name:
-            yield from _line_of(classes[name][1], classes)
-
-
-def _constants(node: ast.ClassDef) -> dict[str, Any]:
-    """Class attributes with literal values; not the fields of a dataclass, which have defaults of instances."""
+def _read_classes(package: str) -> Mapping[str, _ReadClass]:
+    """The classes at the top of the modules below `package`, by their bare names."""
     found = {}
-    for item in node.body:
-        target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
-        value = getattr(item, "value", None)
-        if isinstance(target, ast.Name) and value is not None and isinstance(item, ast.Assign | ast.AnnAssign):
-            try:
-                found[target.id] = ast.literal_eval(value)
-            except ValueError:
-                continue
+    for module, body in _read_modules(package):
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = _read_class(module, node)
     return found
 
 
-def _read_parameters(line: Sequence[ast.ClassDef]) -> dict[str, Parameter] | None:
+def _read_class(module: str, node: ast.ClassDef) -> _ReadClass:
+    constants: dict[str, Any] = {}
+    fields: dict[str, Parameter] = {}
+    init: ast.arguments | None = None
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            init = item.args
+        if not isinstance(item, ast.Assign | ast.AnnAssign):
+            continue
+        target = item.targets[0] if isinstance(item, ast.Assign) else item.target
+        if not isinstance(target, ast.Name):
+            continue
+        if item.value is not None:
+            with contextlib.suppress(ValueError):  # no literal
+                constants[target.id] = ast.literal_eval(item.value)
+        if isinstance(item, ast.AnnAssign):
+            annotation = ast.unparse(item.annotation)
+            if not annotation.startswith(("ClassVar", "typing.ClassVar")):
+                fields[target.id] = Parameter(target.id, annotation, required=item.value is None)
+    return _ReadClass(
+        module,
+        tuple(ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases),
+        constants,
+        any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list),
+        fields,
+        init is not None,
+        None if init is None or init.kwarg else _read_arguments(init, skip=1),
+    )
+
+
+def _read_modules(package: str) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """(dotted name, statements) of the modules below `package`, or of the module of that name."""
+    above = Path(__file__).parents[2]
+    root = above.joinpath(*package.split("."))
+    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]:
+        name = ".".join(file.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
+        # A syntax tree is tens of thousands of objects and no cycle; looking for cycles takes as long as parsing.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+        finally:
+            if collects:
+                gc.enable()
+        yield name, body
+
+
+def _line_of(name: str, classes: Mapping[str, _ReadClass]) -> Iterator[_ReadClass]:
+    """The class and its bases among `classes`, nearest first."""
+    yield classes[name]
+    for base in classes[name].bases:
+        if base in classes and base != name:
+            yield from _line_of(base, classes)
+
+
+def _parameters_of_line(line: Sequence[_ReadClass]) -> Mapping[str, Parameter] | None:
     """The fields of a dataclass, those of its bases first; else the arguments of the nearest __init__ but self."""
-    if any("dataclass" in ast.unparse(decorator) for decorator in line[0].decorator_list):
-        fields: dict[str, Parameter] = {}
-        for node in reversed(line):
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    annotation = ast.unparse(item.annotation)
-                    if not annotation.startswith(("ClassVar", "typing.ClassVar")):
-                        required = item.value is None
-                        fields[item.target.id] = Parameter(item.target.id, annotation, required)
-        return fields
-    for node in line:
-        for item in node.body:
-            if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                return None if item.args.kwarg else _read_arguments(item.args, skip=1)
-    return {}
+    if line[0].is_dataclass:
+        return {name: parameter for known in reversed(line) for name, parameter in known.fields.items()}
+    return next((known.init for known in line if known.has_init), {})
 
 
 def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parameter]:
