@@ -10,10 +10,13 @@ import http.client
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,7 +138,7 @@ def serve(every: float, seed: int) -> None:
     bucket.request("PUT", "/bucket", headers={"Content-Length": "0"})
     assert bucket.getresponse().status == 200
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    print(f"http://127.0.0.1:{proxy.server_port}", flush=True)
+    print(f"http://127.0.0.1:{proxy.server_port}", endpoint, flush=True)
     sys.stdin.read()
     print(json.dumps(dice.played), flush=True)
     os._exit(0)  # not waiting for the threads of connections that clients keep open
@@ -154,8 +157,9 @@ class S3Process:
             text=True,
         )
         assert self._process.stdout is not None
-        self.endpoint = self._process.stdout.readline().strip()
-        assert self.endpoint, "the S3 service did not start"
+        endpoints = self._process.stdout.readline().split()
+        assert endpoints, "the S3 service did not start"
+        self.endpoint, self._upstream = endpoints
         self.played: dict[str, int] = {}
         self.env = {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -166,6 +170,12 @@ class S3Process:
             "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # bodies as they are, no trailers
             "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": READ_TIMEOUT_S}}),
         }
+
+    def keys(self, prefix: str) -> list[str]:
+        """What lies below `prefix` in the bucket, at most 1,000 keys. Asked behind the faults, so that it is known at once."""
+        url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())
 
     def close(self) -> None:
         out, _ = self._process.communicate(timeout=30)
