@@ -25,6 +25,7 @@ from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.rank import build_lora
+from tests.numerics import assert_close
 from tests.unit.trainer.test_lora import trainer
 from tests.unit.trainer.test_torch_engine import SIZES, rollouts
 
@@ -90,9 +91,7 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model_folder: str,
     assert model.dtype == dtype
     assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     expected = engine._model(IDS).logits.to(dtype)
-    torch.testing.assert_close(
-        model(IDS).logits, expected, **({} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05})
-    )
+    assert_close(model(IDS).logits, expected)
     if not lora:
         for name, tensor in engine._model.state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor.to(dtype)), name
@@ -111,7 +110,7 @@ def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) 
     convert(run, tmp_path / "out", merge_lora=False)
     model = AutoModelForCausalLM.from_pretrained(small)
     theirs = PeftModel.from_pretrained(model, tmp_path / "out")
-    torch.testing.assert_close(theirs(IDS).logits, engine._model(IDS).logits, atol=1e-5, rtol=1e-5)
+    assert_close(theirs(IDS).logits, engine._model(IDS).logits)
 
 
 def test_run_checkpoint_and_step_name_the_same(small: str, tmp_path: Path) -> None:

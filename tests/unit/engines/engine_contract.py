@@ -12,6 +12,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineSpec
 from rftdask.errors import RoleError
+from tests.numerics import LOGIT_SIZE, assert_close
 
 
 def engine_spec(engine_type: str, model_path: str = "no/such/model") -> EngineSpec:
@@ -67,7 +68,7 @@ class EngineContract:
         generations = engine.generate(requests)
         pairs = [(request.prompt_tokens, said.tokens) for request, said in zip(requests, generations, strict=True)]
         for scored, said in zip(engine.logprobs(pairs), generations, strict=True):
-            assert scored == pytest.approx(said.logprobs, abs=1e-4)
+            assert_close(scored, said.logprobs, size=LOGIT_SIZE)
 
     def test_no_response_exceeds_its_own_max_tokens(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=1)
@@ -125,7 +126,7 @@ class EngineContract:
         for number, request in enumerate(requests):
             [alone] = engine.generate([request])
             assert answers[10 + number].tokens == alone.tokens
-            assert answers[10 + number].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            assert_close(answers[10 + number].logprobs, alone.logprobs, size=LOGIT_SIZE)
 
     def test_what_nobody_wants_any_more_holds_up_nothing(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=12)

@@ -172,7 +172,7 @@ class S3Process:
         }
 
     def keys(self, prefix: str) -> list[str]:
-        """What lies below `prefix` in the bucket, at most 1,000 keys. Asked behind the faults, so that it is known at once."""
+        """What lies below `prefix` in the bucket, at most 1,000 keys; asked behind the faults, so known at once."""
         url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())

@@ -28,7 +28,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.manifest import write_folder
 from rftdask.weights.published import publish_weights, read_checkpoint_weights
-from tests.numerics import assert_same_logprobs
+from tests.numerics import assert_close, assert_same_logprobs
 from tests.unit.trainer.test_torch_engine import SIZES, adam, rollouts
 
 KINDS = {
@@ -100,13 +100,13 @@ class TestPublished:
         put(tmp_path / "weights", policy.weights())
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
         ids = torch.arange(2, 12)[None]
-        torch.testing.assert_close(theirs(ids).logits, policy._model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert_close(theirs(ids).logits, policy._model(ids).logits)
 
     def test_an_export_has_the_adapters_merged(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
         model = exported(policy, tmp_path / "export")
         ids = torch.arange(2, 12)[None]
-        torch.testing.assert_close(model(ids).logits, policy._model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert_close(model(ids).logits, policy._model(ids).logits)
         assert not [name for name, _ in model.named_parameters() if "lora" in name]
 
     def test_a_checkpoint_restores_to_the_bit(self, kind: str, model_folder: str) -> None:

@@ -18,7 +18,7 @@ from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
 from rftdask.trainer.engines.padding import pad
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import micro_batches, pack_rows
-from tests.numerics import shifted_seed
+from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 40
 SIZES: dict[str, Any] = {
@@ -94,12 +94,12 @@ class TestPackedAttention:
         assert pack_if_equal(model)
         logprobs_BT, _ = token_logprobs(model, pack_rows(rows, np.array(prompts), np.ones(len(rows))))
         for values_T, part in zip(logprobs_BT, parts, strict=True):
-            torch.testing.assert_close(values_T[: len(part)], part, atol=2e-5, rtol=1e-5)
+            assert_same_logprobs(values_T[: len(part)], part)
             assert not values_T[len(part) :].any()
         got = gradients(model, (logprobs_BT * weights[:, : logprobs_BT.shape[1]]).sum())
         scale = max(float(grad.abs().max()) for grad in expected)
         for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5 * max(scale, 1.0), rtol=1e-4)
+            assert_close(one, other, size=max(scale, 1.0))
 
     def test_the_model_computes_no_position_that_is_no_token(self) -> None:
         model = MODELS["qwen2"]
@@ -115,7 +115,7 @@ class TestPackedAttention:
         assert pack_if_equal(model)
         packed = hidden_states(model, rows)
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(hidden_states(model, rows), packed, atol=1e-5, rtol=1e-5)
+        assert_close(hidden_states(model, rows), packed)
 
     def test_a_model_whose_state_crosses_rows_does_not_pack(self) -> None:
         config = transformers.MambaConfig(

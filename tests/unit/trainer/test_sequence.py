@@ -23,7 +23,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.sequence import SequenceSplit
-from tests.numerics import shifted_seed
+from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 30
 SIZES: dict[str, Any] = {
@@ -96,12 +96,12 @@ class TestSplitSequences:
         parts = in_threads(size, lambda ranks: scores_and_gradients(model, shapes, ranks))
         for logprobs_BT, entropy_BT, _ in parts:
             assert torch.equal(logprobs_BT, parts[0][0]) and torch.equal(entropy_BT, parts[0][1])
-            torch.testing.assert_close(logprobs_BT, expected[0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(entropy_BT, expected[1], atol=1e-5, rtol=1e-5)
+            assert_same_logprobs(logprobs_BT, expected[0])
+            assert_same_logprobs(entropy_BT, expected[1])
         scale = max(float(gradient.abs().max()) for gradient in expected[2])
         for number, whole in enumerate(expected[2]):
             total = torch.stack([gradients[number] for _, _, gradients in parts]).sum(0)
-            torch.testing.assert_close(total, whole, atol=1e-5 * max(scale, 1.0), rtol=1e-4)
+            assert_close(total, whole, size=max(scale, 1.0))
 
     def test_a_rank_computes_its_own_tokens_alone(self) -> None:
         def shapes(ranks: Ranks) -> tuple[int, int]:
