@@ -1,8 +1,9 @@
 """What every section of the configuration is made of: frozen models, frozen dicts and the state of a key.
 
-A key's state stands in its annotation (`Annotated[int, Later("vLLM engines")]`) and nowhere else: the checks, the
-tests and the documentation read it from there. A key without a mark does what its docstring says. This module knows
-no key. Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
+What is special about a key stands in its annotation (`Annotated[str, Later("SwanLab", ("swanlab",))]`) and nowhere
+else: the checks, the tests and the documentation read it from there. A key without a mark does what its docstring says;
+keys of the reference system without effect are no fields (reference_keys.py). This module knows no key.
+Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,43 +19,11 @@ from rftdask.config.plugins import RegisteredPart
 
 @dataclass(frozen=True)
 class Later:
-    """Refused when set to something else than the default: the feature is not there yet.
-
-    On a section it holds for every key inside that has no mark of its own.
-    """
+    """These values are refused: the feature is not there yet. They are not in the type of the key."""
 
     feature: str
     """What is missing, as it ends the sentence "not available in this release: ..."."""
-    values: tuple[Any, ...] | None = None
-    """These values are refused; they are not in the type of the key. None: every value but the default."""
-    allowed: tuple[Any, ...] = ()
-    """With `values` None: not refused either, because it means the same as the default."""
-
-    def refuses(self, value: Any, default: Any) -> bool:
-        """Whether setting `value` asks for the missing feature. Both are plain data."""
-        if self.values is not None:
-            return value in self.values
-        return value != default and value not in self.allowed
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """Accepted and without effect: one warning with the reason when set to something else than the default."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Derived:
-    """Never set by a user: the reference system fills it, or we compute it where it is needed."""
-
-
-@dataclass(frozen=True)
-class Secret:
-    """Never read from a file: secrets come from environment variables. Its value is never shown."""
-
-    instead: str
-    """What to do instead."""
+    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +33,6 @@ class Filled:
     rule: str
     zero: bool = False
     """0 means the same as None."""
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """An old name of another key of the same section: its value moves there, with a warning."""
-
-    to: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +65,7 @@ class Named:
     """Whether checks of a configuration read class attributes of the part, so that a plug-in is imported for them."""
 
 
-Mark = Later | Ignored | Derived | Secret | Filled | Renamed | Aliases | Named
+Mark = Later | Filled | Aliases | Named
 
 
 class FrozenDict(dict[str, Any]):
@@ -187,16 +149,11 @@ def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
 
 
 def plain(value: Any) -> Any:
-    """Sections and frozen containers as plain dicts and lists, keys that are not the user's left out."""
+    """Sections and frozen containers as plain dicts and lists."""
     if isinstance(value, Section):
-        fields = type(value).model_fields
-        return {key: plain(getattr(value, key)) for key, info in fields.items() if not _is_not_the_users(info)}
+        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-def _is_not_the_users(info: FieldInfo) -> bool:
-    return any(isinstance(mark, Derived | Secret | Renamed) for mark in marks_of(info))

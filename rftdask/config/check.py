@@ -11,24 +11,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rftdask.config.base import (
-    Aliases,
-    Derived,
-    Filled,
-    Ignored,
-    Later,
-    Mark,
-    Named,
-    Renamed,
-    Secret,
-    Section,
-    child_of,
-    default_of,
-    marks_of,
-    plain,
-)
+from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, child_of, default_of, marks_of
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
 from rftdask.config.plugins import find_part, what_instead
+from rftdask.config.reference_keys import Derived, Ignored, Missing, ReferenceKey, Renamed, Secret, reference_keys
 from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
@@ -39,6 +25,7 @@ MarkType = TypeVar("MarkType", bound=Mark)
 _SECRET_NAME = re.compile(r"api_?key|passw|secret|credential|(^|_)(auth|access|bearer|api|hf)_?token$", re.IGNORECASE)
 _NO_KEY = ("", "EMPTY", False)
 _NO_SECRETS = "a secret does not belong in a configuration"
+_DERIVED = "derived, cannot be set"
 
 
 class Checker(Generic[Schema]):
@@ -55,7 +42,7 @@ class Checker(Generic[Schema]):
         explorer = tree.get("explorer")
         folders = explorer.get("plugin_dirs") if isinstance(explorer, Mapping) else None
         self.plugin_dirs = [str(folder) for folder in folders] if isinstance(folders, list | tuple) else []
-        return self._section(self.schema, tree, "", None)
+        return self._section(self.schema, tree, "")
 
     def validate(self, tree: dict[str, Any]) -> Schema:
         """The tree as a section. Wrong values are reported and taken out of `tree`; a required key gets a stand-in."""
@@ -80,44 +67,74 @@ class Checker(Generic[Schema]):
         if info.is_required():
             node[loc[-1]] = {} if child_of(info) else "stand-in"
 
-    def _section(
-        self, cls: type[Section], tree: Mapping[str, Any], path: str, inherited: Later | None
-    ) -> dict[str, Any]:
+    def _section(self, cls: type[Section], tree: Mapping[str, Any], path: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
+        others = reference_keys(cls)
         for key, value in tree.items():
             where = f"{path}.{key}" if path else str(key)
-            info = cls.model_fields.get(key)
-            if info is None:
-                self.problems.append((where, self._unknown(cls, str(key), path)))
-                continue
-            renamed = _mark(info, Renamed)
-            if renamed and tree.get(renamed.to) not in (None, value):
-                self.problems.append((where, f"an old name of {renamed.to}, which is given as well; leave it out"))
-                continue
-            if renamed and value is not None:
-                self.warnings.append((where, f"old name of {renamed.to}"))
-                key, info = renamed.to, cls.model_fields[renamed.to]
-            result.update(self._key(info, str(key), value, where, inherited))
+            info, told = cls.model_fields.get(key), others.get(key)
+            if info is None and isinstance(told, Renamed):
+                if tree.get(told.to) not in (None, value):
+                    self.problems.append((where, f"an old name of {told.to}, which is given as well; leave it out"))
+                elif value is not None:
+                    self.warnings.append((where, f"old name of {told.to}"))
+                    result.update(self._key(cls.model_fields[told.to], told.to, value, where))
+            elif info is not None:
+                result.update(self._key(info, key, value, where))
+            elif told is not None:
+                self._tell(told, value, where)
+            elif isinstance(getattr(cls, str(key), None), property):
+                self.problems.append((where, _DERIVED))
+            else:
+                self.problems.append((where, self._unknown(str(key), {**cls.model_fields, **others}, path)))
         return result
 
-    def _key(
-        self, info: FieldInfo, key: str, value: Any, path: str, inherited: Later | None
-    ) -> Iterator[tuple[str, Any]]:
+    def _tell(self, told: ReferenceKey, value: Any, path: str) -> None:
+        """Tell of a key that no field stands for, and is left out."""
+        if value is None:  # as if the key were not there
+            return
+        if isinstance(told, Mapping):
+            if not isinstance(value, Mapping):
+                self.problems.append((path, f"{show(value)} is not a section (key: value lines)"))
+                return
+            for key, item in value.items():
+                if key in told:
+                    self._tell(told[key], item, f"{path}.{key}")
+                else:
+                    self.problems.append((f"{path}.{key}", self._unknown(str(key), told, path)))
+        elif isinstance(told, Derived):
+            self.problems.append((path, _DERIVED))
+        elif isinstance(told, Secret):
+            if value not in _NO_KEY:
+                self.problems.append((path, f"{_NO_SECRETS}: {told.instead}"))
+        elif isinstance(told, Missing):
+            if value != told.default and value not in told.allowed:
+                instead = f"leave it out or set {show(told.default)}"
+                self.problems.append((path, _not_available(value, told.feature, instead)))
+        elif isinstance(told, Ignored) and value != told.default:
+            self.warnings.append((path, f"ignored: {told.reason}"))
+            self._without_secrets(value, path)
+
+    def _key(self, info: FieldInfo, key: str, value: Any, path: str) -> Iterator[tuple[str, Any]]:
         """The (key, value) to keep for one key of the tree, or nothing."""
-        later = _mark(info, Later) or (None if marks_of(info) else inherited)
         child = child_of(info)
-        if _means_absent(info, value):
+        filled = _mark(info, Filled)
+        # null where null is no value of its own means "as if the key were not there".
+        if value is None and (filled or info.is_required() or default_of(info) is not None):
+            return
+        if filled and filled.zero and value == 0:
             return
         if child and child[0] == "section" and isinstance(value, Mapping):
-            yield key, self._section(child[1], value, path, later)
+            yield key, self._section(child[1], value, path)
             return
-        value = self._new_value(info, value, path)
-        message = self._refusal(info, later, value)
+        aliases = _mark(info, Aliases)
+        if aliases and isinstance(value, str) and value in aliases.values:
+            self.warnings.append((path, f"{value} is taken as {aliases.values[value]}: {aliases.reason}"))
+            value = aliases.values[value]
+        message = self._refusal(info, value)
         if message:
             self.problems.append((path, message))
             return
-        if _mark(info, Ignored) and value != plain(default_of(info)):
-            self.warnings.append((path, f"ignored: {_mark(info, Ignored).reason}"))  # type: ignore[union-attr]
         if child and child[0] == "list" and isinstance(value, list):
             value = [self._item(child[1], item, f"{path}[{index}]") for index, item in enumerate(value)]
         elif child and child[0] == "dict" and isinstance(value, Mapping):
@@ -127,46 +144,26 @@ class Checker(Generic[Schema]):
         yield key, value
 
     def _item(self, cls: type[Section], item: Any, path: str) -> Any:
-        return self._section(cls, item, path, None) if isinstance(item, Mapping) else item
+        return self._section(cls, item, path) if isinstance(item, Mapping) else item
 
-    def _new_value(self, info: FieldInfo, value: Any, path: str) -> Any:
-        aliases = _mark(info, Aliases)
-        if not aliases or not isinstance(value, str) or value not in aliases.values:
-            return value
-        new = aliases.values[value]
-        self.warnings.append((path, f"{value} is taken as {new}: {aliases.reason}"))
-        return new
-
-    def _refusal(self, info: FieldInfo, later: Later | None, value: Any) -> str:
-        """Why the value of a key cannot be taken, or an empty text."""
-        default = plain(default_of(info))
-        secret = _mark(info, Secret)
-        if _mark(info, Derived):
-            return "derived, cannot be set"
-        if secret:
-            return f"{_NO_SECRETS}: {secret.instead}"
-        if later and later.refuses(value, default):
-            allowed = _known_values(info) if later.values else []
-            instead = f"use {one_of(allowed)}" if allowed else f"leave it out or set {show(default)}"
-            return f"{show(value)} is not available in this release ({later.feature}); {instead}"
-        named = _mark(info, Named)
+    def _refusal(self, info: FieldInfo, value: Any) -> str:
+        """Why the value of a key cannot be taken, or an empty text. A plug-in is imported only where checks need it."""
+        later, named = _mark(info, Later), _mark(info, Named)
+        if later and value in later.values:
+            known = sorted(named.registered()) if named else allowed_values(info.annotation)
+            return _not_available(value, later.feature, f"use {one_of(known)}")
         if named and isinstance(value, str):
-            return self._unknown_part(named, value)
+            registered, may_be_plugin = named.registered(), "." in value or bool(self.plugin_dirs)
+            if value in registered or (may_be_plugin and not named.needed):
+                return ""
+            if not may_be_plugin:
+                return f"{show(value)} is no {named.kind}; {what_instead(value, registered)}"
+            try:
+                find_part(named.kind, value, registered, self.plugin_dirs)
+            except UserError as error:
+                return str(error)
         if isinstance(value, bool) and is_number(info):
             return f"{show(value)} is not a number"
-        return ""
-
-    def _unknown_part(self, named: Named, name: str) -> str:
-        """Why `name` names no part, or an empty text. Plug-ins that the checks do not need are not imported here."""
-        registered = named.registered()
-        if name in registered or (not named.needed and ("." in name or self.plugin_dirs)):
-            return ""
-        if "." not in name and not self.plugin_dirs:
-            return f"{show(name)} is no {named.kind}; {what_instead(name, registered)}"
-        try:
-            find_part(named.kind, name, registered, self.plugin_dirs)
-        except UserError as error:
-            return str(error)
         return ""
 
     def _without_secrets(self, value: Any, path: str) -> Any:
@@ -185,11 +182,9 @@ class Checker(Generic[Schema]):
                 result[key] = self._without_secrets(item, where)
         return result
 
-    def _unknown(self, cls: type[Section], key: str, section: str) -> str:
-        if isinstance(getattr(cls, key, None), property):
-            return "derived, cannot be set"
+    def _unknown(self, key: str, known: Mapping[str, object], section: str) -> str:
         message = "unknown key"
-        near = nearest(key, settable_keys(cls))
+        near = nearest(key, settable_keys(known))
         if near:
             message += f"; did you mean {near}?"
         places = [place for place in sections_with(self.schema).get(key, ()) if place != section]
@@ -202,15 +197,5 @@ def _mark(info: FieldInfo, kind: type[MarkType]) -> MarkType | None:
     return next((mark for mark in marks_of(info) if isinstance(mark, kind)), None)
 
 
-def _known_values(info: FieldInfo) -> list[Any]:
-    """The values of a Literal, or the registered names of a part; empty for other keys."""
-    named = _mark(info, Named)
-    return sorted(named.registered()) if named else allowed_values(info.annotation)
-
-
-def _means_absent(info: FieldInfo, value: Any) -> bool:
-    """Whether the value says "as if the key were not there": null where null is no value of its own, and its like."""
-    filled, secret = _mark(info, Filled), _mark(info, Secret)
-    if value is None:
-        return bool(filled or secret or _mark(info, Derived) or info.is_required() or default_of(info) is not None)
-    return bool(filled and filled.zero and value == 0) or bool(secret and value in _NO_KEY)
+def _not_available(value: Any, feature: str, instead: str) -> str:
+    return f"{show(value)} is not available in this release ({feature}); {instead}"

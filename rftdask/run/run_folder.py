@@ -33,7 +33,7 @@ _WATCH_S = 2.5 * _HEARTBEAT_S
 """A living owner writes at least once in it."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
-_FREE_SECTIONS = ("cluster", "monitor", "log", "service", "stages")
+_FREE_SECTIONS = ("cluster", "monitor", "log", "stages")
 _FREE_KEYS = {
     "mode",
     "checkpoint_root_dir",

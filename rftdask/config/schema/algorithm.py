@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rftdask.config.algorithms import advantage_needs, algorithm_info, old_names, registered_parts
-from rftdask.config.base import Aliases, Count, Filled, Free, Later, Named, Renamed, Section, absent
+from rftdask.config.base import Aliases, Count, Filled, Free, Named, Section, absent
 from rftdask.config.plugins import read_parts
 
 EXPERT_RATIO = 0.5
@@ -48,8 +48,6 @@ class OptimizerConfig(Section):
     """Warm-up as a share of all steps, used when `lr_warmup_steps` is -1."""
     min_lr_ratio: float = Field(default=0.01, ge=0, le=1)
     """Where the cosine schedule ends, as a share of `lr`."""
-    warmup_style: Annotated[Any, Renamed("lr_scheduler_type")] = None
-    """Old name of `lr_scheduler_type`."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """Schedule after the warm-up."""
     optimizer_type: Literal["adam", "adamw"] = "adam"
@@ -120,8 +118,6 @@ class AlgorithmConfig(Section):
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
     ) = None
     """How token losses become one number; None: as the algorithm's paper does."""
-    enable_router_replay: Annotated[bool, Later("router replay of mixture-of-experts models")] = False
-    """Replay in training the expert choices made in the rollout."""
     bypass_old_logprobs: bool = True
     """True: ratios are taken to the log-probabilities recorded in the rollout. False: to those of the trainer's weights
     before the step, so that every ratio begins at 1."""

@@ -8,11 +8,8 @@ from pydantic import Field
 from rftdask.config.algorithms import known_part, registered_parts
 from rftdask.config.base import (
     Count,
-    Derived,
     Filled,
     Free,
-    Ignored,
-    Later,
     Named,
     Natural,
     Seconds,
@@ -24,7 +21,6 @@ from rftdask.config.plugins import read_parts
 from rftdask.config.rollout_parts import registered_rewards, registered_workflows
 
 _WORKFLOW = Named("workflow", registered_workflows)
-_IMAGES = Later("images and videos")
 
 
 class FormatConfig(Section):
@@ -45,10 +41,6 @@ class FormatConfig(Section):
     """Column of the chat, a list of {role, content}."""
     tools_key: str = "tools"
     """sft: column of the tools, a list of JSON schemas or its JSON text; used where the dataset has it."""
-    image_key: Annotated[str | None, _IMAGES] = None
-    """Column of images."""
-    video_key: Annotated[str | None, _IMAGES] = None
-    """Column of videos."""
     reply_prefix: str | None = None
     """Text the response begins with; it is part of the prompt."""
     workflow_key: str = ""
@@ -61,10 +53,6 @@ class FormatConfig(Section):
     """dpo: column of the worse response."""
     enable_concatenated_multi_turn: bool = False
     """sft: train every assistant message of a chat in one sequence, not only the last."""
-    chat_template: Annotated[str | None, Later("a chat template for one dataset")] = None
-    """Chat template of this dataset."""
-    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
-    """Value given to the chat template."""
 
 
 class RolloutArgs(Section):
@@ -76,12 +64,8 @@ class RolloutArgs(Section):
     """Probability mass sampled from."""
     top_k: Annotated[int, Filled("model.top_k")] = absent(ge=-1)
     """Number of tokens sampled from; -1 is all."""
-    logprobs: Annotated[Natural, Ignored("the log-probability of every sampled token is always recorded")] = 0
-    """Log-probabilities of this many alternatives."""
     max_tokens: Annotated[Count, Filled("model.max_response_tokens")] = absent()
     """Longest response in tokens."""
-    n: Annotated[Any, Derived()] = None
-    """Derived: see `repeat_times`."""
 
 
 class DataSelectorConfig(Section):
@@ -147,12 +131,6 @@ class TasksetConfig(Section):
     """Order of the tasks."""
     repeat_times: Annotated[Count, Filled("algorithm.repeat_times; eval: 1")] = absent()
     """Rollouts of each task. Only eval tasksets may set it; training uses `algorithm.repeat_times`."""
-    enable_progress_bar: Annotated[bool, Ignored("there is one progress display for the whole run")] = False
-    """Progress bar of the reader."""
-    max_retry_times: Annotated[Natural, Ignored("reads are retried by the storage layer")] = 3
-    """Retries of a failed read."""
-    max_retry_interval: Annotated[float, Ignored("reads are retried by the storage layer")] = 1.0
-    """Seconds between retries."""
 
     @property
     def table(self) -> str | None:
@@ -252,14 +230,6 @@ class ExperienceBufferConfig(Section):
     """Meaning of the columns."""
     data_selector: DataSelectorConfig = DataSelectorConfig()
     """Order of the rows."""
-    schema_type: Annotated[Any, Derived()] = None
-    """Derived from the algorithm."""
-    index: Annotated[Any, Derived()] = None
-    """Derived."""
-    batch_size: Annotated[Any, Derived()] = None
-    """Derived from `buffer.train_batch_size`."""
-    tokenizer_path: Annotated[Any, Derived()] = None
-    """Derived from `model.model_path`."""
 
     @property
     def table(self) -> str | None:

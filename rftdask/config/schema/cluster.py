@@ -1,9 +1,9 @@
 """Section `cluster`: on which machines the workers of a run are. A kind of cluster is a class of rftdask.cluster."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-from rftdask.config.base import Count, Derived, Free, Ignored, Later, Named, Natural, Seconds, Section, no_items
+from rftdask.config.base import Count, Free, Later, Named, Natural, Seconds, Section, no_items
 from rftdask.config.plugins import read_parts
 
 registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
@@ -78,18 +78,6 @@ class ClusterConfig(Section):
     """GPUs of each machine. 0: detect, which may find none."""
     num_cpus: Count | None = None
     """CPU cores to share out among the roles as threads. None: all cores of the machine."""
-    ray_address: Annotated[str, Ignored("there is no Ray; see cluster.type")] = "auto"
-    """Address of a Ray cluster."""
-    total_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    rollout_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    auxiliary_model_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    explorer_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
-    trainer_gpu_num: Annotated[Any, Derived()] = None
-    """Derived."""
 
     @property
     def is_one_machine(self) -> bool:

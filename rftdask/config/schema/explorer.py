@@ -1,29 +1,21 @@
 """Section `explorer`: the engines that sample, and the limits of a rollout."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rftdask.config.base import (
     Aliases,
     Count,
-    Derived,
     Free,
-    Ignored,
     Later,
     Named,
     Natural,
     Seconds,
-    Secret,
     Section,
     no_items,
 )
 from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines
-
-_MODEL = Later("lengths and sampling of one engine; set the same key in section model")
-_TOOLS = Later("tool parsers")
-_RUNNERS = Ignored("there are no runner processes: rollouts are concurrent coroutines")
-_SERVE = Ignored("only mode serve, which is not available, reads it")
 
 
 class InferenceModelConfig(Section):
@@ -48,10 +40,6 @@ class InferenceModelConfig(Section):
     """Data type of the weights. auto: float32 on CPU, bfloat16 on GPU."""
     seed: int = 42
     """Seed of the sampling; every rollout gets its own stream from it."""
-    model_path: Annotated[str | None, _MODEL] = None
-    """Model of an auxiliary engine."""
-    name: Annotated[str | None, Later("auxiliary models")] = None
-    """Name of an auxiliary engine."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1
@@ -62,8 +50,6 @@ class InferenceModelConfig(Section):
     """vLLM: split the experts over the GPUs."""
     extra_engine_args: Free = no_items()
     """vLLM: further arguments of its AsyncEngineArgs; they win over those that follow from other keys."""
-    use_v1: Annotated[bool, Ignored("vLLM has no other version any more")] = True
-    """vLLM: version 1."""
     enforce_eager: bool = False
     """vLLM: no CUDA graphs; on a CPU there are none."""
     enable_prefix_caching: bool = True
@@ -72,56 +58,6 @@ class InferenceModelConfig(Section):
     """vLLM: split long prompts."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """vLLM: share of the GPU's memory."""
-    temperature: Annotated[float | None, _MODEL] = None
-    """See `model.temperature`."""
-    top_p: Annotated[float | None, _MODEL] = None
-    """See `model.top_p`."""
-    top_k: Annotated[int | None, _MODEL] = None
-    """See `model.top_k`."""
-    logprobs: Annotated[int | None, Ignored("the log-probability of every sampled token is always recorded")] = None
-    """Log-probabilities of this many alternatives."""
-    max_model_len: Annotated[Count | None, _MODEL] = None
-    """See `model.max_model_len`."""
-    max_prompt_tokens: Annotated[Count | None, _MODEL] = None
-    """See `model.max_prompt_tokens`."""
-    max_response_tokens: Annotated[Count | None, _MODEL] = None
-    """See `model.max_response_tokens`."""
-    min_response_tokens: Annotated[Natural | None, _MODEL] = None
-    """See `model.min_response_tokens`."""
-    enable_prompt_truncation: Annotated[bool | None, _MODEL] = None
-    """See `model.enable_prompt_truncation`."""
-    repetition_penalty: Annotated[float | None, _MODEL] = None
-    """See `model.repetition_penalty`."""
-    ignore_eos: Annotated[bool, Later("generating past the end of sequence")] = False
-    """Generate past the end of sequence."""
-    enable_multimodal: Annotated[bool, Later("images and videos")] = False
-    """Accept images and videos."""
-    chat_template: Annotated[str | None, Later("a chat template of one engine; set model.custom_chat_template")] = None
-    """Chat template of this engine."""
-    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
-    """Value given to the chat template."""
-    enable_history: Annotated[bool, Later("engines behind an OpenAI-compatible API")] = False
-    """Record what passes through the API."""
-    enable_openai_api: Annotated[bool, Later("engines behind an OpenAI-compatible API")] = False
-    """Serve an OpenAI-compatible API."""
-    enable_log_requests: Annotated[bool, Ignored("what was asked is in the experiences")] = False
-    """Log every request."""
-    base_port: Annotated[int | None, Ignored("engines open no port")] = None
-    """First port of the engines."""
-    api_key: Annotated[Any, Secret("keys are read from environment variables")] = None
-    """Key of the engine's API."""
-    enable_auto_tool_choice: Annotated[bool, _TOOLS] = False
-    """Let the model choose tools."""
-    tool_call_parser: Annotated[str | None, _TOOLS] = None
-    """Parser of tool calls."""
-    reasoning_parser: Annotated[str | None, _TOOLS] = None
-    """Parser of reasoning."""
-    weight_sync_buffer_size: Annotated[Count, Ignored("weights travel through files")] = 1024
-    """MB of one batch of weights."""
-    bundle_indices: Annotated[Any, Derived()] = None
-    """Derived."""
-    nnodes: Annotated[Any, Derived()] = None
-    """Derived."""
 
     @property
     def traits(self) -> type[EngineTraits]:
@@ -132,15 +68,6 @@ class InferenceModelConfig(Section):
     def num_gpus(self) -> int:
         """GPUs that one engine works on, where there are any."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-    node_rank: Annotated[Any, Derived()] = None
-    """Derived."""
-    enable_lora: Annotated[Any, Derived()] = None
-    """Derived."""
-    lora_modules: Annotated[Any, Derived()] = None
-    """Derived."""
-    lora_kwargs: Annotated[Any, Derived()] = None
-    """Derived."""
 
 
 class OverRolloutConfig(Section):
@@ -225,38 +152,10 @@ class ExplorerConfig(Section):
     """Evaluate the initial weights."""
     bench_on_latest_checkpoint: bool = False
     """Mode bench: only the newest checkpoint."""
-    runner_per_model: Annotated[Count, _RUNNERS] = 8
-    """Runner processes of each engine."""
-    runner_prepare_concurrency: Annotated[Count, _RUNNERS] = 8
-    """Runners started at once."""
-    runner_prepare_max_retries: Annotated[Natural, _RUNNERS] = 2
-    """Retries of a start."""
-    runner_num: Annotated[Count | None, _RUNNERS] = None
-    """Runner processes (deprecated)."""
-    concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], _RUNNERS] = "sequential"
-    """How a runner runs its rollouts."""
-    max_repeat_times_per_runner: Annotated[
-        Count | None, Ignored("every rollout of a task runs, fails and is retried on its own, as with 1")
-    ] = None
-    """Rollouts of a task in one runner."""
-    runner_state_report_interval: Annotated[Natural, _RUNNERS] = 0
-    """Seconds between reports of the runners."""
-    max_inflight_batches: Annotated[Count, Ignored("synchronizer.max_staleness bounds the lead")] = 2
-    """fully_async: most explore steps under way."""
     over_rollout: OverRolloutConfig = OverRolloutConfig()
     """Do not wait for the slowest tasks."""
     dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
     """A time limit that follows the mean."""
-    proxy_port: Annotated[int, _SERVE] = 8010
-    """Port of the proxy."""
-    listen_address: Annotated[str, _SERVE] = "0.0.0.0"
-    """Address of the proxy."""
-    service_status_check_interval: Annotated[float, _SERVE] = 60.0
-    """Seconds between checks of the engines."""
-    min_running_model_num: Annotated[Count, _SERVE] = 1
-    """Engines that keep serving while others load weights."""
-    db_url: Annotated[str | None, _SERVE] = None
-    """Database of recorded requests."""
 
     def engines(self) -> list[tuple[str, InferenceModelConfig]]:
         """(path, section) of the policy's engines and of the auxiliary ones."""

@@ -1,16 +1,12 @@
 """Section `model`: what is trained, with which lengths and sampling."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rftdask.config.base import (
     Count,
-    Derived,
     Filled,
-    Free,
-    Ignored,
-    Later,
     Natural,
     Section,
     absent,
@@ -40,27 +36,6 @@ class LoraConfig(Section):
     """Divide the scale by the square root of the rank, so that large ranks learn as fast as small ones."""
     use_dora: bool = False
     """Train the magnitude of each weight's columns apart from their direction. Slower, sometimes better."""
-    is_dummy: Annotated[Any, Derived()] = None
-    """Derived."""
-
-
-class TinkerConfig(Section):
-    """`model.tinker`: training through the Tinker service."""
-
-    enable: bool = False
-    """Use the service."""
-    rank: Count = 16
-    """LoRA rank."""
-    seed: int | None = None
-    """Seed of the adapter's initial weights."""
-    train_mlp: bool = True
-    """Train the MLP layers."""
-    train_attn: bool = True
-    """Train the attention layers."""
-    train_unembed: bool = True
-    """Train the output layer."""
-    base_url: str | None = None
-    """Address of the service."""
 
 
 class ExternalModelConfig(Section):
@@ -74,9 +49,6 @@ class ExternalModelConfig(Section):
     """Environment variable that holds the key."""
     model_name: str | None = None
     """Name of the model at the service."""
-
-
-_VLLM_LORA = Later("this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it")
 
 
 class ModelConfig(Section):
@@ -98,8 +70,6 @@ class ModelConfig(Section):
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample among this many likeliest tokens; -1 is all."""
-    logprobs: Annotated[Natural, Ignored("the log-probability of every sampled token is always recorded")] = 0
-    """Log-probabilities of this many alternatives."""
     max_model_len: Annotated[int, Filled("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
     """Longest sequence, prompt and response together. None: the sum of the two limits below."""
     max_prompt_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
@@ -112,20 +82,8 @@ class ModelConfig(Section):
     """True: a prompt that is too long is cut and its rollout is not trained on. False: its task fails."""
     repetition_penalty: float = Field(default=1.0, gt=0)
     """Divides the logits of tokens seen before; 1 is none."""
-    enable_thinking: Annotated[bool | None, Later("switching the thinking mode of a chat template")] = None
-    """Value given to the chat template. None: the template's own default."""
     lora_configs: Annotated[tuple[LoraConfig, ...] | None, Field(max_length=1)] = None
     """The adapter to train in place of all weights, one at most. Needs the extra `lora`."""
-    fully_sharded_loras: Annotated[bool, _VLLM_LORA] = False
-    """vLLM: shard the adapters fully."""
-    max_cpu_loras: Annotated[Count | None, _VLLM_LORA] = None
-    """vLLM: adapters kept in host memory."""
-    rope_scaling: Annotated[Free | None, Later("changing the rotary embedding")] = None
-    """Rotary embedding scaling, as in the model's config.json."""
-    rope_theta: Annotated[float | None, Later("changing the rotary embedding")] = None
-    """Rotary embedding base."""
-    tinker: Annotated[TinkerConfig, Later("the Tinker service")] = TinkerConfig()
-    """Training through the Tinker service."""
     external_model: ExternalModelConfig = ExternalModelConfig()
     """A model behind an API, evaluated in mode bench; its environment variables are also those of auxiliary models of
     engine external."""

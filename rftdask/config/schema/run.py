@@ -1,4 +1,4 @@
-"""The whole configuration of a run, `Config`, with its small sections: monitor, log, service, data processing, stages.
+"""The whole configuration of a run, `Config`, with its small sections: monitor, log, data processing, stages.
 
 Made by rftdask.config.load; a Config made any other way has not been checked. Invariant: a Config never changes, and
 `load_config(config.to_dict())` equals it.
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from rftdask.config.algorithms import registered_parts
-from rftdask.config.base import Count, Free, Ignored, Later, Named, Section, no_items, plain
+from rftdask.config.base import Free, Later, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig
@@ -27,7 +27,6 @@ MAX_TASKS_PER_UNIT = 64
 """Largest work unit by default: some seconds of work, and what a lost worker costs at most."""
 EXPERT_BUFFER = "sft_dataset"
 """Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
-_JUICER = Later("Data-Juicer")
 
 Mode = Annotated[Literal["both", "explore", "train", "bench"], Later("this mode", ("serve", "colocate"))]
 
@@ -60,29 +59,6 @@ class MonitorConfig(Section):
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
     detailed_stats: bool = False
     """Mean, maximum, minimum and standard deviation of evaluation metrics in place of the mean."""
-    enable_ray_timeline: Annotated[bool, Ignored("there is no Ray; see the Dask dashboard")] = False
-    """Record Ray's timeline."""
-
-
-class TaskPipelineConfig(Section):
-    """`data_processor.task_pipeline`: tasks cleaned before the run."""
-
-    operators: tuple[Free, ...] = ()
-    """[{name, args}, ...]"""
-    num_process: Count = 4
-    """Processes."""
-    config_path: str | None = None
-    """Data-Juicer file."""
-    inputs: tuple[str, ...] = ()
-    """Datasets read."""
-    output: str | None = None
-    """Dataset written. None: the first taskset."""
-    target_fields: tuple[str, ...] = ()
-    """Columns worked on."""
-    priority_weights: Free = no_items()
-    """Weights of difficulty, diversity, usage_frequency and quality in the score."""
-    top_k: int = -1
-    """Tasks kept; -1 is all."""
 
 
 class ExperiencePipelineConfig(Section):
@@ -93,43 +69,13 @@ class ExperiencePipelineConfig(Section):
     stage: Literal["batch", "commit"] = "batch"
     """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it
     is committed; what is dropped is committed as filtered."""
-    save_input: Annotated[bool, Ignored("the experience log always keeps what the explorers made")] = True
-    """Keep what the operators were given."""
-    input_save_path: Annotated[
-        str | None, Later("a copy of the input of operators; the experience log keeps it, see rftdask experiences")
-    ] = None
-    """Where to keep it."""
-    inputs: Annotated[Free, Later("further inputs of operators")] = no_items()
-    """Further inputs."""
-    output: Annotated[Free | None, Later("an output of operators besides the ledger")] = None
-    """Where the result goes."""
 
 
 class DataProcessorConfig(Section):
     """`data_processor`: pipelines for tasks and experiences."""
 
-    task_pipeline: Annotated[TaskPipelineConfig | None, _JUICER] = None
-    """Tasks, before the run."""
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
     """Experiences, during the run."""
-
-
-class DataJuicerConfig(Section):
-    """`service.data_juicer`: a Data-Juicer server."""
-
-    server_url: str | None = None
-    """Its address."""
-    auto_start: bool = False
-    """Start one."""
-    port: int | None = None
-    """Its port."""
-
-
-class ServiceConfig(Section):
-    """`service`: servers a run may use."""
-
-    data_juicer: Annotated[DataJuicerConfig | None, _JUICER] = None
-    """Data-Juicer."""
 
 
 class LogConfig(Section):
@@ -137,8 +83,6 @@ class LogConfig(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least important message shown."""
-    group_by_node: Annotated[bool, Ignored("there is one log file for each role")] = False
-    """One folder of logs for each machine."""
 
 
 class StageConfig(Section):
@@ -201,16 +145,10 @@ class Config(Section):
     """Metrics."""
     data_processor: DataProcessorConfig = DataProcessorConfig()
     """Pipelines."""
-    service: ServiceConfig = ServiceConfig()
-    """Servers."""
     log: LogConfig = LogConfig()
     """Messages."""
     stages: tuple[StageConfig, ...] = ()
     """Runs one after the other, each on the weights of the one before."""
-    ray_namespace: Annotated[str, Ignored("there is no Ray")] = ""
-    """Namespace of Ray actors."""
-    ignore_validator_suggestions: Annotated[bool, Ignored("mistakes are errors, and there are no suggestions")] = False
-    """Go on in spite of suggestions."""
 
     _warnings: tuple[str, ...] = PrivateAttr(())
     _stages: tuple["Config", ...] = PrivateAttr(())

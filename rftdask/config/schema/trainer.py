@@ -2,51 +2,26 @@
 
 import math
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rftdask.config.base import (
     Aliases,
     Count,
-    Derived,
     Filled,
-    Free,
-    Ignored,
     Later,
     Named,
     Natural,
     Seconds,
     Section,
     absent,
-    no_items,
 )
 from rftdask.config.plugins import find_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
 """Call for trainer_type -> class, of the trainer engines of this package; read from their source: they load torch."""
 DEFAULT_TOKENS_PER_MICRO_BATCH = 16_384
-_PACKING = Ignored("rows are always packed and dealt evenly, and no loss depends on it")
-_OFFLOAD = Ignored("use trainer.offload_policy, which offloads all three")
-
-
-class MegatronConfig(Section):
-    """`trainer.megatron`: how Megatron splits a model."""
-
-    tensor_model_parallel_size: Count = 1
-    """GPUs that split each layer."""
-    pipeline_model_parallel_size: Count = 1
-    """GPUs that split the stack of layers."""
-    virtual_pipeline_model_parallel_size: Count | None = None
-    """Slices of each pipeline stage."""
-    expert_model_parallel_size: Count = 1
-    """GPUs that split the experts."""
-    expert_tensor_parallel_size: Count | None = None
-    """GPUs that split each expert."""
-    context_parallel_size: Count = 1
-    """GPUs that split the sequence."""
-    sequence_parallel: bool = True
-    """Split activations along the sequence."""
 
 
 class CriticConfig(Section):
@@ -105,15 +80,9 @@ class TrainerConfig(Section):
     """Largest norm of the gradient; 0 means no limit."""
     max_checkpoints_to_keep: Natural = 0
     """Older checkpoints are removed. 0: all are kept."""
-    enable_preview: Annotated[bool, Ignored("look at the experience log instead")] = False
-    """Log samples of the batches."""
     use_dynamic_bsz: bool = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
     False: `micro_batch_size` experiences, whatever their length."""
-    use_remove_padding: Annotated[bool, _PACKING] = True
-    """Leave out padding."""
-    balance_batch: Annotated[bool, _PACKING] = True
-    """Even out the work of the ranks."""
     critic: CriticConfig = CriticConfig()
     """The value model of ppo."""
     critic_warmup: Natural = 0
@@ -124,27 +93,11 @@ class TrainerConfig(Section):
     tensor_parallel_size: Count = 1
     """ddp: ranks that cut each layer among them, as the model's own plan says, and compute the same experiences.
     Divides `num_ranks`, the heads and the inner width."""
-    fix_actor_microbatch_loss_scale: Annotated[bool, Ignored("the loss is always normalized over the whole batch")] = (
-        False
-    )
-    """Correct the loss of uneven micro-batches."""
-    param_offload: Annotated[bool, _OFFLOAD] = False
-    """Weights in host memory."""
-    optimizer_offload: Annotated[bool, _OFFLOAD] = False
-    """Optimizer state in host memory."""
-    grad_offload: Annotated[bool, _OFFLOAD] = False
-    """Gradients in host memory."""
     offload_policy: bool = False
     """fsdp2: weights, gradients and optimizer state in host memory, and the optimizer steps there."""
     save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = "unrestricted"
     """Which ranks may write their part of a checkpoint at once, beside the training. unrestricted: all. single_node:
     those of one host. single_process: one. single_thread: one, and the training waits for it."""
-    megatron: Annotated[MegatronConfig, Later("Megatron")] = MegatronConfig()
-    """How Megatron splits a model."""
-    trainer_config: Annotated[Free, Ignored("it configures veRL, which is not used")] = no_items()
-    """Raw veRL settings."""
-    trainer_config_path: Annotated[str | None, Later("veRL configuration files", allowed=("",))] = None
-    """File of raw veRL settings."""
 
     @property
     def has_model(self) -> bool:
@@ -197,9 +150,3 @@ class SynchronizerConfig(Section):
     staleness_control in `algorithm.sample_strategy_args` if given there, else what the style implies."""
     poll_interval_s: Seconds = 0.05
     """Seconds between looks at the pointer to the newest weights."""
-    group_name: Annotated[str | None, Ignored("there is no collective group")] = None
-    """Name of the NCCL group."""
-    wait_for_checkpoint: Annotated[bool, Ignored("the pointer names only complete checkpoints")] = False
-    """Wait for a checkpoint."""
-    explorer_world_size: Annotated[Any, Derived()] = None
-    """Derived."""

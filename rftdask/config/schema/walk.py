@@ -1,13 +1,14 @@
 """Ways through a schema of sections: every key, the key at a place, where a name is used. Knows no key."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rftdask.config.base import Derived, Renamed, Secret, Section, child_of, marks_of
+from rftdask.config.base import Section, child_of
+from rftdask.config.reference_keys import Derived, ReferenceKey, Renamed, Secret, reference_keys
 
 Location = tuple[str | int, ...]
 """Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""
@@ -21,14 +22,27 @@ def join(loc: Location) -> str:
     return text
 
 
-def walk(schema: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below `schema` with its dotted path, sections before their keys; those in a list as name[].key."""
+def walk(schema: type[Section], path: str = "") -> Iterator[tuple[str, FieldInfo | ReferenceKey]]:
+    """Every key below `schema` with its dotted path, sections before their keys; those in a list as name[].key.
+
+    A key without a field comes with its entry of `REFERENCE_KEYS`.
+    """
     for key, info in schema.model_fields.items():
         where = f"{path}.{key}" if path else key
         yield where, info
         child = child_of(info)
         if child:
             yield from walk(child[1], where + {"section": "", "list": "[]", "dict": ".<name>"}[child[0]])
+    own = {key: told for key, told in reference_keys(schema).items() if key not in schema.model_fields}
+    yield from _walk_reference(own, path)
+
+
+def _walk_reference(keys: Mapping[str, ReferenceKey], path: str) -> Iterator[tuple[str, ReferenceKey]]:
+    for key, told in keys.items():
+        where = f"{path}.{key}" if path else key
+        yield where, told
+        if isinstance(told, Mapping):
+            yield from _walk_reference(told, where)
 
 
 def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]:
@@ -47,19 +61,18 @@ def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]
     return found
 
 
-def settable_keys(cls: type[Section]) -> list[str]:
-    """The keys of a section that are the user's."""
-    hidden = Derived | Secret | Renamed
-    return [k for k, info in cls.model_fields.items() if not any(isinstance(mark, hidden) for mark in marks_of(info))]
+def settable_keys(keys: Mapping[str, object]) -> list[str]:
+    """Those of a section's keys, with what is told of them, that are the user's."""
+    return [key for key, told in keys.items() if not isinstance(told, Derived | Secret | Renamed)]
 
 
 @cache
 def sections_with(schema: type[Section]) -> dict[str, list[str]]:
     """Key name -> paths of the sections that have it."""
     index: dict[str, list[str]] = {}
-    for path, info in walk(schema):
+    for path, told in walk(schema):
         section, _, key = path.rpartition(".")
-        if not any(isinstance(mark, Derived) for mark in marks_of(info)):
+        if not isinstance(told, Derived):
             index.setdefault(key, []).append(section or "the top level")
     return index
 

@@ -12,32 +12,44 @@ from types import ModuleType
 import pytest
 from config_cases import another_value, config, grpo, problems, reachable, with_key
 from config_reference_keys import DERIVED_KEYS, NONE_GIVEN, OUR_DEFAULTS, OUR_KEYS, REFERENCE_KEYS
+from pydantic.fields import FieldInfo
 
 from rftdask.config import Config
-from rftdask.config.base import Derived, Filled, Ignored, Later, Renamed, Secret, child_of, default_of, marks_of, plain
-from rftdask.config.schema import algorithm, buffer, explorer, model, run, trainer
+from rftdask.config.base import Filled, Later, Section, child_of, default_of, marks_of, plain
+from rftdask.config.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
+from rftdask.config.reference_keys import Derived, Ignored, Missing, Renamed, Secret
+from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, run, trainer
 from rftdask.config.schema.walk import walk
 
 KEYS = dict(walk(Config))
-SCHEMAS = [algorithm, buffer, explorer, model, run, trainer]
+SCHEMAS = [algorithm, buffer, cluster, explorer, model, run, trainer]
 
 
 def marked(kind: type) -> list[str]:
-    return [path for path, info in KEYS.items() if any(isinstance(mark, kind) for mark in marks_of(info))]
+    """Fields with such a mark, or keys without a field of which this is told."""
+    return [path for path, key in KEYS.items() if any(isinstance(mark, kind) for mark in marks(path))]
 
 
-def refused_keys() -> list[str]:
-    """Keys marked Later for every value but the default, and keys without a mark in sections marked so."""
-    whole = [
-        path for path in marked(Later) if any(isinstance(m, Later) and m.values is None for m in marks_of(KEYS[path]))
-    ]
-    sections = [path for path in whole if child_of(KEYS[path]) and child_of(KEYS[path])[0] == "section"]
-    inside = [
-        path
-        for path, info in KEYS.items()
-        if not marks_of(info) and not child_of(info) and any(path.startswith(section + ".") for section in sections)
-    ]
-    return sorted(path for path in {*whole, *inside} - set(sections) if reachable(path))
+def marks(path: str) -> list[object]:
+    key = KEYS[path]
+    return marks_of(key) if isinstance(key, FieldInfo) else [key]
+
+
+def default(path: str) -> object:
+    key = KEYS[path]
+    return plain(default_of(key)) if isinstance(key, FieldInfo) else getattr(key, "default", None)
+
+
+def is_leaf(path: str) -> bool:
+    key = KEYS[path]
+    return not child_of(key) if isinstance(key, FieldInfo) else not isinstance(key, dict)
+
+
+def test_keys_without_a_field_are_listed_by_the_class_of_a_section_that_lacks_them() -> None:
+    sections = {cls.__name__: cls for module in SCHEMAS for cls in vars(module).values() if isinstance(cls, type)}
+    for name, keys in WITHOUT_FIELD.items():
+        assert issubclass(sections[name], Section), name
+        assert not set(keys) & set(sections[name].model_fields), name
 
 
 @pytest.mark.parametrize("path", REFERENCE_KEYS)
@@ -45,11 +57,11 @@ def test_every_key_of_the_reference_is_known_and_has_its_default(path: str) -> N
     expected = OUR_DEFAULTS.get(path, REFERENCE_KEYS[path])
     assert path in KEYS
     if expected is not NONE_GIVEN:
-        assert plain(default_of(KEYS[path])) == expected
+        assert default(path) == expected
 
 
 def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
-    leaves = {path for path, info in KEYS.items() if not child_of(info) and reachable(path)}
+    leaves = {path for path in KEYS if is_leaf(path) and reachable(path)}
     strange = leaves - set(REFERENCE_KEYS) - OUR_KEYS - {path for path in leaves if is_not_settable(path)}
     names = {path.rsplit(".", 1)[-1] for path in strange}
     assert names == {
@@ -70,26 +82,26 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
 
 
 def is_not_settable(path: str) -> bool:
-    return any(isinstance(mark, Derived | Secret | Renamed) for mark in marks_of(KEYS[path]))
+    return isinstance(KEYS[path], Derived | Secret | Renamed)
 
 
 @pytest.mark.parametrize(
     "path", [path for path, value in REFERENCE_KEYS.items() if value is not NONE_GIVEN and reachable(path)]
 )
 def test_every_key_may_be_given_with_its_default(path: str) -> None:
-    value = plain(default_of(KEYS[path]))
+    value = default(path)
     if path.endswith(".taskset"):
         value = {"path": "tasks.jsonl"}  # mode both needs one
     assert config(with_key(path, value)).warnings == ()
 
 
 def test_the_top_level_sections_are_those_of_the_reference() -> None:
-    assert {path.split(".")[0].removesuffix("[]") for path in REFERENCE_KEYS} <= set(Config.model_fields)
+    assert {path.split(".")[0].removesuffix("[]") for path in REFERENCE_KEYS} <= {path.split(".")[0] for path in KEYS}
 
 
-@pytest.mark.parametrize("path", refused_keys())
+@pytest.mark.parametrize("path", [path for path in marked(Missing) if reachable(path)])
 def test_a_key_whose_feature_is_missing_is_refused_when_set(path: str) -> None:
-    lines = problems(with_key(path, another_value(KEYS[path])))
+    lines = problems(with_key(path, another_value(default(path))))
     where = path.replace("[]", "[0]")
     assert [line for line in lines if line.startswith(f"{where}: ") and "is not available in this release (" in line]
 
@@ -99,9 +111,9 @@ def test_a_key_whose_feature_is_missing_is_refused_when_set(path: str) -> None:
     [
         (path, value)
         for path in marked(Later)
-        for mark in marks_of(KEYS[path])
+        for mark in marks(path)
         if isinstance(mark, Later) and reachable(path)
-        for value in mark.values or ()
+        for value in mark.values
     ],
 )
 def test_a_value_whose_feature_is_missing_is_refused_with_what_to_use(path: str, value: str) -> None:
@@ -113,8 +125,8 @@ def test_a_value_whose_feature_is_missing_is_refused_with_what_to_use(path: str,
 
 @pytest.mark.parametrize("path", [path for path in marked(Ignored) if reachable(path)])
 def test_an_ignored_key_is_warned_about_once_with_the_reason(path: str) -> None:
-    reason = next(mark.reason for mark in marks_of(KEYS[path]) if isinstance(mark, Ignored))
-    loaded = config(with_key(path, another_value(KEYS[path])))
+    reason = KEYS[path].reason
+    loaded = config(with_key(path, another_value(default(path))))
     where = path.replace("[]", "[0]")
     assert [line for line in loaded.warnings if line == f"{where}: ignored: {reason}"] == [
         f"{where}: ignored: {reason}"
@@ -128,7 +140,7 @@ def test_a_derived_key_cannot_be_set(path: str) -> None:
 
 def test_every_derived_key_is_marked_so() -> None:
     for path in DERIVED_KEYS[1:]:
-        assert any(isinstance(mark, Derived) for mark in marks_of(KEYS[path])), path
+        assert isinstance(KEYS[path], Derived), path
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,238 @@
+"""Keys of the reference system (Trinity-RFT) that no field stands for: each with what is told of it, and why.
+
+A file written for the reference is read as it is. Those of its keys that mean nothing here are in `REFERENCE_KEYS`, by
+the class of their section; the loader tells of them and leaves them out, so that no Config has them. The module knows
+neither the sections nor how a tree is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Accepted and without effect: one warning with the reason when set to something else than the default."""
+
+    reason: str
+    default: Any = None
+    """Of the reference system, as plain data."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Refused when set to something else than the default: the feature is not there yet."""
+
+    feature: str
+    """What is missing, as it ends the sentence "not available in this release: ..."."""
+    default: Any = None
+    allowed: tuple[Any, ...] = ()
+    """Not refused either, because it means the same as the default."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Never set by a user: the reference system fills it, or we compute it where it is needed."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """Never read from a file: secrets come from environment variables. Its value is never shown."""
+
+    instead: str
+    """What to do instead."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An old name of another key of the same section: its value moves there, with a warning."""
+
+    to: str
+
+
+ReferenceKey = Ignored | Missing | Derived | Secret | Renamed | Mapping[str, "ReferenceKey"]
+"""What is told of a key; a mapping is a section that has nothing but such keys."""
+
+
+def _ignored(reason: str, **defaults: Any) -> dict[str, ReferenceKey]:
+    return {key: Ignored(reason, default) for key, default in defaults.items()}
+
+
+def _missing(feature: str, **defaults: Any) -> dict[str, ReferenceKey]:
+    return {key: Missing(feature, default) for key, default in defaults.items()}
+
+
+def _derived(*keys: str) -> dict[str, ReferenceKey]:
+    return dict.fromkeys(keys, Derived())
+
+
+_LOGPROBS = "the log-probability of every sampled token is always recorded"
+_THINKING = "switching the thinking mode of a chat template"
+
+# fmt: off  # as a table: a line holds the keys that have one reason
+REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
+    "Config": {
+        **_ignored("there is no Ray", ray_namespace=""),
+        **_ignored("mistakes are errors, and there are no suggestions", ignore_validator_suggestions=False),
+        "service": {"data_juicer": _missing("Data-Juicer", server_url=None, auto_start=False, port=None)},
+    },
+    "OptimizerConfig": {"warmup_style": Renamed("lr_scheduler_type")},
+    "AlgorithmConfig": _missing("router replay of mixture-of-experts models", enable_router_replay=False),
+    "LoraConfig": _derived("is_dummy"),
+    "ModelConfig": {
+        **_ignored(_LOGPROBS, logprobs=0),
+        **_missing(_THINKING, enable_thinking=None),
+        **_missing(
+            "this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it",
+            fully_sharded_loras=False,
+            max_cpu_loras=None,
+        ),
+        **_missing("changing the rotary embedding", rope_scaling=None, rope_theta=None),
+        "tinker": _missing(
+            "the Tinker service",
+            enable=False,
+            rank=16,
+            seed=None,
+            base_url=None,
+            train_mlp=True,
+            train_attn=True,
+            train_unembed=True,
+        ),
+    },
+    "ClusterConfig": {
+        **_ignored("there is no Ray; see cluster.type", ray_address="auto"),
+        **_derived(
+            "total_gpu_num", "rollout_gpu_num", "auxiliary_model_gpu_num", "explorer_gpu_num", "trainer_gpu_num"
+        ),
+    },
+    "FormatConfig": {
+        **_missing("images and videos", image_key=None, video_key=None),
+        **_missing("a chat template for one dataset", chat_template=None),
+        **_missing(_THINKING, enable_thinking=None),
+    },
+    "RolloutArgs": {**_ignored(_LOGPROBS, logprobs=0), **_derived("n")},
+    "TasksetConfig": {
+        **_ignored("there is one progress display for the whole run", enable_progress_bar=False),
+        **_ignored("reads are retried by the storage layer", max_retry_times=3, max_retry_interval=1.0),
+    },
+    "ExperienceBufferConfig": _derived("schema_type", "index", "batch_size", "tokenizer_path"),
+    "InferenceModelConfig": {
+        **_missing(
+            "lengths and sampling of one engine; set the same key in section model",
+            model_path=None,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            max_model_len=None,
+            max_prompt_tokens=None,
+            max_response_tokens=None,
+            min_response_tokens=None,
+            enable_prompt_truncation=None,
+            repetition_penalty=None,
+        ),
+        **_missing("auxiliary models", name=None),
+        **_missing("generating past the end of sequence", ignore_eos=False),
+        **_missing("images and videos", enable_multimodal=False),
+        **_missing("a chat template of one engine; set model.custom_chat_template", chat_template=None),
+        **_missing(_THINKING, enable_thinking=None),
+        **_missing("engines behind an OpenAI-compatible API", enable_history=False, enable_openai_api=False),
+        **_missing("tool parsers", enable_auto_tool_choice=False, tool_call_parser=None, reasoning_parser=None),
+        **_ignored("vLLM has no other version any more", use_v1=True),
+        **_ignored(_LOGPROBS, logprobs=None),
+        **_ignored("what was asked is in the experiences", enable_log_requests=False),
+        **_ignored("engines open no port", base_port=None),
+        **_ignored("weights travel through files", weight_sync_buffer_size=1024),
+        "api_key": Secret("keys are read from environment variables"),
+        **_derived("bundle_indices", "nnodes", "node_rank", "enable_lora", "lora_modules", "lora_kwargs"),
+    },
+    "ExplorerConfig": {
+        **_ignored(
+            "there are no runner processes: rollouts are concurrent coroutines",
+            runner_per_model=8,
+            runner_prepare_concurrency=8,
+            runner_prepare_max_retries=2,
+            runner_num=None,
+            concurrent_mode="sequential",
+            runner_state_report_interval=0,
+        ),
+        **_ignored(
+            "every rollout of a task runs, fails and is retried on its own, as with 1", max_repeat_times_per_runner=None
+        ),
+        **_ignored("synchronizer.max_staleness bounds the lead", max_inflight_batches=2),
+        **_ignored(
+            "only mode serve, which is not available, reads it",
+            proxy_port=8010,
+            listen_address="0.0.0.0",
+            service_status_check_interval=60.0,
+            min_running_model_num=1,
+            db_url=None,
+        ),
+    },
+    "TrainerConfig": {
+        **_ignored("look at the experience log instead", enable_preview=False),
+        **_ignored(
+            "rows are always packed and dealt evenly, and no loss depends on it",
+            use_remove_padding=True,
+            balance_batch=True,
+        ),
+        **_ignored("the loss is always normalized over the whole batch", fix_actor_microbatch_loss_scale=False),
+        **_ignored(
+            "use trainer.offload_policy, which offloads all three",
+            param_offload=False,
+            optimizer_offload=False,
+            grad_offload=False,
+        ),
+        **_ignored("it configures veRL, which is not used", trainer_config={}),
+        "trainer_config_path": Missing("veRL configuration files", allowed=("",)),
+        "megatron": _missing(
+            "Megatron",
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+            expert_model_parallel_size=1,
+            expert_tensor_parallel_size=None,
+            context_parallel_size=1,
+            sequence_parallel=True,
+        ),
+    },
+    "SynchronizerConfig": {
+        **_ignored("there is no collective group", group_name=None),
+        **_ignored("the pointer names only complete checkpoints", wait_for_checkpoint=False),
+        **_derived("explorer_world_size"),
+    },
+    "MonitorConfig": _ignored("there is no Ray; see the Dask dashboard", enable_ray_timeline=False),
+    "DataProcessorConfig": {
+        "task_pipeline": _missing(
+            "Data-Juicer",
+            operators=[],
+            num_process=4,
+            config_path=None,
+            inputs=[],
+            output=None,
+            target_fields=[],
+            priority_weights={},
+            top_k=-1,
+        ),
+    },
+    "ExperiencePipelineConfig": {
+        **_ignored("the experience log always keeps what the explorers made", save_input=True),
+        **_missing(
+            "a copy of the input of operators; the experience log keeps it, see rftdask experiences",
+            input_save_path=None,
+        ),
+        **_missing("further inputs of operators", inputs={}),
+        **_missing("an output of operators besides the ledger", output=None),
+    },
+    "LogConfig": _ignored("there is one log file for each role", group_by_node=False),
+}
+# fmt: on
+"""Class of a section -> its keys without a field. A class has those of its bases, too, unless a field has the name."""
+
+
+@cache
+def reference_keys(section: type) -> Mapping[str, ReferenceKey]:
+    """The entries of a class of sections."""
+    return {key: told for cls in section.__mro__ for key, told in REFERENCE_KEYS.get(cls.__name__, {}).items()}
