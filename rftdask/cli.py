@@ -334,9 +334,7 @@ def view(
     """Browse the experiences of a run with their tokens, in pages that only this machine sees."""
     from pathlib import Path
 
-    from rftdask.provenance.browse import Browser
-    from rftdask.provenance.pages import static_page
-    from rftdask.provenance.serve import serve
+    from rftdask.provenance.browse import Browser, serve, static_page
 
     if html:
         Path(html).write_text(static_page(Browser(run), limit), encoding="utf-8", errors="replace")

@@ -1,32 +1,51 @@
-"""Browse: the experiences of a run as values that a page shows: a filtered, sorted list, and one with its tokens.
+"""Browse: the experiences of a run in a browser of this machine: a filtered, sorted list, and one with its tokens.
 
-It knows neither HTML nor HTTP. Invariant: what the pages say is in the tables; nothing is computed that an algorithm
-would compute otherwise, so no advantages, only the distance of a reward to the mean of its group.
+Holds the values that a page shows (`Browser`), the pages, and their server. Invariants:
+
+- what the pages say is in the tables; nothing is computed that an algorithm would compute otherwise, so no advantages,
+  only the distance of a reward to the mean of its group;
+- what models wrote is untrusted: every value goes through the autoescaping of the templates, invisible characters
+  become visible, there is no script on a page, and the policy of the pages forbids the browser to run or load anything;
+- the server listens on 127.0.0.1 only, answers GET and HEAD only, writes nothing, and answers no request that was made
+  for another host name, so that a page elsewhere cannot read the run by pointing its own name at this machine.
 """
 
 from __future__ import annotations
 
 import math
+import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pyarrow.compute as pc
 
 from rftdask.buffer.log.schema import runs_to_mask
-from rftdask.errors import DamagedError, DataError, NotFoundError
+from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.provenance.tables import RunTables
+from rftdask.provenance.text import cell, printable
 from rftdask.run.view import Stage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
     import pandas as pd
 
+ADDRESS = "127.0.0.1"
 PAGE_SIZE = 50
+CONTENT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
 PROBABILITY_LEVELS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03)
 """Lower ends of the classes in which a token is shown, the likeliest first."""
+_LEVELS = tuple(
+    f"{high:.0%} to {low:.0%}" if high < 1 else f"above {low:.0%}"
+    for high, low in zip((1.0, *PROBABILITY_LEVELS), (*PROBABILITY_LEVELS, 0.0), strict=True)
+)
 SORTS = {
     "": "order of the log",
     "-reward": "highest reward first",
@@ -36,9 +55,6 @@ SORTS = {
 }
 _LIST_COLUMNS = ["stage", "shard", "row", "uid", "taskset", "epoch", "task_index", "explore_step", "status", "reward"]
 _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
-
-Pieces = Callable[[Sequence[int]], list[str]]
-"""Token ids -> the text of each."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +79,18 @@ class Filter:
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Filter:
         """Unknown keys are left out. Raises: DataError: a number that is none, or an unknown order."""
-        found = cls(**{name: query[name].strip() for name in asdict(cls()) if name in query})
-        for name in ("explore_step", "step", "min_reward", "max_reward"):
-            value = getattr(found, name)
-            if value and not _is_number(value):
+        wanted = cls(**{name: query[name].strip() for name in asdict(cls()) if name in query})
+        for name in {"explore_step", "step", "min_reward", "max_reward"}.intersection(wanted.query):
+            value = wanted.query[name]
+            try:
+                is_number = math.isfinite(float(value))
+            except ValueError:
+                is_number = False
+            if not is_number:
                 raise DataError(f"{name} must be a number, not {value!r}")
-        if found.sort not in SORTS:
-            raise DataError(f"sort must be one of {', '.join(filter(None, SORTS))}, not {found.sort!r}")
-        return found
+        if wanted.sort not in SORTS:
+            raise DataError(f"sort must be one of {', '.join(filter(None, SORTS))}, not {wanted.sort!r}")
+        return wanted
 
     @property
     def query(self) -> dict[str, str]:
@@ -78,49 +98,44 @@ class Filter:
         return {name: value for name, value in asdict(self).items() if value}
 
 
-@dataclass(frozen=True)
-class ListPage:
+class ListPage(NamedTuple):
+    """One page of the list; `page` counts from 1, `num_rows` are those of all pages."""
+
     rows: list[dict[str, Any]]
     num_rows: int
-    """Of all pages."""
     page: int
-    """From 1."""
     num_pages: int
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
+    """One token of an experience; `logprob` is None in the prompt, where nothing was sampled."""
+
     number: int
     id: int
     text: str
     logprob: float | None = None
-    """None for a token of the prompt."""
     is_trained: bool = False
 
     @property
-    def probability(self) -> float | None:
-        return None if self.logprob is None else math.exp(min(0.0, self.logprob))
+    def probability(self) -> float:
+        """When it was sampled; 0 for a token of the prompt."""
+        return 0.0 if self.logprob is None else math.exp(min(0.0, self.logprob))
 
     @property
     def level(self) -> int:
         """Class of its probability: 0 the likeliest, len(PROBABILITY_LEVELS) the least."""
-        return sum((self.probability or 0.0) < low for low in PROBABILITY_LEVELS)
+        return sum(self.probability < low for low in PROBABILITY_LEVELS)
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """One experience for a page."""
 
     row: Mapping[str, Any]
-    tokens: tuple[Token, ...]
-    states: tuple[Mapping[str, Any], ...]
+    tokens: Sequence[Token]
+    states: Sequence[Mapping[str, Any]]
     """Lines of the table `states`."""
-    siblings: tuple[Mapping[str, Any], ...] = field(default=())
+    siblings: Sequence[Mapping[str, Any]]
     """Rows of its group in the same shard, with `minus_mean`: reward minus the mean over the group."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return dict(self.row["metrics"] or ())
 
 
 class Browser:
@@ -130,52 +145,66 @@ class Browser:
     """
 
     def __init__(self, url: str | Path) -> None:
+        """Raises: DataError: `url` is no run folder."""
         self.url = str(url)
-        self._tables = RunTables(url)
-        self._experiences = self._tables.table("experiences")
-        self._states = self._tables.table("states")
-        self._pieces = {stage.name: read_pieces(stage) for stage in self._tables.stages}
-
-    @property
-    def problems(self) -> list[str]:
+        tables = RunTables(url)
+        self._experiences = tables.table("experiences")
+        self._states = tables.table("states")
+        self._spell = {stage.name: _read_spelling(stage) for stage in tables.stages}
+        self.problems = tables.problems
         """Files that could not be read."""
-        return self._tables.problems
 
-    def choices(self, column: str) -> list[str]:
-        """Values that a column of the list has, for a menu."""
-        return sorted(str(value) for value in self._list[column].dropna().unique())
+    def choices(self, *columns: str) -> list[str]:
+        """Values that these columns of the list have, for a menu."""
+        return sorted({str(value) for column in columns for value in self._list[column].dropna().unique()})
 
     def page(self, wanted: Filter, number: int, size: int = PAGE_SIZE) -> ListPage:
         """Page `number` of what `wanted` lets through, or the last page if there are fewer."""
-        found = self._list[self._matches(wanted)]
-        if wanted.sort:
-            found = found.sort_values(
-                wanted.sort.removeprefix("-"), ascending=not wanted.sort.startswith("-"), kind="stable"
-            )
+        rows = self._list
+        keep = rows["uid"].notna()  # all of them
+        for name, value in wanted.query.items():
+            match name:
+                case "stage" | "status":
+                    keep &= rows[name] == value
+                case "explore_step" | "step":
+                    keep &= (rows[name] == float(value)).fillna(False).astype(bool)
+                case "state":
+                    keep &= (rows["state"] == value) | (rows["reason"] == value)
+                case "min_reward":
+                    keep &= rows["reward"] >= float(value)
+                case "max_reward":
+                    keep &= rows["reward"] <= float(value)
+                case "task":
+                    keep &= rows["uid"].str.contains(value, regex=False)
+                case "text":
+                    # A NUL between the two: no text of a user's runs from the prompt into the response.
+                    texts = rows["prompt_text"] + "\0" + rows["response_text"]
+                    keep &= texts.str.contains(value, case=False, regex=False)
+        found = rows[keep]
+        if sort := wanted.sort:
+            found = found.sort_values(sort.removeprefix("-"), ascending=not sort.startswith("-"), kind="stable")
         num_pages = max(1, math.ceil(len(found) / size))
         number = min(max(1, number), num_pages)
-        rows = found.iloc[(number - 1) * size : number * size]
-        return ListPage(rows.astype(object).where(rows.notna(), None).to_dict("records"), len(found), number, num_pages)
+        return ListPage(_records(found.iloc[(number - 1) * size : number * size]), len(found), number, num_pages)
 
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
         """One experience, or None if the run has none there."""
-        table = self._experiences
-        in_shard = table.filter(pc.and_(pc.equal(table["stage"], stage), pc.equal(table["shard"], shard)))
-        found = in_shard.filter(pc.equal(in_shard["row"], row)).to_pylist()
+        is_here = (pc.field("stage") == stage) & (pc.field("shard") == shard) & (pc.field("row") == row)
+        found = self._experiences.filter(is_here).to_pylist()
         if not found:
             return None
-        place = (self._list["stage"] == stage) & (self._list["shard"] == shard)
-        mine = self._list[place & (self._list["row"] == row)].iloc[0]
-        group = self._list[place & (self._list["group"] == mine["group"])].drop_duplicates("row")
+        experience = found[0]
+        in_shard = self._list[(self._list["stage"] == stage) & (self._list["shard"] == shard)]
+        group = in_shard[in_shard["group"] == in_shard.loc[in_shard["row"] == row, "group"].iloc[0]]
+        group = group.drop_duplicates("row")  # a row that several ledger entries name has several lines
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
-        states = self._states
-        same = [pc.equal(states[name], value) for name, value in (("stage", stage), ("shard", shard), ("row", row))]
-        return Shown(
-            found[0],
-            tokens_of(found[0], self._pieces[stage]),
-            tuple(states.filter(pc.and_(pc.and_(same[0], same[1]), same[2])).to_pylist()),
-            tuple(group.astype(object).where(group.notna(), None).to_dict("records")),
-        )
+
+        start, ids = experience["prompt_length"], experience["tokens"]
+        mask = runs_to_mask(experience["loss_mask_runs"], len(ids) - start)
+        sampled = [(None, False)] * start + list(zip(experience["rollout_logprobs"], mask, strict=True))
+        spell = self._spell[stage]
+        tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
+        return Shown(experience, tokens, self._states.filter(is_here).to_pylist(), _records(group))
 
     @cached_property
     def _list(self) -> pd.DataFrame:
@@ -191,76 +220,187 @@ class Browser:
         states = self._states.drop_columns(["uid"]).to_pandas()
         return frame.merge(states.astype({"step": "Int64"}), how="left", on=["stage", "shard", "row"])
 
-    def _matches(self, wanted: Filter) -> pd.Series:
-        rows = self._list
-        found = rows["uid"].notna()  # all of them
-        for name in ("stage", "status"):
-            if value := getattr(wanted, name):
-                found &= rows[name] == value
-        for name in ("explore_step", "step"):
-            if value := getattr(wanted, name):
-                found &= (rows[name] == float(value)).fillna(False).astype(bool)
-        if wanted.state:
-            found &= (rows["state"] == wanted.state) | (rows["reason"] == wanted.state)
-        if wanted.min_reward:
-            found &= rows["reward"] >= float(wanted.min_reward)
-        if wanted.max_reward:
-            found &= rows["reward"] <= float(wanted.max_reward)
-        if wanted.task:
-            found &= rows["uid"].str.contains(wanted.task, regex=False)
-        if wanted.text:
-            texts = rows["prompt_text"] + "\0" + rows["response_text"]
-            found &= texts.str.contains(wanted.text, case=False, regex=False)
-        return found
+
+def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return records
 
 
-def tokens_of(row: Mapping[str, Any], pieces: Pieces) -> tuple[Token, ...]:
-    """Every token of an experience; those of the prompt have no logprob and are not trained."""
-    start = row["prompt_length"]
-    mask = runs_to_mask(row["loss_mask_runs"], len(row["tokens"]) - start)
-    texts = pieces(row["tokens"])
-    prompt = [Token(n, row["tokens"][n], texts[n]) for n in range(start)]
-    response = [
-        Token(start + n, row["tokens"][start + n], texts[start + n], logprob, trained)
-        for n, (logprob, trained) in enumerate(zip(row["rollout_logprobs"], mask, strict=True))
-    ]
-    return (*prompt, *response)
-
-
-def read_pieces(stage: Stage) -> Pieces:
-    """The tokenizer of a stage, from its newest checkpoint or its model folder; without one a token is its number."""
+def _read_spelling(stage: Stage) -> Callable[[int], str]:
+    """Spells a token by the tokenizer of the stage's newest checkpoint or of its model; without one, as its number."""
     if not stage.config.explorer.rollout_model.traits.has_model:
-        return lambda ids: [bytes([token % 256]).decode("latin-1") for token in ids]
-    data = _tokenizer_file(stage)
-    if data is None:
-        return lambda ids: [f"{token} " for token in ids]
-    from tokenizers import Tokenizer  # late: only pages need it; much lighter than transformers
-
-    tokenizer = Tokenizer.from_str(data.decode())
-    return lambda ids: [_piece(tokenizer, token) for token in ids]
-
-
-def _tokenizer_file(stage: Stage) -> bytes | None:
+        return lambda token: bytes([token % 256]).decode("latin-1")
+    data = None
     for step in reversed(checkpoint_steps(stage.storage)):
         try:
-            return stage.storage.get(f"{checkpoint_folder(step)}/{HF_FOLDER}/tokenizer.json")
+            data = stage.storage.get(f"{checkpoint_folder(step)}/{HF_FOLDER}/tokenizer.json")
+            break
         except (NotFoundError, DamagedError):
             continue  # a checkpoint without a Hugging Face folder, or one being removed
     file = Path(stage.config.model.model_path) / "tokenizer.json"
-    return file.read_bytes() if file.is_file() else None
+    if data is None and file.is_file():
+        data = file.read_bytes()
+    if data is None:
+        return lambda token: f"{token} "
+    from tokenizers import Tokenizer  # late: only pages need it; much lighter than transformers
+
+    tokenizer = Tokenizer.from_str(data.decode())
+
+    def spell(token: int) -> str:
+        text: str = tokenizer.decode([token], skip_special_tokens=False)
+        raw: str = tokenizer.id_to_token(token) or f"<{token}>"
+        if not text or "\ufffd" in text:
+            return raw  # part of a character: only the token's own spelling tells it from others
+        # Decoders drop the space that begins a text; alone, every token begins one.
+        return f" {text}" if raw[0] in "\u2581\u0120" and not text.startswith(" ") else text
+
+    return spell
 
 
-def _piece(tokenizer: Any, token: int) -> str:
-    text: str = tokenizer.decode([token], skip_special_tokens=False)
-    raw: str = tokenizer.id_to_token(token) or f"<{token}>"
-    if not text or "\ufffd" in text:
-        return raw  # part of a character: only the token's own spelling tells it from others
-    # Decoders drop the space that begins a text; alone, every token begins one.
-    return f" {text}" if raw[0] in "\u2581\u0120" and not text.startswith(" ") else text
+# ---- pages
 
 
-def _is_number(text: str) -> bool:
+def list_page(browser: Browser, wanted: Filter, number: int) -> str:
+    """Render page `number` of the experiences that `wanted` lets through."""
+    menus = {name: browser.choices(name) for name in ("stage", "status")}
+    menus["state"] = browser.choices("state", "reason")
+    page = browser.page(wanted, number)
+    return _render("list.html.j2", browser=browser, wanted=wanted, page=page, menus=menus, sorts=SORTS)
+
+
+def experience_page(browser: Browser, shown: Shown) -> str:
+    """Render one experience with its tokens."""
+    return _render("experience.html.j2", browser=browser, shown=shown, levels=_LEVELS)
+
+
+def static_page(browser: Browser, num_rows: int) -> str:
+    """Render the first `num_rows` experiences as one page that needs no server."""
+    page = browser.page(Filter(), 1, size=num_rows)
+    places = dict.fromkeys((row["stage"], row["shard"], row["row"]) for row in page.rows)
+    experiences = [shown for place in places if (shown := browser.show(*place)) is not None]
+    return _render("static.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=_LEVELS)
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only pages need it
+
+    def finalize(value: Any) -> Any:
+        # Every value is made printable before it is escaped; what is HTML already has been through it.
+        is_text = isinstance(value, str) and not hasattr(value, "__html__")
+        return printable(value, keep="\n\t") if is_text else value
+
+    environment = Environment(
+        loader=PackageLoader("rftdask.provenance", "templates"),
+        autoescape=True,
+        finalize=finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = cell
+    environment.filters["link"] = lambda row: "/experience?" + urlencode({k: row[k] for k in ("stage", "shard", "row")})
+    # Line ends and tabs of a token stand behind a sign.
+    environment.filters["visible"] = lambda text: text.replace("\n", "\u21b5\n").replace("\t", "\u2192\t")
+    return environment.get_template(template).render(policy=CONTENT_POLICY, **values)
+
+
+# ---- the server
+
+
+class ViewServer(ThreadingHTTPServer):
+    """The pages of one run.
+
+    Example:
+        with ViewServer("runs/project/name") as server:
+            print(server.address); server.serve_forever()
+    """
+
+    daemon_threads = True
+
+    def __init__(self, url: str | Path, port: int = 0) -> None:
+        """Port 0 takes a free one. Raises: DataError: no run folder; OSError: the port is taken."""
+        self.browser = Browser(url)
+        """What is shown; a request for /reload puts a newer one in its place, whole, so threads need no lock."""
+        super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """URL of the list."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer
+
+    def do_GET(self) -> None:
+        try:
+            status, page = self._answer()
+        except DataError as error:
+            status, page = _message(HTTPStatus.BAD_REQUEST, "Not understood", str(error))
+        data = page.encode("utf-8", errors="replace")
+        self.send_response(status)
+        headers = {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Length": str(len(data)),
+            "Content-Security-Policy": CONTENT_POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+        }
+        if status == HTTPStatus.SEE_OTHER:
+            headers["Location"] = "/"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> tuple[HTTPStatus, str]:
+        # A name of another host that points here is a page elsewhere that wants to read the run.
+        if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
+            return _message(HTTPStatus.FORBIDDEN, "Not here", f"this server answers for {ADDRESS} alone")
+        parts = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        browser = self.server.browser
+        if parts.path == "/":
+            number = query.get("page", "1")
+            if not number.isdecimal():
+                raise DataError(f"page must be a number, not {number!r}")
+            return HTTPStatus.OK, list_page(browser, Filter.from_query(query), int(number))
+        if parts.path == "/experience":
+            row = query.get("row", "")
+            shown = browser.show(query.get("stage", ""), query.get("shard", ""), int(row)) if row.isdecimal() else None
+            if shown is None:
+                return _message(HTTPStatus.NOT_FOUND, "Not found", "the run has no such experience")
+            return HTTPStatus.OK, experience_page(browser, shown)
+        if parts.path == "/reload":
+            self.server.browser = Browser(browser.url)
+            return HTTPStatus.SEE_OTHER, ""
+        return _message(HTTPStatus.NOT_FOUND, "Not found", "there is no such page")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the terminal is the user's."""
+
+
+def _message(status: HTTPStatus, title: str, text: str) -> tuple[HTTPStatus, str]:
+    return status, _render("message.html.j2", title=title, text=text)
+
+
+def serve(url: str | Path, port: int, *, open_browser: bool, say: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C. Raises: UserError: the port is taken, or `url` is no run folder."""
     try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+        server = ViewServer(url, port)
+    except OSError as error:
+        raise UserError(
+            f"port {port} of {ADDRESS} cannot be had: {error.strerror}; --port 0 takes a free one"
+        ) from error
+    with server:
+        say(f"{server.address}  (Ctrl-C ends it)")
+        if open_browser:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ended")

@@ -1,18 +1,19 @@
 """Tables: the files of a run as Arrow tables, one row per experience, ledger line, optimizer step, checkpoint, ...
 
 It knows neither SQL nor pages. It reads through `Storage` alone, therefore any URL will do, and it writes nothing: what
-cannot be read is left out and named in `problems`, where a role of the run would set it aside.
-Invariant: a row says where it is from: `stage`, and for experiences and ledger lines `shard` and `row`.
+cannot be read is left out and named in `problems`, where a role of the run would set it aside. Invariants: a row says
+where it is from: `stage`, and for experiences and ledger lines `shard` and `row`; every experience has a line in
+`states`, several only where several ledger lines name it (a lineage of its own, or a strategy that uses rows again).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from rftdask.buffer.batches.audit import DAMAGED, REPEAT
@@ -24,11 +25,10 @@ from rftdask.buffer.log.schema import SCHEMA
 from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.monitor.metrics import read_metrics
-from rftdask.provenance.states import LostShard, row_states
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
-from rftdask.weights.manifest import Manifest, read_manifest
+from rftdask.weights.manifest import read_manifest
 from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE, published_versions, weights_folder
 
 if TYPE_CHECKING:
@@ -36,59 +36,40 @@ if TYPE_CHECKING:
 
 _NUM_READERS = 8
 """Small files read at once: on object stores a read is mostly waiting."""
+TRAINED, DROPPED, WAITING = "trained", "dropped", "waiting"
 
-EXPERIENCE_SCHEMA = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("shard", pa.string()),
-        ("row", pa.int32()),
-        ("slot", pa.int32()),  # place of its group in the explore step, from 0; null for an answer of an evaluation
-        *SCHEMA.remove_metadata(),
-    ]
-)
+# The slot is the place of a row's group in the explore step, from 0; null for an answer of an evaluation.
+EXPERIENCE_SCHEMA = pa.schema([("stage", "string"), ("shard", "string"), ("row", "int32"), ("slot", "int32"), *SCHEMA])
+# The place is that in the batch, from 0, null for a dropped row; the reason is null for a trained one.
 LEDGER_SCHEMA = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("lineage", pa.string()),
-        ("step", pa.int64()),
-        ("place", pa.int32()),  # in the batch, from 0; null for a dropped row
-        ("shard", pa.string()),
-        ("row", pa.int64()),
-        ("reason", pa.string()),  # null for a trained row
-    ]
-)
-CHECKPOINT_SCHEMA = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("step", pa.int64()),
-        ("lineage", pa.string()),
-        ("folder", pa.string()),
-        ("num_files", pa.int32()),
-        ("size_bytes", pa.int64()),
-        ("content_hash", pa.string()),
-    ]
+    {"stage": "string", "lineage": "string", "step": "int64"}
+    | {"place": "int32", "shard": "string", "row": "int64", "reason": "string"}
 )
 POSITION_SCHEMA = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("lineage", pa.string()),
-        ("step", pa.int64()),
-        ("explore_step", pa.int64()),
-        ("slot", pa.int32()),
-    ]
+    {"stage": "string", "lineage": "string", "step": "int64", "explore_step": "int64", "slot": "int32"}
 )
+# The uid is null where a row cannot be read any more, the reason unless it was dropped; lineage and step are those of
+# the ledger entry that names the row, null where none does.
+STATE_SCHEMA = pa.schema(
+    {"stage": "string", "shard": "string", "row": "int32", "uid": "string"}
+    | {"state": "string", "reason": "string", "lineage": "string", "step": "int64"}
+)
+CHECKPOINT_SCHEMA = pa.schema(
+    {"stage": "string", "step": "int64", "lineage": "string", "folder": "string"}
+    | {"num_files": "int32", "size_bytes": "int64", "content_hash": "string"}
+)
+# The content hash is what experiences name as weights_hash.
 WEIGHTS_SCHEMA = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("version", pa.int64()),
-        ("lineage", pa.string()),
-        ("folder", pa.string()),
-        ("size_bytes", pa.int64()),
-        ("content_hash", pa.string()),  # what experiences name as weights_hash
-    ]
+    {"stage": "string", "version": "int64", "lineage": "string", "folder": "string"}
+    | {"size_bytes": "int64", "content_hash": "string"}
 )
 
+TABLES = ("experiences", "ledger", "steps", "checkpoints", "evals", "eval_experiences", "weights", "states")
+"""Names of all tables; docs/lineage.md says what their columns mean."""
+
 _Read = TypeVar("_Read")
+_LostShard = tuple[str, str, int, str | None]
+"""(stage, shard, number of rows, why those that no ledger names count as dropped or None if they wait)."""
 
 
 class RunTables:
@@ -100,6 +81,7 @@ class RunTables:
     """
 
     def __init__(self, url: str | Path) -> None:
+        """Raises: DataError: `url` is no run folder."""
         self.stages = open_stages(url)
         self.problems: list[str] = []
         """What could not be read, and is therefore missing from the tables."""
@@ -108,47 +90,34 @@ class RunTables:
     def table(self, name: str) -> pa.Table:
         """One of `TABLES`. All shards that it is made of are held in memory."""
         if name not in self._tables:
-            if name == "states":
-                self._tables[name] = row_states(
-                    self.table("experiences"), self.table("ledger"), self.positions(), self._lost_shards()
-                )
-            else:
-                self._tables[name] = _READERS[name](self)
+            self._tables[name] = getattr(self, f"_{name}")()
         return self._tables[name]
 
-    def read_shards(self, stage: Stage, folder: str = EXPERIENCES) -> Iterable[tuple[ShardName, pa.Table]]:
+    def read_shards(self, stage: Stage, folder: str = EXPERIENCES) -> Iterator[tuple[ShardName, pa.Table]]:
         """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`."""
         log = open_log(stage.storage, stage.config, folder)
-        in_batch = stage.config.tasks_per_unit if folder == EXPERIENCES else None
         for name in log.shards(0):
             table = self._try(partial(log.read, name))
-            if table is not None:
-                yield name, _with_place(table, stage.name, name, in_batch)
+            if table is None:
+                continue
+            slots = None  # nothing says how many tasks a unit of an evaluation has
+            if folder == EXPERIENCES:
+                slots = pa.array(group_slots(table, name, stage.config.tasks_per_unit), "int32")
+            place = {
+                "stage": pa.repeat(stage.name, len(table)),
+                "shard": pa.repeat(name.text, len(table)),
+                "row": pa.array(range(len(table)), "int32"),
+                "slot": pa.nulls(len(table), "int32") if slots is None else slots,
+            }
+            yield name, pa.table(place | dict(zip(table.column_names, table.columns, strict=True)))
 
+    @cached_property
     def positions(self) -> pa.Table:
         """The groups that each ledger entry has settled, as in `POSITION_SCHEMA`."""
-        rows = [
-            (stage.name, entry.lineage, entry.step, *position)
-            for stage, entry in self._entries
-            for position in entry.positions
-        ]
-        columns = list(zip(*rows, strict=True)) or [()] * len(POSITION_SCHEMA)
-        return pa.table(dict(zip(POSITION_SCHEMA.names, columns, strict=True)), POSITION_SCHEMA)
-
-    def _lost_shards(self) -> Iterator[LostShard]:
-        """Shards that the audit counts, and that the table of experiences does not have."""
-        there = set(self.table("experiences")["shard"].unique().to_pylist())
-        named = set(self.table("ledger")["shard"].unique().to_pylist())
-        for stage in self.stages:
-            log = stage.log
-            kept = {*log.shards(0), *log.removed(0)}
-            damaged = {name for name in log.quarantined() or () if name.text in named and name not in kept}
-            # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
-            repeated = set(repeated_shards({*kept, *damaged})) - set(log.removed(0))
-            for name in sorted({*kept, *damaged}):
-                if name.text not in there:
-                    reason = DAMAGED if name in damaged else REPEAT if name in repeated else None
-                    yield LostShard(stage.name, name.text, name.num_rows, reason)
+        return _table(
+            [(stage.name, entry.lineage, entry.step, *p) for stage, entry in self._entries for p in entry.positions],
+            POSITION_SCHEMA,
+        )
 
     def _try(self, read: Callable[[], _Read]) -> _Read | None:
         """The result, or None and a line in `problems`: one bad file must not hide the others."""
@@ -159,68 +128,88 @@ class RunTables:
             return None
 
     def _experiences(self) -> pa.Table:
-        return _concat(EXPERIENCE_SCHEMA, (rows for stage in self.stages for _, rows in self.read_shards(stage)))
+        return self._all_rows((stage, EXPERIENCES) for stage in self.stages)
 
     def _eval_experiences(self) -> pa.Table:
-        folders = [
-            (stage, f"eval/{name.rstrip('/')}")
-            for stage in self.stages
-            for name in stage.storage.list("eval")
-            if name.endswith("/")
-        ]
-        return _concat(
-            EXPERIENCE_SCHEMA, (rows for stage, folder in folders for _, rows in self.read_shards(stage, folder))
-        )
+        names = ((stage, name) for stage in self.stages for name in stage.storage.list("eval") if name.endswith("/"))
+        return self._all_rows((stage, f"eval/{name.rstrip('/')}") for stage, name in names)
+
+    def _all_rows(self, folders: Iterable[tuple[Stage, str]]) -> pa.Table:
+        tables = [rows for stage, folder in folders for _, rows in self.read_shards(stage, folder)]
+        # A log of a later minor version has more columns; what an older shard lacks of them is null.
+        return pa.concat_tables([EXPERIENCE_SCHEMA.empty_table(), *tables], promote_options="default")
 
     def _ledger(self) -> pa.Table:
-        return _concat(LEDGER_SCHEMA, (_entry_table(stage.name, entry) for stage, entry in self._entries))
+        lines: list[tuple[Any, ...]] = []
+        for stage, entry in self._entries:
+            used = [(part.source, row, None) for part in entry.use for row in part.rows]
+            dropped = [(part.source, row, part.reason) for part in entry.drop for row in part.rows]
+            lines += [(stage.name, entry.lineage, entry.step, place, *line) for place, line in enumerate(used)]
+            lines += [(stage.name, entry.lineage, entry.step, None, *line) for line in dropped]
+        return _table(lines, LEDGER_SCHEMA)
 
     @cached_property
     def _entries(self) -> list[tuple[Stage, LedgerEntry]]:
         """The ledger entries of all lineages, by stage."""
         entries: list[tuple[Stage, LedgerEntry]] = []
         for stage in self.stages:
-            lineages = [name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")]
-            entries += [(stage, entry) for lineage in lineages for entry in self._read_ledger(stage, lineage)]
+            for lineage in (name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")):
+                ledger = Ledger(stage.storage, lineage)
+                names = (name.removesuffix(".json") for name in stage.storage.list(f"ledger/{lineage}"))
+                reads = [partial(ledger.read, step) for step in sorted(int(n) for n in names if n.isdecimal())]
+                entries += [(stage, e) for e in in_order(self._try, reads, _NUM_READERS) if e is not None]
         return entries
 
-    def _read_ledger(self, stage: Stage, lineage: str) -> list[LedgerEntry]:
-        ledger = Ledger(stage.storage, lineage)
-        names = (name.removesuffix(".json") for name in stage.storage.list(f"ledger/{lineage}"))
-        steps = sorted(int(name) for name in names if name.isdecimal())
+    def _states(self) -> pa.Table:
+        return row_states(self.table("experiences"), self.table("ledger"), self.positions, self._lost_shards())
 
-        def read(step: int) -> LedgerEntry | None:
-            return self._try(partial(ledger.read, step))
-
-        return [entry for entry in in_order(read, steps, _NUM_READERS) if entry is not None]
+    def _lost_shards(self) -> Iterator[_LostShard]:
+        """Shards that the audit counts, and that the table of experiences does not have."""
+        there = set(self.table("experiences")["shard"].unique().to_pylist())
+        named = set(self.table("ledger")["shard"].unique().to_pylist())
+        for stage in self.stages:
+            removed = set(stage.log.removed(0))
+            kept = {*stage.log.shards(0), *removed}
+            damaged = {name for name in stage.log.quarantined() or () if name.text in named} - kept
+            # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
+            repeated = set(repeated_shards(kept | damaged)) - removed
+            for name in sorted(kept | damaged):
+                if name.text not in there:
+                    reason = DAMAGED if name in damaged else REPEAT if name in repeated else None
+                    yield stage.name, name.text, name.num_rows, reason
 
     def _checkpoints(self) -> pa.Table:
-        rows = []
-        for stage in self.stages:
-            for step in checkpoint_steps(stage.storage):
-                manifest = self._manifest(stage, checkpoint_folder(step))
-                if manifest is not None:
-                    common = _folder_row(stage, checkpoint_folder(step), manifest)
-                    rows.append({**common, "step": step, "num_files": len(manifest.files)})
-        return pa.Table.from_pylist(rows, CHECKPOINT_SCHEMA)
+        folders = [(stage, step) for stage in self.stages for step in checkpoint_steps(stage.storage)]
+        rows = [(step, self._folder(stage, checkpoint_folder(step))) for stage, step in folders]
+        return pa.Table.from_pylist([row | {"step": step} for step, row in rows if row], CHECKPOINT_SCHEMA)
 
     def _weights(self) -> pa.Table:
         """Published folders, then the weights that checkpoints keep of versions whose folder is gone."""
         rows = []
         for stage in self.stages:
             published = published_versions(stage.storage)
-            folders = [weights_folder(version) for version in published]
-            folders += [checkpoint_folder(s) for s in checkpoint_steps(stage.storage) if s not in published]
-            for folder in folders:
-                manifest = self._manifest(stage, folder)
-                if manifest is not None and CHECKPOINT_MODEL_FILE in manifest.files:
-                    manifest = as_published(manifest)
-                if manifest is not None:
-                    rows.append({**_folder_row(stage, folder, manifest), "version": manifest.version})
-        return pa.Table.from_pylist(rows, WEIGHTS_SCHEMA)
+            rows += [self._folder(stage, weights_folder(version)) for version in published]
+            gone = [step for step in checkpoint_steps(stage.storage) if step not in published]
+            rows += [self._folder(stage, checkpoint_folder(step), as_published=True) for step in gone]
+        return pa.Table.from_pylist([row for row in rows if row], WEIGHTS_SCHEMA)
 
-    def _manifest(self, stage: Stage, folder: str) -> Manifest | None:
-        return self._try(partial(read_manifest, stage.storage, folder))
+    def _folder(self, stage: Stage, folder: str, as_published: bool = False) -> dict[str, Any] | None:
+        """What the tables of checkpoints and weights say of a folder with a manifest."""
+        manifest = self._try(partial(read_manifest, stage.storage, folder))
+        if manifest is None:
+            return None
+        if as_published and CHECKPOINT_MODEL_FILE in manifest.files:
+            # Publishing the policy of a checkpoint gives this one file, and so the hash its experiences carry.
+            manifest = replace(manifest, files={MODEL_FILE: manifest.files[CHECKPOINT_MODEL_FILE]})
+        return {
+            "stage": stage.name,
+            "version": manifest.version,
+            "lineage": manifest.lineage,
+            "folder": folder,
+            "num_files": len(manifest.files),
+            "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
+            "content_hash": manifest.content_hash,
+        }
 
     def _steps(self) -> pa.Table:
         return self._metrics("trainer", ["stage", "step"])
@@ -236,78 +225,57 @@ class RunTables:
         for stage in self.stages:
             frame: pd.DataFrame | None = self._try(partial(read_metrics, stage.storage, role))
             if frame is not None and len(frame):
-                frame = frame.rename(columns={"step": first[1]}).drop(columns="role")
-                frames.append(frame.assign(stage=stage.name))
+                frames.append(frame.rename(columns={"step": first[1]}).drop(columns="role").assign(stage=stage.name))
         if not frames:
-            kinds = {"stage": pa.string(), "taskset": pa.string()}
-            return pa.schema([(name, kinds.get(name, pa.int64())) for name in first]).empty_table()
+            kinds = {"stage": "string", "taskset": "string"}
+            return pa.schema({name: kinds.get(name, "int64") for name in first}).empty_table()
         frame = pd.concat(frames, ignore_index=True)
         order = [name for name in first if name in frame] + [name for name in frame if name not in first]
         return pa.Table.from_pandas(frame[order], preserve_index=False).replace_schema_metadata(None)
 
 
-_READERS: dict[str, Callable[[RunTables], pa.Table]] = {
-    "experiences": RunTables._experiences,
-    "ledger": RunTables._ledger,
-    "steps": RunTables._steps,
-    "checkpoints": RunTables._checkpoints,
-    "evals": RunTables._evals,
-    "eval_experiences": RunTables._eval_experiences,
-    "weights": RunTables._weights,
-}
-TABLES = (*_READERS, "states")
-"""Names of all tables; docs/lineage.md says what their columns mean."""
+def _table(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
+    return pa.table(dict(zip(schema.names, columns, strict=True)), schema)
 
 
-def as_published(checkpoint: Manifest) -> Manifest:
-    """The manifest that publishing the policy of a checkpoint gives, and so the hash its experiences carry."""
-    files = {MODEL_FILE: checkpoint.files[CHECKPOINT_MODEL_FILE]}
-    return Manifest(checkpoint.lineage, checkpoint.version, files)
+_PLACE = ["stage", "shard", "row"]
+_POSITION = ["stage", "explore_step", "slot"]
+_GROUP = ["stage", "explore_step", "taskset", "epoch", "task_index"]
 
 
-def _concat(schema: pa.Schema, tables: Iterable[pa.Table]) -> pa.Table:
-    # A log of a later minor version has more columns; what an older shard lacks of them is null.
-    return pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
+def row_states(
+    experiences: pa.Table, ledger: pa.Table, positions: pa.Table, lost: Iterable[_LostShard] = ()
+) -> pa.Table:
+    """Lines of `STATE_SCHEMA` for the rows of `experiences`, in their order, then for those of the `lost` shards.
 
+    They give for each row what the audit gives as counts. A work unit that ran twice stands in two shards. Of each
+    group one copy is taken, or will be (the first, while none is taken); the rows of the other are dropped as "repeat",
+    which the ledger does not write down. A copy whose twin is lost is known by the `positions` that are settled.
+    """
+    import pandas as pd  # late: half a second
 
-def _with_place(table: pa.Table, stage: str, name: ShardName, tasks_per_unit: int | None) -> pa.Table:
-    """The table with the columns that say where a row is; its slot, if it is known how many tasks a unit has."""
-    size = table.num_rows
-    place = {
-        "stage": pa.array([stage] * size, pa.string()),
-        "shard": pa.array([name.text] * size, pa.string()),
-        "row": pa.array(range(size), pa.int32()),
-        "slot": pa.array(
-            np.zeros(size, np.int64) if tasks_per_unit is None else group_slots(table, name, tasks_per_unit),
-            pa.int32(),
-            mask=np.full(size, tasks_per_unit is None),
-        ),
-    }
-    columns = {**place, **dict(zip(table.column_names, table.columns, strict=True))}
-    return pa.table(columns)
-
-
-def _entry_table(stage: str, entry: LedgerEntry) -> pa.Table:
-    use = [(rows.source, row, None) for rows in entry.use for row in rows.rows]
-    drop = [(rows.source, row, rows.reason) for rows in entry.drop for row in rows.rows]
-    lines = [*use, *drop]
-    columns = {
-        "stage": [stage] * len(lines),
-        "lineage": [entry.lineage] * len(lines),
-        "step": [entry.step] * len(lines),
-        "place": [*range(len(use)), *[None] * len(drop)],
-        "shard": [line[0] for line in lines],
-        "row": [line[1] for line in lines],
-        "reason": [line[2] for line in lines],
-    }
-    return pa.table(columns, schema=LEDGER_SCHEMA)
-
-
-def _folder_row(stage: Stage, folder: str, manifest: Manifest) -> dict[str, object]:
-    return {
-        "stage": stage.name,
-        "lineage": manifest.lineage,
-        "folder": folder,
-        "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-        "content_hash": manifest.content_hash,
-    }
+    lines = ledger.select([*_PLACE, "lineage", "step", "reason"]).to_pandas().astype({"step": "Int64"})
+    rows = experiences.select([*_PLACE, "uid", *_GROUP[1:], "slot"]).to_pandas()
+    found = rows.merge(lines, how="left", on=_PLACE)
+    named = found["step"].notna()
+    copy = found.groupby([*_GROUP, "shard"], sort=False).ngroup()
+    group = found.groupby(_GROUP, sort=False).ngroup()
+    settled = positions.select(_POSITION).to_pandas().drop_duplicates().assign(settled=True)
+    is_settled = found[_POSITION].merge(settled, how="left", on=_POSITION)["settled"].notna().set_axis(found.index)
+    other_is_taken = named.groupby(group).transform("any") | is_settled
+    is_first = found["shard"] == found["shard"].groupby(group).transform("min")
+    is_repeat = ~named & ~named.groupby(copy).transform("any") & (other_is_taken | ~is_first)
+    parts = [found.assign(reason=found["reason"].astype(object).where(~is_repeat, REPEAT))]
+    for stage, shard, num_rows, reason in lost:
+        rows = pd.DataFrame({"row": range(num_rows)}).assign(stage=stage, shard=shard, uid=None)
+        found = rows.merge(lines, how="left", on=_PLACE)
+        is_dropped = found["step"].isna() & (reason is not None)
+        parts.append(found.assign(reason=found["reason"].astype(object).where(~is_dropped, reason)))
+    tables = []
+    for part in parts:
+        part["state"] = WAITING
+        part.loc[part["step"].notna(), "state"] = TRAINED
+        part.loc[part["reason"].notna(), "state"] = DROPPED
+        tables.append(pa.Table.from_pandas(part[STATE_SCHEMA.names], STATE_SCHEMA, preserve_index=False))
+    return pa.concat_tables([table.cast(STATE_SCHEMA) for table in tables])

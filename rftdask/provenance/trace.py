@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from rftdask.buffer.batches.audit import REPEAT
 from rftdask.buffer.batches.selection import staleness
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
-from rftdask.provenance.states import DROPPED, TRAINED, row_states
-from rftdask.provenance.tables import RunTables
+from rftdask.provenance.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
 from rftdask.provenance.text import cell, printable
 from rftdask.run.view import Stage
 
@@ -77,17 +76,6 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Sibling:
-    """Another row of the same group, in the shard of the first copy."""
-
-    uid: str
-    status: str
-    reward: float | None
-    state: str
-    response_text: str
-
-
-@dataclass(frozen=True)
 class Trace:
     """Example: print(trace("runs/project/name", "gsm8k/0/17/3/0").render())"""
 
@@ -95,8 +83,8 @@ class Trace:
     stage: str
     copies: tuple[Copy, ...]
     """The one that was trained, or else the first, in front."""
-    siblings: tuple[Sibling, ...]
-    """All of the group, itself included."""
+    siblings: tuple[Mapping[str, Any], ...]
+    """The rows of its group in the shard of the first copy, itself included, each with its "fate"."""
     problems: tuple[str, ...] = ()
     """Files that could not be read."""
 
@@ -104,8 +92,19 @@ class Trace:
         """The trace for a terminal."""
         lines = [f"{self.uid}  (stage {self.stage})"]
         for copy in self.copies:
-            lines += ["", *_copy_lines(copy)]
-        lines += ["", *_sibling_lines(self)]
+            lines.append("")
+            for label, text in _copy_lines(copy):
+                # Further lines of a text stand below its first.
+                lines += [f"  {label * (n == 0):<12}{line}" for n, line in enumerate(text.split("\n")) if text]
+        rewards = [s["reward"] for s in self.siblings if s["reward"] is not None]
+        mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
+        lines += ["", f"  group of {len(self.siblings)}{mean}"]
+        width = max(len(s["uid"]) for s in self.siblings)
+        for s in self.siblings:
+            mark = "*" if s["uid"] == self.uid else " "
+            reward = "-" if s["reward"] is None else f"{s['reward']:.4g}"
+            fate = f"{s['status']:<9}  {s['fate']:<9}  {cell(s['response_text'])}"
+            lines.append(f"  {mark} {s['uid']:<{width}}  {reward:>8}  {fate}")
         lines += [f"left out: {problem}" for problem in self.problems]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -114,16 +113,25 @@ class Trace:
 
 
 def trace(url: str | Path, uid: str) -> Trace:
-    """The life of the experience `uid` of the run at `url`.
+    """Read the life of the experience `uid` of the run at `url`.
 
     Raises: DataError: the run has no such experience; the message names the nearest uids.
     """
     tables = RunTables(url)
     seen: set[str] = set()
     for stage in tables.stages:
-        rows = _find(tables, stage, uid, seen)
-        if rows is not None:
-            return _trace(tables, stage, uid, rows)
+        unit: tuple[int, int] | None = None
+        found: list[pa.Table] = []
+        for name, table in tables.read_shards(stage):
+            if unit is None:
+                seen.update(table.column("uid").to_pylist())
+                unit = (name.explore_step, name.unit) if uid in seen else None
+            elif (name.explore_step, name.unit) != unit:
+                break  # a group is in one work unit, in all its copies: the search ends with that
+            if unit is not None:
+                found.append(table)
+        if found:
+            return _trace(tables, stage, uid, pa.concat_tables(found, promote_options="default"))
     nearest = nearest_uids(uid, seen)
     known = f"; the nearest of {len(seen):,}:\n  " + "\n  ".join(nearest) if nearest else ": it has none at all"
     raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/turn){known}")
@@ -150,70 +158,39 @@ def _parse(uid: str) -> tuple[str, list[int]]:
     return "/".join(parts), (numbers + [0] * 4)[:4]
 
 
-def _find(tables: RunTables, stage: Stage, uid: str, seen: set[str]) -> pa.Table | None:
-    """The rows of the group of `uid`, of all copies. A group is in one work unit, so the search ends with that."""
-    found: list[pa.Table] = []
-    batch: tuple[int, int] | None = None
-    for name, table in tables.read_shards(stage):
-        if batch is not None and (name.explore_step, name.unit) != batch:
-            break
-        if batch is None:
-            seen.update(table.column("uid").to_pylist())
-            batch = (name.explore_step, name.unit) if uid in seen else None
-        if batch is not None:
-            found.append(table)
-    if batch is None:
-        return None
-    rows = pa.concat_tables(found, promote_options="default")
-    group = rows.filter(pc.equal(rows["uid"], uid)).slice(0, 1).to_pylist()[0]
-    keys = ("taskset", "epoch", "task_index")
-    same = [pc.equal(rows[key], group[key]) for key in keys]
-    return rows.filter(pc.and_(pc.and_(same[0], same[1]), same[2]))
+def _where(table: pa.Table, **values: object) -> pa.Table:
+    """The rows whose columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
 
 
-def _trace(tables: RunTables, stage: Stage, uid: str, group: pa.Table) -> Trace:
-    ledger = tables.table("ledger")
-    positions = tables.positions()
-    states = row_states(group, ledger, positions).to_pylist()
-    lines = ledger.filter(pc.and_(pc.equal(ledger["stage"], stage.name), pc.is_in(ledger["shard"], _shards(group))))
-    placed = {(line["shard"], line["row"], line["lineage"], line["step"]): line["place"] for line in lines.to_pylist()}
+def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
+    """The trace of `uid`, of the rows of its work unit."""
+    mine = _where(unit, uid=uid).slice(0, 1).to_pylist()[0]
+    group = _where(unit, taskset=mine["taskset"], epoch=mine["epoch"], task_index=mine["task_index"])
+    ledger = _where(tables.table("ledger"), stage=stage.name)
+    states = row_states(group, ledger, tables.positions).to_pylist()
     rows = {(row["shard"], row["row"]): row for row in group.to_pylist()}
     copies = []
-    for place, row in rows.items():
-        if row["uid"] == uid:
-            mine = [s for s in states if (s["shard"], s["row"]) == place]
-            uses = [_use(tables, stage, s, placed[(*place, s["lineage"], s["step"])]) for s in mine if s["step"]]
-            copies.append(_copy(tables, stage, row, mine[0], tuple(uses)))
-    if not any(state["step"] for state in states):
-        copies = [replace(copy, lost_to=_settled_by(positions, stage, copy)) for copy in copies]
+    for (shard, number), row in rows.items():
+        if row["uid"] != uid:
+            continue
+        own = [s for s in states if (s["shard"], s["row"]) == (shard, number)]
+        uses = tuple(_use(tables, stage, ledger, state) for state in own if state["step"])
+        lost_to = None
+        if not any(state["step"] for state in states):  # no entry names a copy that is there: was another one taken?
+            place = {"stage": stage.name, "explore_step": row["explore_step"], "slot": row["slot"]}
+            settled = _where(tables.positions, **place).to_pylist()
+            lost_to = min(((line["step"], line["lineage"]) for line in settled), default=None)
+        name = ShardName.try_parse(shard)
+        assert name is not None  # it came out of a listing of such names
+        weights = _weights_verdict(tables, stage, row)
+        copies.append(Copy(name, number, own[0]["state"], own[0]["reason"] or "", row, weights, uses, lost_to))
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
-    first = copies[0].shard.text
-    state_of = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
-    siblings = tuple(
-        Sibling(row["uid"], row["status"], row["reward"], state_of[place], row["response_text"])
-        for place, row in rows.items()
-        if row["shard"] == first
-    )
+    fates = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
+    siblings = tuple({**row, "fate": fates[p]} for p, row in rows.items() if row["shard"] == copies[0].shard.text)
     return Trace(uid, stage.name, tuple(copies), siblings, tuple(tables.problems))
-
-
-def _settled_by(positions: pa.Table, stage: Stage, copy: Copy) -> tuple[int, str] | None:
-    """The first (step, lineage) that settled the group of the copy."""
-    place = {"stage": stage.name, "explore_step": copy.experience["explore_step"], "slot": copy.experience["slot"]}
-    for name, value in place.items():
-        positions = positions.filter(pc.equal(positions[name], value))
-    return min(((row["step"], row["lineage"]) for row in positions.to_pylist()), default=None)
-
-
-def _shards(group: pa.Table) -> pa.Array:
-    return group.column("shard").combine_chunks().unique()
-
-
-def _copy(tables: RunTables, stage: Stage, row: Mapping[str, Any], state: Mapping[str, Any], uses: Any) -> Copy:
-    name = ShardName.try_parse(row["shard"])
-    assert name is not None  # it came out of a listing of such names
-    weights = _weights_verdict(tables, stage, row)
-    return Copy(name, row["row"], state["state"], state["reason"] or "", row, weights, uses)
 
 
 def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) -> str:
@@ -223,7 +200,7 @@ def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) ->
         return "no hash was recorded"
     if version == 0:
         return f"hash {mine}: the model the stage began with, {stage.config.model.model_path}"
-    known = [w for w in tables.table("weights").to_pylist() if (w["stage"], w["version"]) == (stage.name, version)]
+    known = _where(tables.table("weights"), stage=stage.name, version=version).to_pylist()
     for weights in known:
         if weights["content_hash"] == mine:
             return f"hash {mine}: that of {weights['folder']}, lineage {weights['lineage']}"
@@ -233,49 +210,42 @@ def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) ->
     return f"hash {mine} DIFFERS from what the run has of this version: {others}"
 
 
-def _use(tables: RunTables, stage: Stage, state: Mapping[str, Any], place: int | None) -> Use:
-    step, lineage, reason = state["step"], state["lineage"], state["reason"] or ""
-    if reason:
-        return Use(step, lineage, reason)
-    rows = tables.table("ledger")
-    batch = [("stage", stage.name), ("lineage", lineage), ("step", step)]
-    for name, value in batch:
-        rows = rows.filter(pc.equal(rows[name], value))
-    num_trained = rows.num_rows - rows["reason"].drop_null().length()
-    measured = [s for s in tables.table("steps").to_pylist() if (s["stage"], s["step"]) == (stage.name, step)]
-    metrics = {n: float(v) for m in measured for n, v in m.items() if isinstance(v, float) and n != "time_s"}
-    later = [
-        (c["step"], c["folder"], c["content_hash"])
-        for c in tables.table("checkpoints").to_pylist()
-        if c["stage"] == stage.name and c["lineage"] == lineage and c["step"] >= step
-    ]
-    evaluations = _evaluations(tables, stage, step)
-    return Use(step, lineage, "", place, num_trained, metrics, min(later, default=None), evaluations)
-
-
-def _evaluations(tables: RunTables, stage: Stage, step: int) -> tuple[tuple[Evaluation | None, Evaluation], ...]:
-    """The evaluations before and after a step, by taskset. Version N is the weights after step N, so version `step` is
-    the first that has learned from it.
-    """
-    rows = [row for row in tables.table("evals").to_pylist() if row["stage"] == stage.name]
-    found = []
-    for taskset in sorted({row["taskset"] for row in rows}):
-        looks = sorted((row for row in rows if row["taskset"] == taskset), key=lambda row: row["version"])
-        before = [_evaluation(row) for row in looks if row["version"] < step]
-        after = [_evaluation(row) for row in looks if row["version"] >= step]
-        if after:
-            found.append((before[-1] if before else None, after[0]))
-    return tuple(found)
-
-
-def _evaluation(row: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(row["version"], row["taskset"], row.get("accuracy"), row.get("reward"))
+def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, Any]) -> Use:
+    step, lineage, name = state["step"], state["lineage"], stage.name
+    if state["reason"]:
+        return Use(step, lineage, state["reason"])
+    batch = _where(ledger, lineage=lineage, step=step)
+    place = _where(batch, shard=state["shard"], row=state["row"])["place"][0].as_py()
+    measured = _where(tables.table("steps"), stage=name, step=step).to_pylist()
+    checkpoints = _where(tables.table("checkpoints"), stage=name, lineage=lineage).to_pylist()
+    later = [(c["step"], c["folder"], c["content_hash"]) for c in checkpoints if c["step"] >= step]
+    looks = sorted(_where(tables.table("evals"), stage=name).to_pylist(), key=lambda row: row["version"])
+    evaluations = []
+    for taskset in sorted({row["taskset"] for row in looks}):
+        seen = [
+            Evaluation(row["version"], taskset, row.get("accuracy"), row.get("reward"))
+            for row in looks
+            if row["taskset"] == taskset
+        ]
+        # Version N is the weights after step N, so version `step` is the first that has learned from it.
+        before = [None, *(look for look in seen if look.version < step)]
+        evaluations += [(before[-1], look) for look in seen if look.version >= step][:1]
+    return Use(
+        step,
+        lineage,
+        place=place,
+        batch_rows=batch.num_rows - batch["reason"].drop_null().length(),
+        metrics={n: float(v) for row in measured for n, v in row.items() if isinstance(v, float) and n != "time_s"},
+        checkpoint=min(later, default=None),
+        evaluations=tuple(evaluations),
+    )
 
 
 # ---- what a person reads
 
 
-def _copy_lines(copy: Copy) -> list[str]:
+def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
+    """(label, text) of what is known of a copy; an empty text is left out."""
     row = copy.experience
     num_response = len(row["tokens"]) - row["prompt_length"]
     versions = {row["min_policy_version"], row["max_policy_version"]}
@@ -283,7 +253,7 @@ def _copy_lines(copy: Copy) -> list[str]:
     logprobs = row["rollout_logprobs"]
     mean = f", mean logprob {sum(logprobs) / len(logprobs):.3f}" if logprobs else ""
     reward = "none: a failure is not a reward of zero" if row["reward"] is None else f"{row['reward']:.4g}"
-    pairs = [
+    lines = [
         ("prompt", _short(row["prompt_text"])),
         ("response", _short(row["response_text"])),
         ("expected", _short(row["truth"])),
@@ -295,76 +265,40 @@ def _copy_lines(copy: Copy) -> list[str]:
         ("weights", f"policy version {' to '.join(str(v) for v in sorted(versions))}"),
         ("", copy.weights),
         ("shard", f"{copy.shard.text}, row {copy.row}"),
-        *_fate_lines(copy),
     ]
-    return [line for label, text in pairs if text for line in _hang(label, text)]
-
-
-def _fate_lines(copy: Copy) -> list[tuple[str, str]]:
     if copy.reason == REPEAT and copy.lost_to:
         step, lineage = copy.lost_to
-        return [
-            (
-                "dropped",
-                f"its work unit ran twice; the other copy counts, which step {step} used (lineage {lineage})",
-            ),
-            ("", "and which cannot be read any more: it was damaged and set aside, or removed"),
-        ]
-    if copy.reason == REPEAT and not copy.uses:
-        return [("dropped", "its work unit ran twice; the other copy is the one that counts")]
-    if not copy.uses:
-        return [("waiting", "no ledger entry names it yet")]
-    lines: list[tuple[str, str]] = []
+        counts = f"the other copy counts, which step {step} used (lineage {lineage})"
+        lines.append((DROPPED, f"its work unit ran twice; {counts}"))
+        lines.append(("", "and which cannot be read any more: it was damaged and set aside, or removed"))
+    elif copy.reason == REPEAT and not copy.uses:
+        lines.append((DROPPED, "its work unit ran twice; the other copy is the one that counts"))
+    elif not copy.uses:
+        lines.append((WAITING, "no ledger entry names it yet"))
     for use in copy.uses:
         if use.reason:
-            lines.append(
-                (DROPPED, f"{use.reason}, when the batch of step {use.step} was formed (lineage {use.lineage})")
-            )
-        else:
-            lines += _use_lines(use, copy.experience["min_policy_version"])
-    return lines
-
-
-def _use_lines(use: Use, oldest_version: int) -> list[tuple[str, str]]:
-    place = "" if use.place is None else f", row {use.place + 1} of {use.batch_rows}"
-    stale = staleness(use.step - 1, oldest_version)
-    lines = [(TRAINED, f"step {use.step}{place} (lineage {use.lineage}), staleness {stale}")]
-    shown = [f"{name} {cell(use.metrics[name])}" for name in _STEP_METRICS if name in use.metrics]
-    lines.append(("", ", ".join(shown) or "the trainer has not reported this step"))
-    if use.checkpoint:
-        step, folder, content_hash = use.checkpoint
-        lines.append(("checkpoint", f"{folder}, {step - use.step} steps later, hash {content_hash}"))
-    else:
-        lines.append(("checkpoint", "none since"))
-    for before, after in use.evaluations:
-        lines.append(("evaluation", f"{printable(after.taskset)}: {_change(before, after)}"))
-    if not use.evaluations:
-        lines.append(("evaluation", "none since"))
-    return lines
-
-
-def _change(before: Evaluation | None, after: Evaluation) -> str:
-    name = "reward" if after.accuracy is None else "accuracy"
-    looks = [look for look in (before, after) if look is not None]
-    return f"{name} " + " -> ".join(f"{cell(getattr(look, name))} at version {look.version}" for look in looks)
-
-
-def _sibling_lines(trace: Trace) -> list[str]:
-    rewards = [s.reward for s in trace.siblings if s.reward is not None]
-    mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
-    width = max(len(s.uid) for s in trace.siblings)
-    lines = [f"  group of {len(trace.siblings)}{mean}"]
-    for s in trace.siblings:
-        mark = "*" if s.uid == trace.uid else " "
-        reward = "-" if s.reward is None else f"{s.reward:.4g}"
-        lines.append(f"  {mark} {s.uid:<{width}}  {reward:>8}  {s.status:<9}  {s.state:<9}  {cell(s.response_text)}")
+            when = f"when the batch of step {use.step} was formed (lineage {use.lineage})"
+            lines.append((DROPPED, f"{use.reason}, {when}"))
+            continue
+        place = "" if use.place is None else f", row {use.place + 1} of {use.batch_rows}"
+        stale = staleness(use.step - 1, row["min_policy_version"])
+        lines.append((TRAINED, f"step {use.step}{place} (lineage {use.lineage}), staleness {stale}"))
+        shown = [f"{name} {cell(use.metrics[name])}" for name in _STEP_METRICS if name in use.metrics]
+        lines.append(("", ", ".join(shown) or "the trainer has not reported this step"))
+        since = "none since"
+        if use.checkpoint:
+            step, folder, content_hash = use.checkpoint
+            since = f"{folder}, {step - use.step} steps later, hash {content_hash}"
+        lines.append(("checkpoint", since))
+        for before, after in use.evaluations:
+            kind = "reward" if after.accuracy is None else "accuracy"
+            looks = [look for look in (before, after) if look is not None]
+            change = " -> ".join(f"{cell(getattr(look, kind))} at version {look.version}" for look in looks)
+            lines.append(("evaluation", f"{printable(after.taskset)}: {kind} {change}"))
+        if not use.evaluations:
+            lines.append(("evaluation", "none since"))
     return lines
 
 
 def _short(text: str) -> str:
     return printable(text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}...", keep="\n")
-
-
-def _hang(label: str, text: str) -> list[str]:
-    """`text` behind its label; its further lines below its first."""
-    return [f"  {label * (number == 0):<12}{line}" for number, line in enumerate(text.split("\n"))]

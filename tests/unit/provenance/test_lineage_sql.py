@@ -21,8 +21,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.provenance.sql import OVERVIEW, open_tables, query, to_csv, to_json, to_terminal
-from rftdask.provenance.states import row_states
-from rftdask.provenance.tables import LEDGER_SCHEMA, TABLES, RunTables
+from rftdask.provenance.tables import LEDGER_SCHEMA, POSITION_SCHEMA, TABLES, RunTables, row_states
 from rftdask.provenance.trace import trace
 from rftdask.run.run_folder import open_run, record_run
 from rftdask.storage import open_storage
@@ -157,9 +156,11 @@ def test_what_retention_removed_still_counts_as_the_audit_counts_it(case):
 def test_of_two_copies_that_nobody_took_the_first_is_waiting():
     def rows(shard: str) -> pa.Table:
         columns = {name: [getattr(e, name) for e in group(0)] for name in ("uid", "taskset", "epoch", "task_index")}
-        return pa.table({"stage": ["s"] * 2, "shard": [shard] * 2, "row": [0, 1], "explore_step": [1, 1], **columns})
+        places = {"stage": ["s"] * 2, "shard": [shard] * 2, "row": [0, 1], "explore_step": [1, 1], "slot": [0, 0]}
+        return pa.table({**places, **columns})
 
-    states = row_states(pa.concat_tables([rows("b"), rows("a")]), LEDGER_SCHEMA.empty_table()).to_pylist()
+    both = pa.concat_tables([rows("b"), rows("a")])
+    states = row_states(both, LEDGER_SCHEMA.empty_table(), POSITION_SCHEMA.empty_table()).to_pylist()
     assert [(s["shard"], s["row"], s["state"], s["reason"]) for s in states] == [
         ("b", 0, "dropped", "repeat"),
         ("b", 1, "dropped", "repeat"),

@@ -62,7 +62,7 @@ def test_of_a_repeated_experience_both_copies_are_told_the_trained_one_first(cas
         (case.taken, "trained", ""),
         (case.repeated, "dropped", "repeat"),
     ]
-    assert [s.uid for s in found.siblings] == ["sums/0/1/0/0", "sums/0/1/1/0"]
+    assert [s["uid"] for s in found.siblings] == ["sums/0/1/0/0", "sums/0/1/1/0"]
     lines = lines_of(case, "sums/0/1/0/0")
     assert "dropped its work unit ran twice; the other copy is the one that counts" in lines
 

@@ -11,9 +11,16 @@ from lineage_cases import Case
 
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.errors import DataError, UserError
-from rftdask.provenance.browse import Browser, Filter, Token
-from rftdask.provenance.pages import experience_page, list_page, static_page
-from rftdask.provenance.serve import ViewServer, serve
+from rftdask.provenance.browse import (
+    Browser,
+    Filter,
+    Token,
+    ViewServer,
+    experience_page,
+    list_page,
+    serve,
+    static_page,
+)
 
 
 class _Tags(HTMLParser):
@@ -82,11 +89,11 @@ def test_a_filter_that_makes_no_sense_is_refused(query):
 def test_an_experience_is_shown_with_its_tokens_mask_and_group(case):
     shown = Browser(case.url).show("run", case.second.text, 2)
     assert shown is not None
-    assert shown.tokens == (
+    assert shown.tokens == [
         Token(0, 63, "?"),
         Token(1, 68, "D", -0.5, True),
         Token(2, 48, "0", -2.5, False),
-    )
+    ]
     assert [token.level for token in shown.tokens[1:]] == [2, 5]  # probabilities 0.61 and 0.08
     assert [(row["uid"], row["minus_mean"]) for row in shown.siblings] == [
         ("sums/0/3/0/0", 0.0),
