@@ -17,12 +17,12 @@ from rftdask.storage.local import LocalStorage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.crashtest.damage import damage_files
 from rftdask.testing.crashtest.disk import SimulatedDisk
-from rftdask.testing.crashtest.ending import check_ending, new_memory, run_undisturbed
+from rftdask.testing.crashtest.ending import check_ending, new_memory
 from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
+from rftdask.testing.crashtest.kills import list_places
 from rftdask.testing.crashtest.power import lose_power
 from rftdask.testing.crashtest.protections import CheckThenWrite, LateLedger, TrustingLog
 from rftdask.testing.crashtest.rivals import meet_rivals
-from rftdask.testing.crashtest.stops import list_places
 from rftdask.testing.crashtest.suite import CrashTestOptions
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 
@@ -87,7 +87,7 @@ def plan() -> Plan:
 
 def test_a_sound_run_has_no_problem(plan: Plan) -> None:
     storage, witness = finished(plan)
-    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    ending = check_ending(storage, plan, witness)
     assert (ending.problems, ending.num_lost, ending.num_twice) == ([], 0, 0)
 
 
@@ -102,28 +102,28 @@ def test_a_sound_run_has_no_problem(plan: Plan) -> None:
 def test_an_unsound_end_is_told(plan: Plan, path: str, data: bytes, problem: str) -> None:
     storage, witness = finished(plan)
     storage.put(path, data)
-    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    ending = check_ending(storage, plan, witness)
     assert problem in "\n".join(ending.problems)
 
 
 def test_a_lost_entry_of_the_ledger_is_counted_in_experiences(plan: Plan) -> None:
     storage, witness = finished(plan)
     storage.remove("ledger/main/00000004.json")
-    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    ending = check_ending(storage, plan, witness)
     assert ending.num_lost == plan.groups_per_batch * plan.repeat_times
 
 
 def test_an_acknowledged_shard_that_is_gone_is_counted(plan: Plan) -> None:
     storage, witness = finished(plan)
     storage.remove(witness.shards_acknowledged()[0])
-    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    ending = check_ending(storage, plan, witness)
     assert ending.num_lost == plan.tasks_per_unit * plan.repeat_times
 
 
 def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
     storage, witness = finished(plan)
     witness.trained(2, "another")
-    ending = check_ending(storage, plan, witness, run_undisturbed(plan))
+    ending = check_ending(storage, plan, witness)
     assert "step 2 was trained with two different batches" in ending.problems
 
 
@@ -141,7 +141,7 @@ def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
 def test_taking_a_protection_away_changes_nothing_in_an_undisturbed_run(storage: Storage, parts: Parts) -> None:
     plan, witness = Plan(6), Witness()
     run_all(lambda: storage, plan, parts, witness, seed=0)
-    assert check_ending(storage, plan, witness, run_undisturbed(plan)).problems == []
+    assert check_ending(storage, plan, witness).problems == []
 
 
 def test_a_test_that_finds_nothing_without_a_protection_is_a_failure() -> None:

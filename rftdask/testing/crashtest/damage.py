@@ -11,22 +11,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import Storage
-from rftdask.testing.crashtest.ending import (
-    Ending,
-    Undisturbed,
-    check_ending,
-    new_memory,
-    read_tree,
-    run_undisturbed,
-    try_to_end,
-)
+from rftdask.testing.crashtest.ending import Ending, go_on, new_memory, read_tree
 from rftdask.testing.crashtest.figures import Figures
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 from rftdask.testing.storage_faults import FaultyStorage
@@ -59,15 +50,8 @@ class _Case:
     kind: str
 
 
-@dataclass(frozen=True)
-class _State:
-    """A run folder to be damaged."""
-
-    name: str
-    tree: Tree
-    witness: Witness
-    in_ledger: set[str] = field(default_factory=set)
-    """Names of shards that the ledger names."""
+class _Killed(BaseException):
+    """The process is gone here."""
 
 
 def damage_files(
@@ -77,55 +61,42 @@ def damage_files(
 
     num_flips: bits flipped in each file, one at a time. parts: a protection can be taken away there.
     """
-    began = time.monotonic()
     figures = Figures("damage", "files truncated, emptied, flipped in a bit, swapped, removed; folders swapped")
-    undisturbed = run_undisturbed(plan)
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    storage, witness = new_memory(), Witness()
-    run_all(lambda: storage, plan, Parts(), witness, seed)
-    for state in (_killed(plan, seed), _state("ended", storage, witness)):
-        figures.num_operations += len(state.tree)
-        cases = [case for case in _cases(state.tree, rng, num_flips) if re.fullmatch(kinds, case.kind)]
+    # Killed when the entry after the next checkpoint's was written: one step to replay, one not yet trained, and shards
+    # that were not used at all.
+    last = f"ledger/main/{plan.num_steps // plan.save_interval // 2 * plan.save_interval + 2:08d}.json"
+    for state, last_entry in (("killed", last), ("ended", "")):
+        storage, witness = _run_until(last_entry, plan, seed)
+        tree, ledger = read_tree(storage), Ledger(storage)
+        entries = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
+        in_ledger = {rows.source for entry in entries if entry for rows in (*entry.use, *entry.drop)}
+        figures.num_operations += len(tree)
+        cases = [case for case in _cases(tree, rng, num_flips) if re.fullmatch(kinds, case.kind)]
         for case in cases[::every]:
-            outcome, ending = _go_on(case, state, plan, parts or Parts(), undisturbed)
+            outcome, ending = _go_on(case, tree, in_ledger, plan, witness.copy(), parts)
             outcomes[f"{case.kind} {outcome}"] += 1
-            figures.num_tried += 1
-            figures.add(f"{state.name}, {case.what}", ending)
+            figures.add(f"{state}, {case.what}", ending)
     figures.notes = [", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))]
-    figures.duration_s = time.monotonic() - began
     return figures
 
 
-class _Killed(BaseException):
-    """The process is gone here."""
-
-
-def _killed(plan: Plan, seed: int) -> _State:
-    """Kill a run when the entry after the next checkpoint's was written: one step to replay, one not yet trained,
-    and shards that were not used at all.
-    """
+def _run_until(last_entry: str, plan: Plan, seed: int) -> tuple[Storage, Witness]:
+    """Run until this entry of the ledger was written, "" for to the end: its storage, and what it has trained."""
     storage, witness = new_memory(), Witness()
-    last = f"ledger/main/{plan.num_steps // plan.save_interval // 2 * plan.save_interval + 2:08d}.json"
 
     def kill(verb: str, path: str, stage: str) -> None:
-        if (path, stage) == (last, "after") and verb == "put_new":
+        if (verb, path, stage) == ("put_new", last_entry, "after"):
             raise _Killed
 
     try:
         run_all(lambda: FaultyStorage(storage, kill), plan, Parts(), witness, seed)
+        assert not last_entry, f"{last_entry} was never written"
     except _Killed:
-        return _state("killed", storage, witness)
-    raise AssertionError("unreachable")
-
-
-def _state(name: str, storage: Storage, witness: Witness) -> _State:
-    ledger = Ledger(storage)
-    entries = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
-    named = {rows.source for entry in entries if entry for rows in (*entry.use, *entry.drop)}
+        pass
     # A shard removed by us was not lost by the run: only what was trained is asked of the witness.
-    trained = Witness(None, [line for line in witness.lines if line.startswith("trained")])
-    return _State(name, read_tree(storage), trained, named)
+    return storage, Witness(None, [line for line in witness.lines if line.startswith("trained")])
 
 
 def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
@@ -153,13 +124,10 @@ def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
     for one, other in itertools.pairwise(folders):
         if one.rstrip("0123456789") != other.rstrip("0123456789"):
             continue  # a checkpoint and published weights
-        swapped = {}
+        swap, swapped = {one: other, other: one}, {}
         for path, data in tree.items():
-            if path.startswith(f"{one}/"):
-                path = other + path.removeprefix(one)
-            elif path.startswith(f"{other}/"):
-                path = one + path.removeprefix(other)
-            swapped[path] = data
+            folder = match[0] if (match := re.match(_FOLDERS, path)) else ""
+            swapped[swap.get(folder, folder) + path.removeprefix(folder)] = data
         yield _Case(f"swapped: {one} and {other}", swapped, (one, other), "folder")
 
 
@@ -171,30 +139,27 @@ def _kind(path: str) -> tuple[str, str]:
     raise AssertionError(f"{path} is of no kind")
 
 
-def _go_on(case: _Case, state: _State, plan: Plan, parts: Parts, undisturbed: Undisturbed) -> tuple[str, Ending]:
-    """Go on with the damaged run: (healed, told or broken; what is wrong)."""
+def _go_on(
+    case: _Case, sound: Tree, in_ledger: set[str], plan: Plan, witness: Witness, parts: Parts | None
+) -> tuple[str, Ending]:
+    """Go on with the damaged run: (healed, told or broken; what is wrong).
+
+    Args: sound: the files before the damage; in_ledger: names of shards that the ledger names.
+    """
     storage = new_memory()
     for path, data in case.tree.items():
         storage.put(path, data)
-    witness = state.witness.copy()
     names = [path.rpartition("/")[2] for path in case.paths]
-    ending = _end(storage, witness, plan, parts, undisturbed)
+    ending = go_on(lambda: storage, plan, witness, _NEXT_SEED, parts)
     if not ending.problems:
         return "healed", ending
     # Telling is right only where nobody can know what was there, and only if the file is named.
-    may_be_told = case.kind in ("ledger entry", "seal") or (
-        case.kind == "shard" and any(name in state.in_ledger for name in names)
-    )
+    may_be_told = case.kind in ("ledger entry", "seal") or (case.kind == "shard" and not in_ledger.isdisjoint(names))
     if not may_be_told or not any(name in problem for problem in ending.problems for name in names):
         return "broken", ending
     for path in case.paths:
-        storage.put(path, state.tree[path])
-    ending = _end(storage, witness, plan, parts, undisturbed)
+        storage.put(path, sound[path])
+    ending = go_on(lambda: storage, plan, witness, _NEXT_SEED, parts)
     if ending.problems:
         return "broken", Ending([f"put back, and yet: {p}" for p in ending.problems], ending.num_lost)
     return "told", Ending()
-
-
-def _end(storage: Storage, witness: Witness, plan: Plan, parts: Parts, undisturbed: Undisturbed) -> Ending:
-    failed = try_to_end(lambda: run_all(lambda: storage, plan, parts, witness, seed=_NEXT_SEED))
-    return failed or check_ending(storage, plan, witness, undisturbed)

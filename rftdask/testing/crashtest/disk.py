@@ -8,12 +8,18 @@ so they may survive in another order than they were made; that is less than real
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from rftdask.storage.local import Posix
+
+_NUMBERS = itertools.count(1)
+"""Inodes of folders and descriptors of files: never used twice, so nothing is taken for what was there before it."""
 
 
 @dataclass(eq=False)
@@ -24,7 +30,7 @@ class _File:
 
 @dataclass(eq=False)
 class _Folder:
-    number: int
+    number: int = field(default_factory=lambda: next(_NUMBERS))
     names: dict[str, _Node] = field(default_factory=dict)
     synced: dict[str, _Node] = field(default_factory=dict)
     unsynced: list[dict[str, _Node | None]] = field(default_factory=list)
@@ -54,50 +60,40 @@ class SimulatedDisk(Posix):
         self.sync_folders = sync_folders
         self.before_change: Callable[[str, str], None] = lambda call, path: None
         """Called with the name of a call and its path before it changes anything; may raise."""
-        self._next = 1
-        self._root = _Folder(0)
+        self._root = _Folder()
         self._open: dict[int, _File] = {}
 
     def copy(self) -> SimulatedDisk:
         """The disk as it is, without the files that are open."""
-        return self._map(lambda file: _File(file.data, file.synced), _copy_folder)
+        disk = SimulatedDisk(sync_files=self.sync_files, sync_folders=self.sync_folders)
+        disk._root = deepcopy(self._root)  # a file with two names stays one file
+        return disk
 
     def after_power_loss(self, seed: int) -> SimulatedDisk:
         """The disk that is found when the power is back; this one stays as it is."""
         rng = random.Random(seed)
         share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # also the extremes, which a coin would hardly ever show
+        found: set[int] = set()
 
-        # Changes of names are kept or lost one by one, in no order: journals may write them in any.
-        def keep_names(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
-            names = dict(folder.synced)
-            for change in folder.unsynced:
+        def settle(node: _Node) -> None:
+            if id(node) in found:
+                return  # a file may have two names
+            found.add(id(node))
+            if isinstance(node, _File):
+                if node.data != node.synced:
+                    node.data = _tear(node, share_kept, rng)
+                node.synced = node.data
+                return
+            # Changes of names are kept or lost one by one, in no order: journals may write them in any.
+            for change in node.unsynced:
                 if rng.random() < share_kept:
-                    _apply(names, change)
-            kept = {name: copy(node) for name, node in names.items()}
-            return _Folder(folder.number, kept, dict(kept))
+                    _apply(node.synced, change)
+            node.names, node.unsynced = dict(node.synced), []
+            for below in node.names.values():
+                settle(below)
 
-        def keep_bytes(file: _File) -> _File:
-            data = file.data if file.data == file.synced else _tear(file, share_kept, rng)
-            return _File(data, data)
-
-        return self._map(keep_bytes, keep_names)
-
-    def _map(
-        self,
-        copy_file: Callable[[_File], _File],
-        copy_folder: Callable[[_Folder, Callable[[_Node], _Node]], _Folder],
-    ) -> SimulatedDisk:
-        copies: dict[int, _Node] = {}
-
-        def copy(node: _Node) -> _Node:
-            if id(node) not in copies:  # a file may have two names
-                copies[id(node)] = copy_file(node) if isinstance(node, _File) else copy_folder(node, copy)
-            return copies[id(node)]
-
-        disk = SimulatedDisk(sync_files=self.sync_files, sync_folders=self.sync_folders)
-        root = copy(self._root)
-        assert isinstance(root, _Folder)
-        disk._root, disk._next = root, self._next
+        disk = self.copy()
+        settle(disk._root)
         return disk
 
     # ---- the calls that change it
@@ -109,7 +105,7 @@ class SimulatedDisk(Posix):
             raise _error(errno.EEXIST, path)
         file = _File()
         folder.change({name: file})
-        self._open[number := self._number()] = file
+        self._open[number := next(_NUMBERS)] = file
         return number
 
     def write(self, descriptor: int, data: bytes) -> None:
@@ -153,7 +149,7 @@ class SimulatedDisk(Posix):
         folder, name = self._place(path)
         if name in folder.names:
             raise _error(errno.EEXIST, path)
-        folder.change({name: _Folder(self._number())})
+        folder.change({name: _Folder()})
 
     def remove_tree(self, path: str) -> None:
         """The deepest first, each a change of its own: a power loss may leave any part."""
@@ -184,20 +180,14 @@ class SimulatedDisk(Posix):
         return [(name, isinstance(node, _Folder)) for name, node in self._folder(path).names.items()]
 
     def is_folder(self, path: str) -> bool:
-        try:
+        with suppress(OSError):
             return isinstance(self._node(path), _Folder)
-        except OSError:
-            return False
+        return False
 
     def is_same_file(self, path: str, other: str) -> bool:
-        try:
+        with suppress(OSError):
             return self._node(path) is self._node(other)
-        except OSError:
-            return False
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next
+        return False
 
     def _node(self, path: str) -> _Node:
         node: _Node = self._root
@@ -217,12 +207,6 @@ class SimulatedDisk(Posix):
 
     def _place(self, path: str) -> tuple[_Folder, str]:
         return self._folder(os.path.dirname(path)), os.path.basename(path)
-
-
-def _copy_folder(folder: _Folder, copy: Callable[[_Node], _Node]) -> _Folder:
-    unsynced = [{n: node and copy(node) for n, node in change.items()} for change in folder.unsynced]
-    names = {name: copy(node) for name, node in folder.names.items()}
-    return _Folder(folder.number, names, {name: copy(node) for name, node in folder.synced.items()}, unsynced)
 
 
 def _tear(file: _File, share_kept: float, rng: random.Random) -> bytes:

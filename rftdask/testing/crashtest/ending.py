@@ -6,6 +6,7 @@ otherwise prove itself. It does not know what happened to the run.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -51,92 +52,84 @@ class Undisturbed:
     """Optimizer step -> digest of its batch."""
 
 
+@functools.cache
 def run_undisturbed(plan: Plan) -> Undisturbed:
+    """Run the plan in memory, once in a process; forks of the process inherit the result."""
     storage, witness = new_memory(), Witness()
     run_all(lambda: storage, plan, Parts(), witness, seed=0)
     return Undisturbed(storage.get(f"{weights_folder(plan.num_steps)}/{MODEL_FILE}"), dict(witness.steps_trained()))
 
 
-def check_ending(storage: Storage, plan: Plan, witness: Witness, undisturbed: Undisturbed) -> Ending:
-    """Read everything, and compare. The product's own parts do it, also where the run went without some of them."""
+def go_on(
+    storages: Callable[[], Storage], plan: Plan, witness: Witness, seed: int, parts: Parts | None = None
+) -> Ending:
+    """Take a run from whatever is on storage to its end, and check it there. An error outside our tree is a bug."""
     try:
-        log, ledger = ParquetLog(storage), Ledger(storage)
-        audit = audit_log(log, ledger, plan.tasks_per_unit)
-        problems = [f"audit: {problem}" for problem in audit.problems]
-        if audit.waiting:
-            problems.append(f"audit: {audit.waiting} experiences still wait")
-        missing, repeated, more = _count_uids(ledger, plan)
-        # A commit had returned for these, and they are neither in the log nor in quarantine.
-        aside = set(storage.list("experiences/quarantine"))
-        gone = [
-            path
-            for path in witness.shards_acknowledged()
-            if path.rpartition("/")[2] not in aside and not storage.exists(path)
-        ]
-        problems += [*more, *(f"acknowledged and lost: {path}" for path in gone)]
-        problems += _compare_batches(plan, witness, undisturbed)
-        problems += _compare_weights(storage, plan, undisturbed)
-    except (RftError, ValueError) as error:
-        return Ending([f"{type(error).__name__}: {error}"])
-    num_lost = len(missing) + sum(num_rows(path) for path in gone)
-    return Ending(problems, num_lost, len(repeated))
-
-
-def try_to_end(run: Callable[[], None]) -> Ending | None:
-    """Run to the end; None if `run` returns, else what it raised. An error outside our tree is called a bug."""
-    try:
-        run()
+        run_all(storages, plan, parts or Parts(), witness, seed)
     except RftError as error:
         return Ending([f"{type(error).__name__}: {error}"])
     except Exception as error:
         return Ending([f"a bug, {type(error).__name__}: {error}"])
-    return None
+    return check_ending(storages(), plan, witness)
 
 
-def num_rows(path: str) -> int:
-    name = ShardName.try_parse(path.rpartition("/")[2])
-    return name.num_rows if name else 0
+def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
+    """Read everything, and compare. The product's own parts do it, also where the run went without some of them."""
+    try:
+        ledger = Ledger(storage)
+        audit = audit_log(ParquetLog(storage), ledger, plan.tasks_per_unit)
+        problems = [f"audit: {problem}" for problem in audit.problems]
+        if audit.waiting:
+            problems.append(f"audit: {audit.waiting} experiences still wait")
+
+        # Every experience of the plan is to be named by the ledger once, and for the reason that the plan knows.
+        planned = {experience.uid: experience for experience in plan.all_experiences()}
+        named: Counter[str] = Counter()
+        entries = [entry for step in range(1, ledger.last_step() + 1) if (entry := ledger.read(step)) is not None]
+        for rows in (rows for entry in entries for rows in (*entry.use, *entry.drop)):
+            name = ShardName.try_parse(rows.source)
+            if name is None:
+                continue  # the audit has said so
+            experiences = plan.experiences(name.explore_step, name.unit)
+            for uid in (experiences[row].uid for row in rows.rows):
+                named[uid] += 1
+                fate = plan.fate(planned[uid])
+                if fate is not None and rows.reason != fate:
+                    problems.append(f"{uid} was {rows.reason or 'trained'}, not {fate or 'trained'}")
+        missing = [uid for uid in planned if uid not in named]
+        repeated = [uid for uid, count in named.items() if count > 1]
+        problems += [f"lost: {uid}" for uid in missing] + [f"twice: {uid}" for uid in repeated]
+
+        # A commit had returned for these, and they are neither in the log nor in quarantine.
+        aside = set(storage.list("experiences/quarantine"))
+        acknowledged = [path for path in witness.shards_acknowledged() if path.rpartition("/")[2] not in aside]
+        gone = [path for path in acknowledged if not storage.exists(path)]
+        problems += [f"acknowledged and lost: {path}" for path in gone]
+        problems += _compare(storage, plan, witness)
+    except (RftError, ValueError) as error:
+        return Ending([f"{type(error).__name__}: {error}"])
+    return Ending(problems, len(missing) + sum(map(num_rows, gone)), len(repeated))
 
 
-def _count_uids(ledger: Ledger, plan: Plan) -> tuple[list[str], list[str], list[str]]:
-    """Count by the plan: (uids that no entry names, uids that several name, these and wrong reasons as sentences)."""
-    planned = {e.uid: e for e in plan.all_experiences()}
-    named: Counter[str] = Counter()
-    problems = []
-    entries = [entry for step in range(1, ledger.last_step() + 1) if (entry := ledger.read(step)) is not None]
-    for rows in (r for entry in entries for r in (*entry.use, *entry.drop)):
-        name = ShardName.try_parse(rows.source)
-        if name is None:
-            continue  # the audit has said so
-        experiences = plan.experiences(name.explore_step, name.unit)
-        for row in rows.rows:
-            uid = experiences[row].uid
-            named[uid] += 1
-            fate = plan.fate(planned[uid])
-            if fate is not None and rows.reason != fate:
-                problems.append(f"{uid} was {rows.reason or 'trained'}, not {fate or 'trained'}")
-    missing = [uid for uid in planned if uid not in named]
-    repeated = [uid for uid, count in named.items() if count > 1]
-    problems += [f"lost: {uid}" for uid in missing] + [f"twice: {uid}" for uid in repeated]
-    return missing, repeated, problems
-
-
-def _compare_batches(plan: Plan, witness: Witness, undisturbed: Undisturbed) -> list[str]:
-    problems = []
+def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
+    """List differences from the undisturbed run in batches, final weights and pointers."""
+    undisturbed, last, problems = run_undisturbed(plan), plan.num_steps, []
     batches: dict[int, str] = {}
     for step, digest in witness.steps_trained():
         if batches.setdefault(step, digest) != digest:
             problems.append(f"step {step} was trained with two different batches")
+    expected = undisturbed.weights
     if plan.ordered and batches != undisturbed.batches:
-        differing = sorted(s for s, digest in undisturbed.batches.items() if batches.get(s) != digest)
+        differing = sorted(step for step, digest in undisturbed.batches.items() if batches.get(step) != digest)
         problems.append(f"steps {differing} were trained with other batches than without a crash")
-    return problems
-
-
-def _compare_weights(storage: Storage, plan: Plan, undisturbed: Undisturbed) -> list[str]:
-    expected = undisturbed.weights if plan.ordered else _replayed_weights(storage, plan)
-    last = plan.num_steps
-    problems = []
+    if not plan.ordered:
+        # The order of arrival has decided the batches, so the weights are those of training what the ledger says.
+        replay = new_memory()
+        for path, data in read_tree(storage).items():
+            if path.startswith(("experiences/", "ledger/")):
+                replay.put(path, data)
+        train(replay, plan, Parts(), Witness())
+        expected = replay.get(f"{weights_folder(last)}/{MODEL_FILE}")
     for folder, name in ((weights_folder(last), MODEL_FILE), (checkpoint_folder(last), CHECKPOINT_MODEL_FILE)):
         manifest = read_manifest(storage, folder) if is_valid(storage, folder) else None
         if manifest is None:
@@ -149,14 +142,10 @@ def _compare_weights(storage: Storage, plan: Plan, undisturbed: Undisturbed) -> 
     return problems
 
 
-def _replayed_weights(storage: Storage, plan: Plan) -> bytes:
-    """Train what the ledger says in one undisturbed life; its final weights."""
-    replay = new_memory()
-    for path, data in read_tree(storage).items():
-        if path.startswith(("experiences/", "ledger/")):
-            replay.put(path, data)
-    train(replay, plan, Parts(), Witness())
-    return replay.get(f"{weights_folder(plan.num_steps)}/{MODEL_FILE}")
+def num_rows(path: str) -> int:
+    """Experiences in the shard at a path, by its name."""
+    name = ShardName.try_parse(path.rpartition("/")[2])
+    return name.num_rows if name else 0
 
 
 def new_memory() -> MemoryStorage:
@@ -168,8 +157,5 @@ def read_tree(storage: Storage, folder: str = "") -> dict[str, bytes]:
     found = {}
     for name in storage.list(folder):
         path = f"{folder}/{name}" if folder else name
-        if name.endswith("/"):
-            found.update(read_tree(storage, path[:-1]))
-        else:
-            found[path] = storage.get(path)
+        found.update(read_tree(storage, path[:-1]) if name.endswith("/") else {path: storage.get(path)})
     return found

@@ -7,9 +7,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rftdask.testing.crashtest.ending import Ending
+from rftdask.testing.crashtest.workload import Witness
 
 _MAX_PROBLEMS_SHOWN = 5
 _MAX_EXAMPLE = 100
+_COUNTS = {
+    "num_tried": "tried",
+    "num_kills": "kills",
+    "num_operations": "operations",
+    "num_lost": "lost",
+    "num_twice": "twice",
+    "num_trained_again": "again",
+}
 
 
 @dataclass
@@ -30,9 +39,12 @@ class Figures:
     notes: list[str] = field(default_factory=list)
     duration_s: float = 0.0
 
-    def add(self, where: str, ending: Ending) -> None:
+    def add(self, where: str, ending: Ending, witness: Witness | None = None) -> None:
+        """Count one try. witness: of the run, to count the batches that it trained again."""
+        self.num_tried += 1
         self.num_lost += ending.num_lost
         self.num_twice += ending.num_twice
+        self.num_trained_again += witness.num_trained_again() if witness else 0
         if ending.problems:
             more = len(ending.problems) - 1
             self.problems.append(f"{where}: {ending.problems[0]}" + (f" (and {more} more)" if more else ""))
@@ -50,6 +62,8 @@ class ProtectionFigures:
 
 @dataclass(frozen=True)
 class CrashReport:
+    """The figures of all parts, for people (`render`) and for programs (`to_json`)."""
+
     seed: int
     parts: Sequence[Figures]
     protections: Sequence[ProtectionFigures]
@@ -68,24 +82,21 @@ class CrashReport:
         return {**asdict(self), "failures": self.failures}
 
     def render(self) -> str:
-        total = Figures("total", "")
-        for part in self.parts:
-            for name in (*_COUNTS, "duration_s"):
-                setattr(total, name, getattr(total, name) + getattr(part, name))
+        """The table, then what broke."""
         lines = [f"crash test, seed {self.seed}"]
         if self.parts:
-            lines.append(_line("part", *(_COUNTS.values()), "s", "what was tried"))
-            lines += [
-                _line(p.part, *(f"{getattr(p, n):,}" for n in _COUNTS), f"{p.duration_s:.0f}", p.what)
-                for p in (*self.parts, total)
-            ]
+            rows = [["part", *_COUNTS.values(), "s", "what was tried"]]
+            for name, what, parts in (*((p.part, p.what, [p]) for p in self.parts), ("total", "", self.parts)):
+                counts = [f"{sum(getattr(part, count) for part in parts):,}" for count in _COUNTS]
+                rows.append([name, *counts, f"{sum(part.duration_s for part in parts):.0f}", what])
+            for name, *cells, what in rows:
+                lines.append(f"  {name:<12}{''.join(f'{cell:>11}' for cell in cells)}   {what}".rstrip())
             lines += [f"  {part.part}: {note}" for part in self.parts for note in part.notes]
         if self.protections:
             lines.append("with one protection taken away, the same test finds:")
-            lines += [
-                f"  without {p.protection:<32} broken in {p.num_broken:>4} of {p.num_tried:>4}   {_cut(p.example)}"
-                for p in self.protections
-            ]
+        for p in self.protections:
+            example = p.example if len(p.example) <= _MAX_EXAMPLE else f"{p.example[: _MAX_EXAMPLE - 3]}..."
+            lines.append(f"  without {p.protection:<32} broken in {p.num_broken:>4} of {p.num_tried:>4}   {example}")
         failures = self.failures
         if not failures:
             return "\n".join([*lines, "every promise held"])
@@ -93,22 +104,3 @@ class CrashReport:
         if len(failures) > _MAX_PROBLEMS_SHOWN:
             lines.append(f"  ... and {len(failures) - _MAX_PROBLEMS_SHOWN} more")
         return "\n".join(lines)
-
-
-_COUNTS = {
-    "num_tried": "tried",
-    "num_kills": "kills",
-    "num_operations": "operations",
-    "num_lost": "lost",
-    "num_twice": "twice",
-    "num_trained_again": "again",
-}
-
-
-def _line(part: str, *cells: str) -> str:
-    *counts, what = cells
-    return f"  {part:<12}" + "".join(f"{cell:>11}" for cell in counts) + f"   {what}".rstrip()
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."

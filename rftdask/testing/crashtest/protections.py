@@ -16,7 +16,6 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError
-from rftdask.storage import Storage
 from rftdask.testing.crashtest.damage import damage_files
 from rftdask.testing.crashtest.figures import Figures, ProtectionFigures
 from rftdask.testing.crashtest.power import lose_power
@@ -65,36 +64,27 @@ class LateLedger(Ledger):
             self._late = None
 
 
-_Test = Callable[[int], Figures]
-
-PROTECTIONS: dict[str, _Test] = {
+PROTECTIONS: dict[str, Callable[[int], Figures]] = {
     "fsync of files": lambda every: lose_power(_PLAN, range(1), every=every, sync_files=False),
     "fsync of folders": lambda every: lose_power(_PLAN, range(1), every=every, sync_folders=False),
-    "create-only": lambda every: meet_rivals(_PLAN, range(3), every=_fewer(every), where=_LEDGER_PUT, wrap=_unguarded),
+    "create-only": lambda every: meet_rivals(
+        _PLAN,
+        range(3),
+        every=max(1, every // 6),
+        where="before put.* ledger/.*",
+        wrap=lambda storage: CheckThenWrite(storage, lambda *call: None),
+    ),
     "checksums of shards": lambda every: damage_files(
-        Plan(6), 0, num_flips=16, kinds="shard", parts=Parts(log=TrustingLog), every=_fewer(every)
+        Plan(6), 0, num_flips=16, kinds="shard", parts=Parts(log=TrustingLog), every=max(1, every // 6)
     ),
     "the ledger before training": lambda every: lose_power(
-        _PLAN, range(3), where=_LEDGER_CREATE, parts=Parts(ledger=LateLedger)
+        _PLAN, range(3), where="create .*/ledger/.*", parts=Parts(ledger=LateLedger)
     ),
 }
 """Name -> the test without it, trying every n-th place; where only few places matter, these, and less thinly."""
-
-_LEDGER_PUT = "before put.* ledger/.*"
-_LEDGER_CREATE = "create .*/ledger/.*"
-
-
-def _fewer(every: int) -> int:
-    return max(1, every // 6)
-
-
-def _unguarded(storage: Storage) -> Storage:
-    return CheckThenWrite(storage, lambda *call: None)
 
 
 def take_away(name: str, every: int = 1) -> ProtectionFigures:
     """Run the test of a protection without it; `every` as in `PROTECTIONS`."""
     figures = PROTECTIONS[name](every)
-    return ProtectionFigures(
-        name, figures.num_tried, len(figures.problems), figures.problems[0] if figures.problems else ""
-    )
+    return ProtectionFigures(name, figures.num_tried, len(figures.problems), next(iter(figures.problems), ""))

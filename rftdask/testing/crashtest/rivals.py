@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections.abc import Callable
 
 from rftdask.errors import FencedError, NotFoundError
 from rftdask.storage import Storage
-from rftdask.testing.crashtest.ending import Ending, Undisturbed, check_ending, new_memory, run_undisturbed, try_to_end
+from rftdask.testing.crashtest.ending import Ending, go_on, new_memory
 from rftdask.testing.crashtest.figures import Figures
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, Writer, run_all
 from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter
@@ -30,23 +29,17 @@ def meet_rivals(
     where: a pattern for "before put weights/1/MANIFEST.json (1)". wrap: what stands between the first trainer and its
     storage; a protection can be taken away there.
     """
-    began = time.monotonic()
     figures = Figures("rivals", "trainers held at each operation while another one trained to the end")
-    undisturbed = run_undisturbed(plan)
     num_fenced = 0
     for seed in seeds:
         places = _list_places(plan, seed, wrap)
-        figures.num_operations += len(places) // 2
-        chosen = [place for place in places if re.fullmatch(where, place)]
-        for place in chosen[::every]:
+        figures.num_operations += len(places) // 2  # each has a "before" and an "after"
+        for place in [place for place in places if re.fullmatch(where, place)][::every]:
             witness = Witness()
-            was_fenced, ending = _meet(plan, place, seed, wrap, witness, undisturbed)
+            was_fenced, ending = _meet(plan, place, seed, wrap, witness)
             num_fenced += was_fenced
-            figures.num_tried += 1
-            figures.num_trained_again += witness.num_trained_again()
-            figures.add(f"held {place}, seed {seed}", ending)
+            figures.add(f"held {place}, seed {seed}", ending, witness)
     figures.notes.append(f"{num_fenced} of {figures.num_tried} stopped because they were fenced, the others agreed")
-    figures.duration_s = time.monotonic() - began
     return figures
 
 
@@ -57,9 +50,7 @@ def _list_places(plan: Plan, seed: int, wrap: Wrap) -> list[str]:
     return counter.places
 
 
-def _meet(
-    plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness, undisturbed: Undisturbed
-) -> tuple[bool, Ending]:
+def _meet(plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness) -> tuple[bool, Ending]:
     """Hold the first trainer at `place`: (whether it was fenced, what came of the run)."""
     memory, parts = new_memory(), Parts()
 
@@ -70,15 +61,14 @@ def _meet(
         run_all(lambda: memory, plan, parts, witness, seed + 1)
 
     counter = PlaceCounter("", place, rival)
-    storage = wrap(FaultyStorage(memory, counter.at_verb))
+    held = wrap(FaultyStorage(memory, counter.at_verb))
     was_fenced = False
     try:
-        run_all(lambda: storage, plan, parts, witness, seed)
+        run_all(lambda: held, plan, parts, witness, seed)
     except FencedError:
         was_fenced = True
     except NotFoundError:
         pass  # what it was about to read is gone: the other one has tidied up
     if not counter.has_acted:
         return was_fenced, Ending(["the first trainer never came to this place"])
-    failed = try_to_end(lambda: run_all(lambda: memory, plan, parts, witness, seed + 2))
-    return was_fenced, failed or check_ending(memory, plan, witness, undisturbed)
+    return was_fenced, go_on(lambda: memory, plan, witness, seed + 2)

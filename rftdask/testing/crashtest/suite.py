@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,15 @@ from rftdask.storage import open_storage
 from rftdask.storage.local import LocalStorage
 from rftdask.testing.crashtest.damage import damage_files
 from rftdask.testing.crashtest.figures import CrashReport, Figures
-from rftdask.testing.crashtest.kills import kill_at_random
+from rftdask.testing.crashtest.kills import kill_at_random, stop_everywhere
 from rftdask.testing.crashtest.power import lose_power
 from rftdask.testing.crashtest.protections import PROTECTIONS, take_away
 from rftdask.testing.crashtest.rivals import meet_rivals
-from rftdask.testing.crashtest.stops import stop_everywhere
 from rftdask.testing.crashtest.workload import Plan
 
 PARTS = ("stops", "kills", "power", "rivals", "damage", "protections")
 
-_SHORT = Plan(3)
-_SHORT_AS_THEY_COME = Plan(3, ordered=False)
+_SHORT = (Plan(3), Plan(3, ordered=False))
 _LONG = Plan(30, save_interval=4)
 """40 optimizer steps, of which a killed trainer trains up to 3 again."""
 _NUM_POWER_SEEDS = 3
@@ -57,42 +56,37 @@ def run_crash_test(
     url: a folder on the file system to be tested, in which a folder is made and removed; None takes a temporary one.
     Raises: UserError: `url` is no folder of a file system.
     """
+    seed, every = options.seed, options.every
     with _work_folder(url) as folder:
         say(f"crash test below {folder}")
+        seeds = range(seed, seed + _NUM_POWER_SEEDS)
+        tests: list[tuple[str, Callable[[], Figures]]] = [
+            ("stops", lambda: stop_everywhere(folder / "stops", _SHORT[0], seed, every=every)),
+            ("kills", lambda: kill_at_random(folder / "kills", _LONG, options.num_kills, seed)),
+            ("power", lambda: lose_power(_SHORT[0], seeds, every=every)),
+            ("power", lambda: lose_power(_SHORT[1], seeds, every=every)),
+            ("rivals", lambda: meet_rivals(_SHORT[0], seeds[:1], every=every)),
+            ("rivals", lambda: meet_rivals(_SHORT[1], seeds[:1], every=every)),
+            ("damage", lambda: damage_files(Plan(6), seed, every=every)),
+        ]
         parts = []
-        for part in (part for part in PARTS if part in options.parts):
-            for figures in _run_part(part, folder, options):
-                parts.append(figures)
+        for part, test in tests:
+            if part in options.parts:
+                began = time.monotonic()
+                parts.append(figures := test())
+                figures.duration_s = time.monotonic() - began
                 say(f"  {part}: {figures.num_tried} tried, {len(figures.problems)} broken, {figures.duration_s:.0f} s")
         without = []
         for name in PROTECTIONS if "protections" in options.parts else ():
             # Thinly: one broken place is enough to show that the test can find it.
-            without.append(take_away(name, max(6, options.every)))
+            without.append(take_away(name, max(6, every)))
             say(f"  without {name}: {without[-1].num_broken} of {without[-1].num_tried} broken, as it must be")
-        return CrashReport(options.seed, parts, without)
-
-
-def _run_part(part: str, folder: Path, options: CrashTestOptions) -> Iterator[Figures]:
-    seed, every = options.seed, options.every
-    seeds = range(seed, seed + _NUM_POWER_SEEDS)
-    if part == "stops":
-        yield stop_everywhere(folder / part, _SHORT, seed, every=every)
-    elif part == "kills":
-        yield kill_at_random(folder / part, _LONG, options.num_kills, seed)
-    elif part == "power":
-        yield lose_power(_SHORT, seeds, every=every)
-        yield lose_power(_SHORT_AS_THEY_COME, seeds, every=every)
-    elif part == "rivals":
-        yield meet_rivals(_SHORT, range(seed, seed + 1), every=every)
-        yield meet_rivals(_SHORT_AS_THEY_COME, range(seed, seed + 1), every=every)
-    elif part == "damage":
-        yield damage_files(Plan(6), seed, every=every)
+        return CrashReport(seed, parts, without)
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
     """ "stops,kills" -> ("stops", "kills"); empty means all. Unknown names are refused by the options."""
-    names: Collection[str] = [name.strip() for name in text.split(",") if name.strip()]
-    return tuple(names) or PARTS
+    return tuple(name.strip() for name in text.split(",") if name.strip()) or PARTS
 
 
 @contextmanager

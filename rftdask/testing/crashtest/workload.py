@@ -7,7 +7,9 @@ fail and some groups are too stale, so that rows are dropped, too. It knows noth
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -66,16 +68,39 @@ class Plan:
         return [(step, unit) for step in range(1, last_explore_step + 1) for unit in range(per_step)]
 
     def experiences(self, explore_step: int, unit: int) -> list[Experience]:
+        """The rows of a work unit, the same whoever runs it: a pure function of their place."""
         first = (explore_step - 1) * self.tasks_per_step + unit * self.tasks_per_unit
-        return [
-            self._experience(explore_step, task, rollout)
-            for task in range(first, first + self.tasks_per_unit)
-            for rollout in range(self.repeat_times)
-        ]
+        made = []
+        for task, rollout in itertools.product(range(first, first + self.tasks_per_unit), range(self.repeat_times)):
+            version = 0 if task % 5 == 4 else task // self.groups_per_batch
+            make = functools.partial(
+                Experience,
+                taskset="crash",
+                epoch=0,
+                task_index=task,
+                rollout=rollout,
+                explore_step=explore_step,
+                min_policy_version=version,
+            )
+            # Primes without a common factor, so that failed and stale groups meet in every combination.
+            if (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10:
+                made.append(make(status=Status.FAILED, error="planned"))
+                continue
+            digest = hashlib.sha256(f"{task}/{rollout}".encode()).digest()
+            made.append(
+                make(
+                    tokens=tuple(digest[:12]),
+                    prompt_length=4,
+                    rollout_logprobs=tuple(-byte / 256 for byte in digest[12:20]),
+                    reward=digest[20] / 256,
+                    max_policy_version=version,
+                )
+            )
+        return made
 
     def all_experiences(self) -> Iterator[Experience]:
-        for explore_step, unit in self.units(self.num_explore_steps):
-            yield from self.experiences(explore_step, unit)
+        for place in self.units(self.num_explore_steps):
+            yield from self.experiences(*place)
 
     def fate(self, experience: Experience) -> str | None:
         """Why it is dropped, "" if it is trained; None where it depends on the order of arrival."""
@@ -85,24 +110,6 @@ class Plan:
             return None
         version = experience.task_index // self.groups_per_batch
         return "stale" if version - experience.min_policy_version > MAX_STALENESS else ""
-
-    def _experience(self, explore_step: int, task: int, rollout: int) -> Experience:
-        version = 0 if task % 5 == 4 else task // self.groups_per_batch
-        # Primes without a common factor, so that failed and stale groups meet in every combination.
-        failed = (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10
-        common = {"taskset": "crash", "epoch": 0, "task_index": task, "rollout": rollout, "explore_step": explore_step}
-        if failed:
-            return Experience(**common, status=Status.FAILED, error="planned", min_policy_version=version)  # type: ignore[arg-type]
-        digest = hashlib.sha256(f"{task}/{rollout}".encode()).digest()
-        return Experience(
-            **common,  # type: ignore[arg-type]
-            tokens=tuple(digest[:12]),
-            prompt_length=4,
-            rollout_logprobs=tuple(-byte / 256 for byte in digest[12:20]),
-            reward=digest[20] / 256,
-            min_policy_version=version,
-            max_policy_version=version,
-        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class Witness:
     lines: list[str] = field(default_factory=list)
 
     def trained(self, step: int, digest: str) -> None:
+        """An optimizer step was taken with the batch of this digest."""
         self._note(f"trained {step} {digest} {os.getpid()}")
 
     def acknowledged(self, path: str) -> None:
@@ -133,6 +141,7 @@ class Witness:
         return [(int(step), digest) for _, step, digest, pid in words if process in (None, int(pid))]
 
     def shards_acknowledged(self) -> list[str]:
+        """Paths, in the order of their commits."""
         return [line.split()[1] for line in self._read() if line.startswith("acknowledged")]
 
     def num_trained_again(self) -> int:
@@ -147,11 +156,8 @@ class Witness:
         if self.file is None:
             self.lines.append(line)
             return
-        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(descriptor, f"{line}\n".encode())  # one call: no line of another process comes between
-        finally:
-            os.close(descriptor)
+        with self.file.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())  # one call: no line of another process comes between
 
     def _read(self) -> list[str]:
         if self.file is None:
