@@ -38,17 +38,17 @@ import torch
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import ExplorerConfig, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
-from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.streaming_queue import Streaming
-from rftdask.rollouts.runner import Engines, run_work_unit
+from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
+from rftdask.weights.published import Published
 
 VOCAB_SIZE = 128
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -91,9 +91,11 @@ async def roll_out(
         tasks,
         repeat_times=repeat_times,
         explore_step=1,
-        engines=Engines(generate, ByteTokenizer()),
-        defaults=RolloutDefaults(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
-        weights=ServedWeights(0, ""),
+        policy=TextEngine(generate, ByteTokenizer()),
+        explorer=ExplorerConfig(),
+        model=ModelConfig(model_path="none", max_response_tokens=max_tokens),
+        sampling={tasks[0].taskset: SamplingParams(max_tokens=max_tokens, ignore_eos=True)},
+        weights=Published(0, "", ""),
     )
     failed = [each.error for each in outcome.experiences if not each.status.trainable]
     if failed:

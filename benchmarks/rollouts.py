@@ -17,11 +17,14 @@ from typing import Any
 
 from report import Report, make_parser
 
+from rftdask.config.schema.explorer import ExplorerConfig, SandboxConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
-from rftdask.rollouts.runner import Engines, run_work_unit
-from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
+from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer
+from rftdask.weights.published import Published
 
 
 class _Tokenizer:
@@ -39,7 +42,7 @@ async def _generate(requests: list[GenerateRequest]) -> list[Generation]:
     return [Generation((52,), (-1.0,), "stop", 0, 0) for _ in requests]
 
 
-def run(tasks: Sequence[Task], options: SandboxOptions, fork_servers: dict[SandboxSpec, ForkServer]) -> float:
+def run(tasks: Sequence[Task], options: SandboxConfig, fork_servers: dict[SandboxSpec, ForkServer]) -> float:
     """Seconds of one batch. A fork server stays between batches, as it does in a worker."""
 
     def keep(spec: SandboxSpec) -> ForkServer:
@@ -53,9 +56,11 @@ def run(tasks: Sequence[Task], options: SandboxOptions, fork_servers: dict[Sandb
             tasks,
             repeat_times=1,
             explore_step=1,
-            engines=Engines(_generate, _Tokenizer()),
-            defaults=RolloutDefaults(SamplingParams(max_tokens=4), sandbox=options),
-            weights=ServedWeights(0, ""),
+            policy=TextEngine(_generate, _Tokenizer()),
+            explorer=ExplorerConfig(sandbox=options),
+            model=ModelConfig(model_path="none", max_response_tokens=4),
+            sampling={"t": SamplingParams(max_tokens=4)},
+            weights=Published(0, "", ""),
             fork_server=keep,
         )
         took_s = time.perf_counter() - began
@@ -88,8 +93,8 @@ def main() -> None:
     ]
     fork_servers: dict[SandboxSpec, ForkServer] = {}
     for where, options in (
-        ("in process", SandboxOptions()),
-        ("sandboxes", SandboxOptions(mode="always", max_sandboxes=16)),
+        ("in process", SandboxConfig()),
+        ("sandboxes", SandboxConfig(mode="always", max_processes=16)),
     ):
         run(tasks[:1], options, fork_servers)
         many_s = min(run(tasks, options, fork_servers) for _ in range(rounds))

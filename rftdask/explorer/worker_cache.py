@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from typing import cast
 
 from rftdask.config import Config
-from rftdask.config.schema.explorer import AuxiliaryModelConfig
+from rftdask.config.schema.explorer import AuxiliaryModelConfig, InferenceModelConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
-from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.recording import PromptLimits
-from rftdask.rollouts.policy.remote import RemoteSpec
+from rftdask.processes.child import LOG_LEVEL
+from rftdask.rollouts.policy.base import POLICY
+from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
-from rftdask.rollouts.runner import AuxiliaryEngine
-from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec
+from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.rollouts.timeouts import attempt_timeout_s
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
@@ -34,22 +35,25 @@ _MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
 _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
+_EXTRA_TIME_S = 60.0
+"""Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
 
 
 class WorkerCache:
-    """The cache of one worker process; its work units take turns by holding `lock`.
+    """The cache of one worker process; its work units take turns by holding `lock`. `open` comes first.
 
     Example:
         with cache.lock:
             config = cache.open(storage, unit.config_fingerprint)
-            engine = cache.engine(engine_spec(config, ...))
+            engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
     """
+
+    _config: Config
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._run: tuple[str, str] | None = None
         """URL and fingerprint of the config that all below belongs to, save the policy's engine, which has a spec."""
-        self._config: Config | None = None
         self._engine: EngineClient | None = None
         self._note = ""
         self._tokenizer: Tokenizer | None = None
@@ -66,7 +70,7 @@ class WorkerCache:
 
         Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
         """
-        if self._config is None or self._run != (storage.url, fingerprint):
+        if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
             self.drop_auxiliary()
             self._tokenizer = None
@@ -98,14 +102,11 @@ class WorkerCache:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the policy. Raises: DataError: the model folder has none."""
-        assert self._config is not None, "open() comes first"
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._config)
+        self._tokenizer = self._tokenizer or load_tokenizer(self._config)
         return self._tokenizer
 
     def taskset(self, name: str) -> Taskset:
         """The rows of a taskset. Raises: DataError: no taskset is called so, or it cannot be read."""
-        assert self._config is not None, "open() comes first"
         if name not in self._tasksets:
             source = self._config.buffer.explorer_input
             configs = {t.name: t for t in (*source.train_tasksets, *source.eval_tasksets)}
@@ -126,31 +127,35 @@ class WorkerCache:
         self._fork_servers[spec] = fork_server or ForkServer(spec)
         return self._fork_servers[spec]
 
-    def auxiliary_engines(self, config: Config, threads: int, timeout_s: float) -> dict[str, AuxiliaryEngine]:
-        """The auxiliary models of this process by name, loaded. A teacher is the trainer's; those behind an API see
-        `remote_auxiliary`. timeout_s: for one call. Raises: RoleError, UserError.
+    def auxiliary(self, threads: int) -> dict[str, TextEngine | RemoteModel]:
+        """The auxiliary models by name: those of this process, loaded, and those behind an API, for the event loop that
+        runs now. A teacher is the trainer's. Raises: RoleError, UserError.
         """
+        config = self._config
         if config.algorithm.needs_teacher:
             return {}
-        models = [model for model in config.explorer.auxiliary_models if not model.traits.is_external]
-        specs = {_name(model): _engine_spec(model, config, threads) for model in models}
+        models = {_name(m): m for m in config.explorer.auxiliary_models if not m.traits.is_external}
+        specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
         for spec in list(self._auxiliary_engines):
             if spec not in specs.values() or not self._auxiliary_engines[spec].alive():
                 self._auxiliary_engines.pop(spec).close()
         # All of them first, so that they load side by side; the tokenizers meanwhile.
         for spec in specs.values():
             self._auxiliary_engines.setdefault(spec, EngineClient(spec))
-        for model in models:
-            if _name(model) not in self._auxiliary_tokenizers:
-                self._auxiliary_tokenizers[_name(model)] = _tokenizer(model, config)
-        return {
-            name: _auxiliary_engine(self._auxiliary_engines[spec], self._auxiliary_tokenizers[name], config, timeout_s)
-            for name, spec in specs.items()
-        }
+        for name, model in models.items():
+            if name not in self._auxiliary_tokenizers:
+                self._auxiliary_tokenizers[name] = _tokenizer(model, config)
+        found: dict[str, TextEngine | RemoteModel] = {}
+        for name, spec in specs.items():
+            engine = self._auxiliary_engines[spec]
+            engine.wait_ready()
+            found[name] = text_engine(engine, self._auxiliary_tokenizers[name], config)
+        remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
+        return found | {name: remote_model(model, config) for name, model in remote.items()}
 
-    def timeout_s(self, config: Config, explore_step: int) -> float:
+    def timeout_s(self, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
-        explorer = config.explorer
+        explorer = self._config.explorer
         return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, self._task_times_s, explore_step)
 
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
@@ -171,77 +176,44 @@ class WorkerCache:
         self._task_times_s = {}
 
 
-def external_policy(config: Config) -> RemoteSpec | None:
-    """The model behind an API that is evaluated in place of the policy, if there is one."""
-    if not config.is_external:
-        return None
-    return _remote_spec(config.model.external_model.model_name or "", config)
+def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
+    """The engine of `section`, the policy's or that of an auxiliary model."""
+    env = tuple(sorted({**config.explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
+    return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env)
 
 
-def remote_auxiliary(config: Config) -> dict[str, RemoteSpec]:
-    """Auxiliary models behind an API, by name."""
-    models = config.explorer.auxiliary_models
-    return {_name(m): _remote_spec(m.model_path or "", config) for m in models if m.traits.is_external}
+def remote_models(config: Config) -> dict[str, str]:
+    """The models behind an API, as the service names them, by the name under which workflows ask them; POLICY is the
+    one that is evaluated in place of the policy."""
+    policy = {POLICY: config.model.external_model.model_name or ""} if config.is_external else {}
+    return policy | {_name(m): m.model_path or "" for m in config.explorer.auxiliary_models if m.traits.is_external}
 
 
-def _remote_spec(model_name: str, config: Config) -> RemoteSpec:
-    service = config.model.external_model
+def remote_model(name: str, config: Config) -> RemoteModel:
+    """The model that the service calls `name`, for the event loop that runs now. Raises: UserError: see RemoteModel."""
     # A try that takes as long as an attempt at a rollout would leave no time for another.
-    timeout_s = min(RemoteSpec.timeout_s, config.explorer.max_timeout / 2)
-    return RemoteSpec(model_name, service.base_url_env, service.api_key_env, timeout_s)
+    return RemoteModel(name, config.model.external_model, min(MAX_TIMEOUT_S, config.explorer.max_timeout / 2))
 
 
-def auxiliary_sampling(config: Config) -> SamplingParams:
-    """Sampling parameters of auxiliary models, unless a workflow says otherwise."""
-    return SamplingParams(max_tokens=config.model.max_response_tokens, temperature=config.model.temperature)
+def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> TextEngine:
+    """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one.
 
-
-def sandbox_options(config: Config) -> SandboxOptions:
-    """Options of the sandboxes, from `explorer.sandbox`, `explorer.plugin_dirs` and `explorer.env_vars`."""
-    sandbox = config.explorer.sandbox
-    memory = sandbox.max_memory_gb
-    return SandboxOptions(
-        mode=sandbox.mode,
-        max_sandboxes=sandbox.max_processes,
-        max_memory_bytes=None if memory is None else int(memory * 2**30),
-        plugin_dirs=config.explorer.plugin_dirs,
-        env=tuple(sorted(config.explorer.env_vars.items())),
-    )
-
-
-def _name(model: AuxiliaryModelConfig) -> str:
-    return model.name or model.model_path or ""
-
-
-def _engine_spec(model: AuxiliaryModelConfig, config: Config, threads: int) -> EngineSpec:
-    env = tuple(sorted(config.explorer.env_vars.items()))
-    return EngineSpec(model, config.model, threads, None, config.explorer.plugin_dirs, env)
-
-
-def generates_as(config: Config, client: EngineClient, timeout_s: float) -> GenerateBatch | Streaming:
-    """Way in which rollouts ask the engine: as they come, or in calls of which LockstepQueue decides what shares one.
-
-    In calls where a run is to repeat its bits (style fixed), save for an engine that never does. timeout_s: for a call,
-    or without an answer.
+    In calls where a run is to repeat its bits (style fixed), save for an engine that never does.
     """
-    if config.synchronizer.sync_style != "fixed" or not client.spec.section.traits.repeats_bits:
-        return Streaming(client.submit, timeout_s, str(client))
+    timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(client.generate, requests, timeout_s)
 
-    return generate
-
-
-def _auxiliary_engine(client: EngineClient, tokenizer: Tokenizer, config: Config, timeout_s: float) -> AuxiliaryEngine:
-    client.wait_ready()
-
     async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
 
-    limits = PromptLimits(config.model.max_prompt_tokens, config.model.enable_prompt_truncation)
-    generate = generates_as(config, client, timeout_s)
-    return AuxiliaryEngine(generate, tokenizer, auxiliary_sampling(config), limits, logprobs)
+    in_calls = config.synchronizer.sync_style == "fixed" and client.spec.section.traits.repeats_bits
+    return TextEngine(generate if in_calls else Streaming(client.submit, timeout_s, str(client)), tokenizer, logprobs)
+
+
+def _name(model: AuxiliaryModelConfig) -> str:
+    return model.name or model.model_path or ""
 
 
 def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Tokenizer:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from distributed import get_client, get_worker
 
@@ -25,24 +26,15 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
-from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.engines.client import EngineClient
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
-from rftdask.explorer.worker_cache import (
-    WorkerCache,
-    auxiliary_sampling,
-    external_policy,
-    generates_as,
-    remote_auxiliary,
-    sandbox_options,
-)
-from rftdask.processes.child import LOG_LEVEL
+from rftdask.explorer.worker_cache import WorkerCache, engine_spec, remote_model, remote_models, text_engine
 from rftdask.processes.dask_task import make_called_off
-from rftdask.rollouts.attempt import RolloutDefaults, RolloutTimes, ServedWeights
-from rftdask.rollouts.policy.recording import PromptLimits
-from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
-from rftdask.rollouts.runner import AuxiliaryEngine, Engines, UnitOutcome, run_work_unit
+from rftdask.rollouts.attempt import RolloutTimes
+from rftdask.rollouts.policy.base import POLICY
+from rftdask.rollouts.policy.remote import RemoteModel
+from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.timeouts import pass_rates
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -55,8 +47,6 @@ BEGAN_TOPIC = "rftdask-began"
 worker is lost."""
 TURN_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
 """Metrics that each turn has for itself; every other metric is the rollout's, and stands in each of its turns."""
-_EXTRA_TIME_S = 60.0
-"""Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
 _MAX_WAIT_FIXED_S = 5.0
 """Time that a call of the engine waits for rollouts that are busy elsewhere, where which requests share a call must not
 depend on timing (style fixed): longer than any step of a usual workflow. See LockstepQueue."""
@@ -178,11 +168,11 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
         if not slots:
             return RolloutResult(unit.key, (), unit.weights.version, worker.address)
-        engine = tokenizer = None
+        engine = None
         started = waited = time.perf_counter()
         if not config.is_external:
-            engine = _cache.engine(engine_spec(config, unit.threads, unit.log_file))
-            tokenizer = _cache.tokenizer()  # while the engine's process loads the model
+            engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
+            _cache.tokenizer()  # read while the engine's process loads the model
             engine.wait_ready()
             started = time.perf_counter()
             published = _wait_for_weights(storage, unit, config)
@@ -205,7 +195,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             committed=held,
         ) as writer:
             groups = _FilteredGroups(unit, config, writer.add)
-            outcome = _roll_out(unit, slots, config, engine, tokenizer, groups.add)
+            outcome = _roll_out(unit, slots, config, engine, groups.add)
             outcome = replace(outcome, experiences=groups.finish())
             names = writer.finish()
         return replace(
@@ -232,30 +222,23 @@ def _ending_what_hangs() -> Iterator[None]:
         raise
 
 
-def engine_spec(config: Config, threads: int, log_file: str | None) -> EngineSpec:
-    """The engine a stage's rollouts run on."""
-    explorer = config.explorer
-    env = tuple(sorted({**explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
-    return EngineSpec(explorer.rollout_model, config.model, threads, log_file, explorer.plugin_dirs, env)
-
-
 def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Published | None:
     """The weights to serve; None: the model folder as it is. Raises: WaitTimeout; StorageError: they are gone."""
-    version, exact = unit.weights.version, unit.weights.exact
-    timeout_s = config.synchronizer.sync_timeout
-    handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s)
-    if not exact:
-        newest = handle.latest()
-        if newest is not None and newest.version >= version:
-            return newest
-        return handle.wait_for_version(version, timeout_s, make_called_off()) if version > 0 else None
-    if version == 0:
+    version = unit.weights.version
+    if version == 0 and unit.weights.exact:
         return None
     if config.mode == "bench":
         published = read_checkpoint_weights(storage, f"global_step_{version}")
         if published is None:
             raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
+    handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s)
+    timeout_s = config.synchronizer.sync_timeout
+    if not unit.weights.exact:
+        newest = handle.latest()
+        if version == 0 or (newest is not None and newest.version >= version):
+            return newest
+        return handle.wait_for_version(version, timeout_s, make_called_off())
     published = read_published(storage, version)
     if published is None:
         handle.wait_for_version(version, timeout_s, make_called_off())
@@ -270,7 +253,6 @@ def _roll_out(
     slots: tuple[int, ...],
     config: Config,
     engine: EngineClient | None,
-    tokenizer: Tokenizer | None,
     on_group: Callable[[int, list[Experience]], None],
 ) -> UnitOutcome:
     """Run the rollouts of the tasks at `slots`, side by side.
@@ -278,28 +260,46 @@ def _roll_out(
     engine: None: the policy is a model behind an API; on_group: takes the slot of a task whose rollouts have ended, and
     their experiences.
     """
+    model, explorer = config.model, config.explorer
     names = _taskset_names(unit, config)
     refs = [unit.tasks[slot] for slot in slots]
     tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
-    # An evaluation's tasks are no measure of the others', and all of them count.
-    limit_s = config.explorer.max_timeout if unit.is_eval else _cache.timeout_s(config, unit.explore_step)
-    over_rollout = OverRolloutConfig() if unit.is_eval else config.explorer.over_rollout
-    weights = (
-        ServedWeights(0, "") if engine is None else ServedWeights(engine.weights.version, engine.weights.content_hash)
-    )
+    if unit.is_eval:  # its tasks are no measure of the others', and all of them count
+        explorer = explorer.model_copy(update={"over_rollout": OverRolloutConfig()})
+    else:
+        explorer = explorer.model_copy(update={"max_timeout": _cache.timeout_s(unit.explore_step)})
+    source = config.buffer.explorer_input
+    sampling = {
+        taskset.name: SamplingParams(
+            max_tokens=taskset.rollout_args.max_tokens,
+            temperature=taskset.rollout_args.temperature,
+            top_p=taskset.rollout_args.top_p,
+            top_k=taskset.rollout_args.top_k,
+            min_tokens=model.min_response_tokens,
+            repetition_penalty=model.repetition_penalty,
+        )
+        for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
+    }
 
     async def run() -> UnitOutcome:
+        # Made here, because the clients of models behind an API belong to the event loop that asks them.
+        auxiliary = _cache.auxiliary(unit.threads)
+        if engine is None:
+            policy: TextEngine | RemoteModel = remote_model(remote_models(config)[POLICY], config)
+        else:
+            policy = text_engine(engine, _cache.tokenizer(), config)
         return await run_work_unit(
             tasks,
             repeat_times=unit.repeat_times,
             greedy_baseline=unit.greedy_baseline,
             explore_step=unit.explore_step,
-            # Made in the event loop that asks them: clients of remote models belong to one.
-            engines=_engines(unit, config, engine, tokenizer),
-            defaults=_rollout_defaults(config, limit_s),
-            weights=weights,
+            policy=policy,
+            auxiliary=auxiliary,
+            explorer=explorer,
+            model=model,
+            sampling=sampling,
+            weights=Published(0, "", "") if engine is None else engine.weights,
             max_wait_s=_MAX_WAIT_FIXED_S,
-            over_rollout=over_rollout,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
             fork_server=_cache.fork_server,
         )
@@ -309,25 +309,6 @@ def _roll_out(
     if not unit.is_eval:
         _cache.add_task_times(unit.explore_step, outcome.task_times_s)
     return outcome
-
-
-def _engines(unit: RolloutTask, config: Config, engine: EngineClient | None, tokenizer: Tokenizer | None) -> Engines:
-    """The engines that answer the rollouts: the policy, and auxiliary models by name."""
-    timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
-    auxiliary: dict[str, AuxiliaryEngine | ServedRemote] = dict(
-        _cache.auxiliary_engines(config, unit.threads, timeout_s)
-    )
-    for name, remote in remote_auxiliary(config).items():
-        auxiliary[name] = ServedRemote(RemoteModel(remote), auxiliary_sampling(config))
-    external = external_policy(config)
-    if external is not None:
-        return Engines(None, None, auxiliary=auxiliary, remote=RemoteModel(external))
-    assert engine is not None
-
-    async def logprobs_batch(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return await asyncio.to_thread(engine.logprobs, pairs, timeout_s)
-
-    return Engines(generates_as(config, engine, timeout_s), tokenizer, logprobs_batch, auxiliary)
 
 
 class _FilteredGroups:
@@ -404,46 +385,19 @@ def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
     return [t.name for t in (source.eval_tasksets if unit.is_eval else source.train_tasksets)]
 
 
-def _rollout_defaults(config: Config, max_timeout_s: float) -> RolloutDefaults:
-    """Defaults of a rollout from the config, where its task and its workflow say nothing else."""
-    model, source = config.model, config.buffer.explorer_input
-    sampling = SamplingParams(
-        max_tokens=model.max_response_tokens,
-        temperature=model.temperature,
-        top_p=model.top_p,
-        top_k=model.top_k,
-        min_tokens=model.min_response_tokens,
-        repetition_penalty=model.repetition_penalty,
-    )
-    keys = ("temperature", "top_p", "top_k", "max_tokens")
-    return RolloutDefaults(
-        sampling=sampling,
-        limits=PromptLimits(model.max_prompt_tokens, model.enable_prompt_truncation),
-        taskset_sampling={
-            t.name: {key: getattr(t.rollout_args, key) for key in keys}
-            for t in (*source.train_tasksets, *source.eval_tasksets)
-        },
-        max_timeout_s=max_timeout_s,
-        max_retry_times=config.explorer.max_retry_times,
-        run_seed=config.explorer.rollout_model.seed,
-        sandbox=sandbox_options(config),
-    )
-
-
 def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     """Counts and sums over the rollouts of a unit; times and the names of its shards are not filled in."""
     turns_by_rollout: dict[tuple[str, int], list[Experience]] = {}
     for experience in outcome.experiences:
         if experience.rollout < unit.repeat_times:  # a greedy baseline is no sample
             turns_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
-    num_by_status: dict[str, int] = {}
-    rewards_by_group: dict[str, list[float]] = {}
-    metric_sums: dict[str, float] = {}
-    turn_metric_sums: dict[str, float] = {}
+    num_by_status: dict[str, int] = defaultdict(int)
+    rewards_by_group: dict[str, list[float]] = defaultdict(list)
+    metric_sums: dict[str, float] = defaultdict(float)
+    turn_metric_sums: dict[str, float] = defaultdict(float)
     num_tokens = num_trained_tokens = num_turns = 0
     for (group_id, _), turns in turns_by_rollout.items():
-        status = str(rollout_status(turns))
-        num_by_status[status] = num_by_status.get(status, 0) + 1
+        num_by_status[str(rollout_status(turns))] += 1
         num_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in turns)
         trained = [turn for turn in turns if turn.status.trainable and turn.reward is not None]
         num_trained_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in trained)
@@ -451,11 +405,11 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         for number, turn in enumerate(trained):
             for name, value in turn.metrics.items():
                 if name in TURN_METRICS:
-                    turn_metric_sums[name] = turn_metric_sums.get(name, 0.0) + value
+                    turn_metric_sums[name] += value
                 elif number == 0:  # it stands in every turn, and is the rollout's
-                    metric_sums[name] = metric_sums.get(name, 0.0) + value
+                    metric_sums[name] += value
         if trained and (reward := trained[0].reward) is not None:
-            rewards_by_group.setdefault(group_id, []).append(reward)
+            rewards_by_group[group_id].append(reward)
     # Of each task `repeat_times` samples, then its greedy baseline if there is one.
     per_task = unit.repeat_times + unit.greedy_baseline
     times = [times for number, times in enumerate(outcome.times) if number % per_task < unit.repeat_times]
@@ -466,7 +420,7 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         version=0,
         worker="",
         num_rollouts=len(turns_by_rollout),
-        num_by_status=num_by_status,
+        num_by_status=dict(num_by_status),
         num_tokens=num_tokens,
         num_bytes=sum(
             4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)
@@ -475,10 +429,10 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         num_rewards=len(rewards),
         num_trained_tokens=num_trained_tokens,
         reward_sum=float(sum(rewards)),
-        metric_sums=metric_sums,
+        metric_sums=dict(metric_sums),
         num_turns=num_turns,
-        turn_metric_sums=turn_metric_sums,
-        rollout_time_sums={name: float(sum(getattr(each, name) for each in times)) for name in RolloutTimes.names()},
+        turn_metric_sums=dict(turn_metric_sums),
+        rollout_time_sums={t.name: float(sum(getattr(each, t.name) for each in times)) for t in fields(RolloutTimes)},
         pass_rates=pass_rates(rewards_by_group),
     )
 

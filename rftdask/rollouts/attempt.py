@@ -12,54 +12,31 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.recording import Call, PromptLimits, RecordingModel, rollout_seed
-from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError, SandboxOptions
+from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
+from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import PromptTooLongError, Reward, Step, WorkflowFn, as_reward
+from rftdask.weights.published import Published
 
+STOP_GRACE_S = 1.0
+"""Time that a cancelled attempt has to clean up; one that ignores its cancellation is left behind, without a model."""
 _MAX_ERROR_LENGTH = 500
 _MAX_BLOCK_S = 30.0
 
 
-@dataclass(frozen=True)
-class RolloutDefaults:
-    """Settings of rollouts, unless the taskset says otherwise."""
-
-    sampling: SamplingParams
-    limits: PromptLimits = field(default_factory=PromptLimits)
-    taskset_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields of SamplingParams by name of taskset (its `rollout_args`)."""
-    max_timeout_s: float = 1800.0
-    """Deadline of one attempt in seconds, the wait for the engine included."""
-    max_retry_times: int = 2
-    """Number of attempts after the first."""
-    stop_grace_s: float = 1.0
-    """Seconds that a cancelled attempt has to clean up; one that ignores its cancellation is left behind, without a
-    model."""
-    run_seed: int = 42
-    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
-
-    @property
-    def max_block_s(self) -> float:
-        """Seconds that code on the event loop may take between two awaits; the others wait meanwhile."""
-        return min(_MAX_BLOCK_S, self.max_timeout_s / 2)
-
-
-@dataclass(frozen=True)
-class ServedWeights:
-    """Identity of the weights an engine serves."""
-
-    version: int
-    hash: str
+def max_block_s(explorer: ExplorerConfig) -> float:
+    """Seconds that code on the event loop may take between two awaits; the others wait meanwhile."""
+    return min(_MAX_BLOCK_S, explorer.max_timeout / 2)
 
 
 @dataclass
@@ -79,9 +56,17 @@ class RolloutTimes:
     """Time from its first attempt to its end."""
     num_retries: int = 0
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(each.name for each in fields(cls))
+
+class _AttemptTimeout(Exception):
+    """The attempt's deadline passed, and the attempt has stopped."""
+
+
+class _WillNotStopError(_AttemptTimeout):
+    """The attempt's deadline passed, and it ignored its cancellation: a retry would run beside it."""
+
+
+class _CalledOff(Exception):
+    """Enough other tasks are done."""
 
 
 @dataclass
@@ -97,18 +82,15 @@ class Rollout:
     workflow: WorkflowFn
     engine_failure: Callable[[], Exception | None]
     new_model: Callable[[Rollout], RecordingModel]
-    defaults: RolloutDefaults
-    weights: ServedWeights
-    greedy: bool = False
+    explorer: ExplorerConfig
+    """Its max_timeout bounds an attempt, the wait for the engine included."""
+    sampling: SamplingParams
+    """How the policy samples, unless the workflow says otherwise."""
+    weights: Published
+    """Those that the engine serves."""
     times: RolloutTimes = field(default_factory=RolloutTimes)
     called_off: str = ""
     """Reason why it is cancelled; "": it is not. Set before the cancellation, which is then a result like others."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How the policy samples, unless the workflow says otherwise."""
-        sampling = replace(self.defaults.sampling, **self.defaults.taskset_sampling.get(self.task.taskset, {}))
-        return replace(sampling, temperature=0.0) if self.greedy else sampling
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
         """Run the rollout once `admitted` is set. Returns: its experiences, ordered by turn. Raises: RoleError: the
@@ -122,24 +104,26 @@ class Rollout:
         except asyncio.CancelledError:
             if not self.called_off:
                 raise
-            return [self._failure(_CalledOff(self.called_off), self.times.num_retries)]
+            return [self._failure(_CalledOff(self.called_off), self.times.num_retries, {})]
         finally:
             self.times.total_s = time.perf_counter() - began - self.times.queue_s
 
     async def _attempts(self) -> list[Experience]:
-        for attempt in range(self.defaults.max_retry_times + 1):
+        """Attempt it until an attempt ends well, cannot be repeated, or was the last."""
+        for attempt in range(self.explorer.max_retry_times + 1):
             self.times.num_retries = attempt
             model = self.new_model(self)
             try:
-                reward = await _run_attempt(self.workflow, self.task, model, self.defaults)
+                reward = await self._attempt(model)
                 self._check(reward, model)
             except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
+                # The engine first: what it broke is not the rollout's failure, however the workflow dressed it up.
                 if (failure := self.engine_failure()) is not None:
                     raise failure from None
                 if isinstance(error, SandboxLostError):
                     raise
                 final = isinstance(error, (PromptTooLongError, _WillNotStopError))
-                if final or attempt == self.defaults.max_retry_times:
+                if final or attempt == self.explorer.max_retry_times:
                     return [self._failure(error, attempt, model.state)]
             else:
                 if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
@@ -150,6 +134,46 @@ class Rollout:
                 self.times.tool_s += model.times.get("tool", 0.0)
                 self.times.reward_s += model.times.get("reward", 0.0)
         raise AssertionError("unreachable: the last attempt returns")
+
+    async def _attempt(self, model: RecordingModel) -> Reward:
+        """Run one attempt. Raises: what the workflow raises; _AttemptTimeout after `max_timeout` seconds."""
+        where = f"(workflow {self.task.workflow}, task {self.task.group_id})"
+        timeout_s = self.explorer.max_timeout
+
+        async def guarded() -> Any:
+            # What would end more than this attempt becomes an error of it.
+            try:
+                return await self.workflow(self.task, model)
+            except SystemExit as error:  # would end the event loop, and with it every other rollout
+                raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
+            except BlockedLoopTimeout:
+                raise _AttemptTimeout(
+                    f"blocked the event loop for {max_block_s(self.explorer):g} s {where}; "
+                    "it is declared in_process and must not block"
+                ) from None
+
+        attempt = asyncio.create_task(guarded())
+        deadline = time.monotonic() + timeout_s
+        try:
+            await asyncio.wait({attempt}, timeout=timeout_s)
+            if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
+                # The event loop was blocked over the deadline, by another rollout: that time it gets now.
+                await asyncio.wait({attempt}, timeout=min(late_s, timeout_s))
+            if attempt.cancelled():
+                raise RuntimeError("the workflow cancelled itself")
+            if attempt.done():
+                return as_reward(attempt.result())
+        finally:
+            model.close()  # an attempt that will not stop must not go on beside its retry
+            if not attempt.done():
+                attempt.cancel()
+                await asyncio.wait({attempt}, timeout=STOP_GRACE_S)
+            if attempt.done() and not attempt.cancelled():
+                attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
+        message = f"not finished after max_timeout {timeout_s:g} s {where}"
+        if not attempt.done():
+            raise _WillNotStopError(f"{message}, and it ignored its cancellation")
+        raise _AttemptTimeout(message)
 
     def _check(self, reward: Reward, model: RecordingModel) -> None:
         """Raises: ValueError: what the workflow returned cannot be trained on; names the workflow and the task."""
@@ -184,8 +208,8 @@ class Rollout:
             reward=float(reward.value),
             min_policy_version=generation.min_policy_version,
             max_policy_version=generation.max_policy_version,
-            # Of other weights than those named when the batch began, the hash is not known here.
-            weights_hash=self.weights.hash if generation.max_policy_version == self.weights.version else "",
+            # Of other weights than those named when the unit began, the hash is not known here.
+            weights_hash=self.weights.content_hash if generation.max_policy_version == self.weights.version else "",
             prompt_text=call.prompt_text,
             response_text=call.response.text,
             env_state=step.state,
@@ -198,12 +222,18 @@ class Rollout:
             },
         )
 
-    def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any] | None = None) -> Experience:
-        seed = rollout_seed(self.defaults.run_seed, self.task.group_id, self.key.rollout, 0)
+    def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any]) -> Experience:
+        """The one experience of a rollout that failed; `state`: what the workflow said of where it stood."""
+        if isinstance(error, (SandboxError, _CalledOff)):
+            text = str(error)  # it names the error it stands for
+        else:
+            text = f"{'TimeoutError' if isinstance(error, _AttemptTimeout) else type(error).__name__}: {error}"
+        where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
+        seed = rollout_seed(self.explorer.rollout_model.seed, self.task.group_id, self.key.rollout, 0)
         return replace(
             self._blank(0, attempt, self.sampling, seed),
             status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CalledOff)) else Status.FAILED,
-            error=_one_line(error, state or {}),
+            error=" ".join(f"{text}{f' [state:{where}]' if where else ''}".split())[:_MAX_ERROR_LENGTH],
             prompt_text=self.task.prompt,
         )
 
@@ -219,76 +249,10 @@ class Rollout:
             status=Status.FAILED,
             min_policy_version=self.weights.version,
             max_policy_version=self.weights.version,
-            weights_hash=self.weights.hash,
+            weights_hash=self.weights.content_hash,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
             truth=self.task.truth,
         )
-
-
-class _AttemptTimeout(Exception):
-    """The attempt's deadline passed, and the attempt has stopped."""
-
-
-class _WillNotStopError(_AttemptTimeout):
-    """The attempt's deadline passed, and it ignored its cancellation: a retry would run beside it."""
-
-
-class _CalledOff(Exception):
-    """Enough other tasks are done."""
-
-
-async def _run_attempt(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Reward:
-    """Run one attempt and return its reward. Raises: what the workflow raises; _AttemptTimeout after `max_timeout_s`
-    seconds.
-    """
-    attempt = asyncio.create_task(_guarded(workflow, task, model, limits))
-    deadline = time.monotonic() + limits.max_timeout_s
-    try:
-        await asyncio.wait({attempt}, timeout=limits.max_timeout_s)
-        if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
-            # The event loop was blocked over the deadline, by another rollout: that time it gets now.
-            await asyncio.wait({attempt}, timeout=min(late_s, limits.max_timeout_s))
-        if attempt.cancelled():
-            raise RuntimeError("the workflow cancelled itself")
-        if attempt.done():
-            return as_reward(attempt.result())
-    finally:
-        model.close()  # an attempt that will not stop must not go on beside its retry
-        if not attempt.done():
-            attempt.cancel()
-            await asyncio.wait({attempt}, timeout=limits.stop_grace_s)
-        if attempt.done() and not attempt.cancelled():
-            attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
-    message = (
-        f"not finished after max_timeout {limits.max_timeout_s:g} s (workflow {task.workflow}, task {task.group_id})"
-    )
-    if not attempt.done():
-        raise _WillNotStopError(f"{message}, and it ignored its cancellation")
-    raise _AttemptTimeout(message)
-
-
-async def _guarded(workflow: WorkflowFn, task: Task, model: RecordingModel, limits: RolloutDefaults) -> Any:
-    """Run the workflow; what would end more than this attempt becomes an error of it."""
-    try:
-        return await workflow(task, model)
-    except SystemExit as error:  # would end the event loop, and with it every other rollout
-        raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
-    except BlockedLoopTimeout:
-        raise _AttemptTimeout(
-            f"blocked the event loop for {limits.max_block_s:g} s (workflow {task.workflow}, task {task.group_id}); "
-            "it is declared in_process and must not block"
-        ) from None
-
-
-def _one_line(error: Exception, state: Mapping[str, Any]) -> str:
-    """The error as an experience keeps it, with what the workflow said of where it stood."""
-    if isinstance(error, (SandboxError, _CalledOff)):
-        text = str(error)  # it names the error it stands for
-    else:
-        name = "TimeoutError" if isinstance(error, _AttemptTimeout) else type(error).__name__
-        text = f"{name}: {error}"
-    where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
-    return " ".join(f"{text}{f' [state:{where}]' if where else ''}".split())[:_MAX_ERROR_LENGTH]

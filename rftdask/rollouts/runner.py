@@ -10,63 +10,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
-from rftdask.config.schema.explorer import OverRolloutConfig
+from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import Tokenizer
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import Rollout, RolloutDefaults, RolloutTimes, ServedWeights
+from rftdask.rollouts.attempt import Rollout, RolloutTimes, max_block_s
 from rftdask.rollouts.concurrency import ConcurrencyLimiter
 from rftdask.rollouts.loop_watchdog import Watchdog
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
-from rftdask.rollouts.policy.recording import LogprobsBatch, PromptLimits, RecordingModel, ServedModel
-from rftdask.rollouts.policy.remote import RemoteModel, ServedRemote
+from rftdask.rollouts.policy.recording import LogprobsBatch, RecordingModel, Served, ServedModel, ServedRemote
+from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxPool, SandboxSpec
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxPool
 from rftdask.rollouts.timeouts import num_tasks_needed
 from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
+from rftdask.weights.published import Published
 
 _SANDBOX = "sandbox"
 """Kind of place of the ConcurrencyLimiter for processes, beside those named by workflows."""
 
 
 @dataclass(frozen=True)
-class Engines:
-    """The models that answer the rollouts of a work unit."""
-
-    generate: GenerateBatch | Streaming | None
-    """The policy: in calls, one at a time, or as requests come. None: `remote` is the policy."""
-    tokenizer: Tokenizer | None
-    logprobs: LogprobsBatch | None = None
-    auxiliary: Mapping[str, AuxiliaryEngine | ServedRemote] = field(default_factory=dict)
-    remote: RemoteModel | None = None
-    """The policy, for evaluations, in place of the first three."""
-
-    @property
-    def remotes(self) -> tuple[RemoteModel, ...]:
-        policy = () if self.remote is None else (self.remote,)
-        return (*policy, *(each.model for each in self.auxiliary.values() if isinstance(each, ServedRemote)))
-
-
-@dataclass(frozen=True)
-class AuxiliaryEngine:
-    """A frozen model beside the policy."""
+class TextEngine:
+    """An engine, and the tokenizer by which it takes and gives text: the policy, or a frozen model beside it."""
 
     generate: GenerateBatch | Streaming
+    """In calls, one at a time, or as requests come."""
     tokenizer: Tokenizer
-    sampling: SamplingParams
-    limits: PromptLimits = field(default_factory=PromptLimits)
     logprobs: LogprobsBatch | None = None
+    """None: the engine cannot score given tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,85 +72,100 @@ async def run_work_unit(
     *,
     repeat_times: int,
     explore_step: int,
-    engines: Engines,
-    defaults: RolloutDefaults,
-    weights: ServedWeights,
+    policy: TextEngine | RemoteModel,
+    explorer: ExplorerConfig,
+    model: ModelConfig,
+    sampling: Mapping[str, SamplingParams],
+    weights: Published,
+    auxiliary: Mapping[str, TextEngine | RemoteModel] | None = None,
     max_wait_s: float = 0.02,
     greedy_baseline: bool = False,
-    over_rollout: OverRolloutConfig | None = None,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
 ) -> UnitOutcome:
     """Run `repeat_times` rollouts of each task, side by side.
 
     Args:
+        explorer: how long and how often rollouts are tried, where they run, and how many of them are waited for.
+        model: the limits of prompts; of auxiliary models also max_response_tokens and temperature.
+        sampling: of the policy, by the name of the taskset.
+        weights: those that the policy's engine serves.
         max_wait_s: for rollouts that are busy elsewhere, before a call of the engine goes out without them.
         greedy_baseline: one more rollout of each task, the last, at temperature 0.
         on_group: takes the number of a task and its experiences as soon as all its rollouts have ended; must not block.
         fork_server: gives a living one of a spec, and keeps it; None: this unit has its own.
-    Raises: UserError: a task names a workflow or a reward function that does not exist. What `engines` raise.
+    Raises: UserError: a task names a workflow or a reward function that does not exist. What the engines raise.
     """
-    plan = _Plan.of(tasks, defaults.sandbox)
-    queue = _queue(engines.generate or _no_engine, max_wait_s)
-    queues, auxiliary = [queue], dict[str, ServedModel | ServedRemote]()
-    for name, engine in engines.auxiliary.items():
-        if isinstance(engine, ServedRemote):
-            auxiliary[name] = engine
-        else:
-            queues.append(_queue(engine.generate, 0.0))  # nobody waits for others to ask a judge
-            auxiliary[name] = ServedModel(queues[-1], engine.tokenizer, engine.sampling, engine.limits, engine.logprobs)
+    plan = _Plan.of(tasks, explorer)
+    queues: list[RequestQueue] = []
+    remotes = [each for each in (policy, *(auxiliary or {}).values()) if isinstance(each, RemoteModel)]
+
+    def serve(engine: TextEngine | RemoteModel, wait_s: float) -> Callable[[SamplingParams], Served]:
+        if isinstance(engine, RemoteModel):
+            return partial(ServedRemote, engine)
+        generate = engine.generate
+        queue = StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, wait_s)
+        queues.append(queue)
+        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, model, engine.logprobs)
+
+    serve_policy = serve(policy, max_wait_s)
+    queue = queues[0] if queues else None
+    sampled = SamplingParams(max_tokens=model.max_response_tokens, temperature=model.temperature)
+    # Nobody waits for others to ask a judge.
+    served = {name: serve(engine, 0.0)(sampled) for name, engine in (auxiliary or {}).items()}
 
     def engine_failure() -> Exception | None:
-        return queue.failure or next((each.failure for each in engines.remotes if each.failure is not None), None)
+        failures = [None if queue is None else queue.failure, *(remote.failure for remote in remotes)]
+        return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
-        policy: ServedModel | ServedRemote
-        if engines.remote is not None:
-            policy = ServedRemote(engines.remote, rollout.sampling)
-        else:
-            assert engines.tokenizer is not None
-            policy = ServedModel(queue, engines.tokenizer, rollout.sampling, defaults.limits, engines.logprobs)
-        key, group_id = rollout.key, rollout.task.group_id
-        return RecordingModel(policy, auxiliary, key=key, group_id=group_id, run_seed=defaults.run_seed)
+        return RecordingModel(
+            serve_policy(rollout.sampling),
+            served,
+            key=rollout.key,
+            group_id=rollout.task.group_id,
+            run_seed=explorer.rollout_model.seed,
+        )
 
+    greedy = {name: replace(params, temperature=0.0) for name, params in sampling.items()}
+    own_server = pool = None
     try:
+        if plan.spec is not None:
+            # In a thread: importing plug-ins takes as long as they like.
+            server = await asyncio.to_thread(fork_server or ForkServer, plan.spec)
+            own_server = server if fork_server is None else None
+            pool = SandboxPool(server)
+        rollouts = [
+            Rollout(
+                task=task,
+                key=RolloutKey(number, rollout),
+                explore_step=explore_step,
+                workflow=plan.workflow_of(task, pool),
+                engine_failure=engine_failure,
+                new_model=new_model,
+                explorer=explorer,
+                sampling=greedy[task.taskset] if rollout == repeat_times else sampling[task.taskset],
+                weights=weights,
+            )
+            for number, task in enumerate(tasks)
+            for rollout in range(repeat_times + greedy_baseline)
+        ]
         # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
-        async with _sandboxes(plan, fork_server) as pool:
-            rollouts = [
-                Rollout(
-                    task=task,
-                    key=RolloutKey(number, rollout),
-                    explore_step=explore_step,
-                    workflow=plan.workflow_of(task, pool),
-                    engine_failure=engine_failure,
-                    new_model=new_model,
-                    defaults=defaults,
-                    weights=weights,
-                    greedy=rollout == repeat_times,
-                )
-                for number, task in enumerate(tasks)
-                for rollout in range(repeat_times + greedy_baseline)
-            ]
-            unit = _RunningUnit(rollouts, plan, queue, over_rollout or OverRolloutConfig(), on_group)
-            with Watchdog(defaults.max_block_s, only_within="run_in_process"):
-                return await unit.run()
+        with Watchdog(max_block_s(explorer), only_within="run_in_process"):
+            return await _RunningUnit(rollouts, plan, queue, explorer, on_group).run()
     except ExceptionGroup as group:
         failure = engine_failure() or group.exceptions[0]
     finally:
+        if pool is not None:
+            await pool.close()
+        if own_server is not None:
+            own_server.close()
         for each in queues:
             await each.close()
-        for remote in engines.remotes:
+        for remote in remotes:
             await remote.close()
     # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
     raise failure
-
-
-def _queue(generate: GenerateBatch | Streaming, max_wait_s: float) -> RequestQueue:
-    return StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, max_wait_s)
-
-
-async def _no_engine(requests: list[GenerateRequest]) -> list[Generation]:
-    raise AssertionError("a remote policy is asked without a queue")
 
 
 @dataclass(frozen=True)
@@ -176,22 +175,22 @@ class _Plan:
     workflows: Mapping[str, FoundWorkflow]
     sandboxed: frozenset[tuple[str, str]]
     """(workflow, reward function) of the tasks that run in sandboxes; "" is the workflow's own reward."""
-    options: SandboxOptions
-    modules: tuple[str, ...]
-    """Modules that sandboxes import."""
+    spec: SandboxSpec | None
+    """What the sandboxes need; None: no task runs in one."""
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], options: SandboxOptions) -> _Plan:
+    def of(cls, tasks: Sequence[Task], explorer: ExplorerConfig) -> _Plan:
         """Find what the tasks need. Raises: UserError: a workflow or reward is not there, or no sandbox can have it."""
-        load_plugin_folders(options.plugin_dirs)
+        load_plugin_folders(explorer.plugin_dirs)
         kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
         workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
         rewards = {name: get_reward(name) for name in sorted({reward for _, reward in kinds} - {""})}
         safe = {name for name, found in workflows.items() if found.in_process}
         safe |= {name for name, function in rewards.items() if runs_in_process(function)} | {""}
-        sandboxed = {
-            kind for kind in kinds if options.mode == "always" or (options.mode == "auto" and not safe.issuperset(kind))
-        }
+        mode = explorer.sandbox.mode
+        sandboxed = {kind for kind in kinds if mode == "always" or (mode == "auto" and not safe.issuperset(kind))}
+        if not sandboxed:
+            return cls(workflows, frozenset(), None)
         needed = {name for kind in sandboxed for name in kind if name}
         modules = {workflows[n].module if n in workflows else module_of(rewards[n]) for n in needed}
         modules |= {m for n in needed for m in (workflows[n].requires if n in workflows else requires(rewards[n]))}
@@ -200,14 +199,25 @@ class _Plan:
                 f"one of {', '.join(sorted(needed))} is defined in a script or notebook, where no other process finds "
                 "it; move it to a module, or declare it in_process=True"
             )
-        return cls(workflows, frozenset(sandboxed), options, tuple(sorted(modules)))
+        memory_gb = explorer.sandbox.max_memory_gb
+        spec = SandboxSpec(
+            workflows=tuple(sorted({workflow for workflow, _ in sandboxed})),
+            rewards=tuple(sorted({reward for _, reward in sandboxed} - {""})),
+            modules=tuple(sorted(modules)),
+            plugin_dirs=explorer.plugin_dirs,
+            max_memory_bytes=None if memory_gb is None else int(memory_gb * 2**30),
+            env=tuple(sorted(explorer.env_vars.items())),
+        )
+        return cls(workflows, frozenset(sandboxed), spec)
 
-    def is_sandboxed(self, task: Task) -> bool:
-        return (task.workflow, task.reward_fn) in self.sandboxed
+    def kinds(self, task: Task) -> tuple[str, ...]:
+        """Kinds of places that a rollout of the task takes; see ConcurrencyLimiter."""
+        sandboxed = (task.workflow, task.reward_fn) in self.sandboxed
+        return (task.workflow, _SANDBOX) if sandboxed else (task.workflow,)
 
     def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
         """The task's workflow where it is safe to run: here, or in a process of `pool`."""
-        if not self.is_sandboxed(task):
+        if _SANDBOX not in self.kinds(task):
             run = self.workflows[task.workflow].run
 
             async def run_in_process(task: Task, model: Any) -> Any:
@@ -219,33 +229,6 @@ class _Plan:
         return partial(pool.attempt, task.workflow)
 
 
-@asynccontextmanager
-async def _sandboxes(
-    plan: _Plan, keep: Callable[[SandboxSpec], ForkServer] | None
-) -> AsyncIterator[SandboxPool | None]:
-    """A pool of sandboxes; None: no task needs one."""
-    if not plan.sandboxed:
-        yield None
-        return
-    spec = SandboxSpec(
-        workflows=tuple(sorted({workflow for workflow, _ in plan.sandboxed})),
-        rewards=tuple(sorted({reward for _, reward in plan.sandboxed} - {""})),
-        modules=plan.modules,
-        plugin_dirs=plan.options.plugin_dirs,
-        max_memory_bytes=plan.options.max_memory_bytes,
-        env=plan.options.env,
-    )
-    # In a thread: importing plug-ins takes as long as they like.
-    fork_server = await asyncio.to_thread(keep or ForkServer, spec)
-    pool = SandboxPool(fork_server)
-    try:
-        yield pool
-    finally:
-        await pool.close()
-        if keep is None:
-            fork_server.close()
-
-
 class _RunningUnit:
     """The rollouts of a unit under way: who may run now, what has ended, and who is not waited for any longer."""
 
@@ -253,20 +236,19 @@ class _RunningUnit:
         self,
         rollouts: Sequence[Rollout],
         plan: _Plan,
-        queue: RequestQueue,
-        over_rollout: OverRolloutConfig,
+        queue: RequestQueue | None,
+        explorer: ExplorerConfig,
         on_group: Callable[[int, list[Experience]], None],
     ) -> None:
+        """queue: None: the policy is asked without one."""
         self._rollouts = rollouts
         self._plan = plan
         self._queue = queue
-        self._over_rollout = over_rollout
+        self._over_rollout = explorer.over_rollout
         self._on_group = on_group
-        places = {name: workflow.max_concurrent for name, workflow in plan.workflows.items()}
-        limits = {name: most for name, most in places.items() if most is not None}
-        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(
-            {_SANDBOX: plan.options.max_sandboxes, **limits}
-        )
+        limits = {name: found.max_concurrent for name, found in plan.workflows.items() if found.max_concurrent}
+        limits[_SANDBOX] = explorer.sandbox.max_processes
+        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(limits)
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._of_task: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
@@ -274,28 +256,38 @@ class _RunningUnit:
         self._experiences: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._of_task}
         """Experiences of each task's rollouts that have ended."""
         self._task_times_s: list[float] = []
-        self._num_needed = num_tasks_needed(over_rollout, len(self._of_task))
+        self._num_needed = num_tasks_needed(self._over_rollout, len(self._of_task))
         self._enough = asyncio.Event()
         """Set when so many tasks are done that the others' time runs."""
         self._began = time.perf_counter()
 
     async def run(self) -> UnitOutcome:
+        """Run all of them. Raises: ExceptionGroup: an engine, or what starts sandboxes, is gone."""
         # All of them first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
-            task = rollout.task
-            kinds = (task.workflow, _SANDBOX) if self._plan.is_sandboxed(task) else (task.workflow,)
-            if self._limiter.enter(rollout.key, kinds):
+            if self._limiter.enter(rollout.key, self._plan.kinds(rollout.task)):
                 self._admit(rollout.key)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
             if self._over_rollout.ratio > 0:
-                group.create_task(self._call_off_the_rest(running))
+                await self._enough.wait()
+                # Enough tasks are done: the others have a while, and what still runs then is called off.
+                wait_s = self._over_rollout.wait_after_min
+                await asyncio.wait(running, timeout=wait_s)
+                done = f"{self._num_needed} of {len(self._of_task)} tasks were done"
+                for rollout, task in zip(self._rollouts, running, strict=True):
+                    if not task.done():
+                        # First the reason: the rollout then takes its cancellation for a result.
+                        rollout.called_off = f"called off {wait_s:g} s after {done} (explorer.over_rollout)"
+                        task.cancel()
         experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
         times = [rollout.times for rollout in self._rollouts]
-        return UnitOutcome(experiences, times, self._task_times_s, self._queue.busy_s)
+        engine_s = 0.0 if self._queue is None else self._queue.busy_s
+        return UnitOutcome(experiences, times, self._task_times_s, engine_s)
 
     def _admit(self, key: RolloutKey) -> None:
-        self._queue.enter(key)
+        if self._queue is not None:
+            self._queue.enter(key)
         self._admitted[key].set()
 
     async def _run(self, rollout: Rollout) -> None:
@@ -306,7 +298,8 @@ class _RunningUnit:
             # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
             for key in self._limiter.leave(rollout.key):
                 self._admit(key)
-            self._queue.leave(rollout.key)
+            if self._queue is not None:
+                self._queue.leave(rollout.key)
         number = rollout.key.task_number
         ended, siblings = self._experiences[number], self._of_task[number]
         ended[rollout.key] = experiences
@@ -330,17 +323,3 @@ class _RunningUnit:
         """Experiences of a task, ordered by rollout and turn."""
         ended = self._experiences[number]
         return [experience for key in sorted(ended) for experience in ended[key]]
-
-    async def _call_off_the_rest(self, running: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until enough tasks are done, give the others their time, and cancel what still runs."""
-        await self._enough.wait()
-        wait_s = self._over_rollout.wait_after_min
-        await asyncio.wait(running, timeout=wait_s)
-        reason = (
-            f"called off {wait_s:g} s after {self._num_needed} of {len(self._of_task)} tasks were done "
-            "(explorer.over_rollout)"
-        )
-        for rollout, task in zip(self._rollouts, running, strict=True):
-            if not task.done():
-                rollout.called_off = reason  # first: the rollout then takes its cancellation for a result
-                task.cancel()

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience
+from rftdask.config.schema.explorer import ExplorerConfig, SandboxConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
-from rftdask.rollouts.runner import Engines, run_work_unit
-from rftdask.rollouts.sandbox.pool import SandboxOptions
+from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.weights.published import Published
 
 _END = 0
+_MAX_TOKENS = 4096
 
 
 async def try_workflow(
-    task: Task, replies: Sequence[str], *, max_timeout_s: float = 60.0, sandbox: SandboxOptions | None = None
+    task: Task, replies: Sequence[str], *, max_timeout_s: float = 60.0, sandbox: SandboxConfig | None = None
 ) -> list[Experience]:
     """Run one rollout of `task`, whose calls of the policy are answered by `replies` in order, the last again and
     again.
@@ -40,14 +42,11 @@ async def try_workflow(
         [task],
         repeat_times=1,
         explore_step=1,
-        engines=Engines(generate, _CharacterTokenizer()),
-        defaults=RolloutDefaults(
-            sampling=SamplingParams(max_tokens=4096),
-            max_timeout_s=max_timeout_s,
-            max_retry_times=0,
-            sandbox=sandbox or SandboxOptions(),
-        ),
-        weights=ServedWeights(0, ""),
+        policy=TextEngine(generate, _CharacterTokenizer()),
+        explorer=ExplorerConfig(max_timeout=max_timeout_s, max_retry_times=0, sandbox=sandbox or SandboxConfig()),
+        model=ModelConfig(model_path="none", max_response_tokens=_MAX_TOKENS),
+        sampling={task.taskset: SamplingParams(max_tokens=_MAX_TOKENS)},
+        weights=Published(0, "", ""),
     )
     return outcome.experiences
 

@@ -22,8 +22,9 @@ from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
-from rftdask.explorer.worker_cache import external_policy, remote_auxiliary
+from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
+from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.registry import get_workflow
 from rftdask.storage import Storage, open_storage
@@ -201,9 +202,8 @@ def _check_dataset(stage: Config) -> int:
 
 def _check_model(stage: Config) -> None:
     if stage.mode != "train":
-        remotes = [external_policy(stage), *remote_auxiliary(stage).values()]
-        for remote in [remote for remote in remotes if remote is not None]:
-            remote.check()
+        for name in remote_models(stage).values():
+            check_service(name, stage.model.external_model)
     if stage.is_external or (not stage.explorer.rollout_model.traits.has_model and not stage.trainer.has_model):
         return
     _check_model_folder(stage.model.model_path, "model.model_path")

@@ -21,12 +21,12 @@ from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_model
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
-from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.recording import rollout_seed
-from rftdask.rollouts.runner import Engines, run_work_unit
+from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.padding import PaddedRows
 from rftdask.trainer.rank import build_trainer
+from rftdask.weights.published import Published
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 WALKS = {0: ("right", "right"), 1: ("right", "left", "left")}
@@ -77,9 +77,11 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
             [task],
             repeat_times=len(walks),
             explore_step=1,
-            engines=Engines(generate_batch, tokenizer),
-            defaults=RolloutDefaults(SamplingParams(max_tokens=8)),
-            weights=ServedWeights(0, "hash"),
+            policy=TextEngine(generate_batch, tokenizer),
+            explorer=config.explorer,
+            model=config.model,
+            sampling={"maps": SamplingParams(max_tokens=8)},
+            weights=Published(0, "", "hash"),
         )
     ).experiences
 

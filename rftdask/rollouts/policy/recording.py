@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
-from rftdask.rollouts.policy.remote import ServedRemote
+from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
@@ -32,24 +33,27 @@ LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaita
 
 
 @dataclass(frozen=True)
-class PromptLimits:
-    """Limits of a prompt's length, in tokens."""
-
-    max_prompt_tokens: int | None = None
-    enable_prompt_truncation: bool = True
-    """True: a prompt that is too long loses its beginning. False: its rollout fails."""
-
-
-@dataclass(frozen=True)
 class ServedModel:
     """An engine and what it takes to speak text with it."""
 
     queue: RequestQueue
     tokenizer: Tokenizer
     sampling: SamplingParams
-    limits: PromptLimits = field(default_factory=PromptLimits)
+    limits: ModelConfig
+    """Its max_prompt_tokens and enable_prompt_truncation."""
     logprobs_batch: LogprobsBatch | None = None
     """None: the engine cannot score given tokens."""
+
+
+@dataclass(frozen=True)
+class ServedRemote:
+    """A remote model and how it samples, unless a workflow says otherwise."""
+
+    model: RemoteModel
+    sampling: SamplingParams
+
+
+Served: TypeAlias = ServedModel | ServedRemote
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,15 @@ class RecordingModel(PolicyHandle):
 
     def __init__(
         self,
-        policy: ServedModel | ServedRemote,
-        auxiliary: Mapping[str, ServedModel | ServedRemote] | None = None,
+        policy: Served,
+        auxiliary: Mapping[str, Served] | None = None,
         *,
         key: RolloutKey,
         group_id: str,
         run_seed: int,
     ) -> None:
         super().__init__(tuple(auxiliary or {}))
-        self._models: dict[str, ServedModel | ServedRemote] = {POLICY: policy, **(auxiliary or {})}
+        self._models: dict[str, Served] = {POLICY: policy, **(auxiliary or {})}
         self._key = key
         self._group_id = group_id
         self._run_seed = run_seed
@@ -114,13 +118,10 @@ class RecordingModel(PolicyHandle):
             if isinstance(model, ServedRemote):
                 return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
-                return await self._logprobs(model, **arguments)
-            if method == "chat":
-                prompt, sampling = _render(model.tokenizer, **arguments)
-            else:
-                sampling = dict(arguments)
-                prompt = sampling.pop("prompt")
-            return await self._generate(name, model, prompt, sampling)
+                return await _logprobs(model, **arguments)
+            options = dict(arguments)
+            prompt = _render(model.tokenizer, options) if method == "chat" else options.pop("prompt")
+            return await self._generate(name, model, prompt, options)
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
@@ -169,35 +170,35 @@ class RecordingModel(PolicyHandle):
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
         return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
 
-    async def _logprobs(self, model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
-        if model.logprobs_batch is None:
-            raise RuntimeError("this engine gives no logprobs of given tokens")
-        prompt_tokens, _ = _encode(model, prompt)
-        tokens = model.tokenizer.encode(response, add_special_tokens=False)
-        if not prompt_tokens or not tokens:
-            raise ValueError("logprobs needs a prompt and a response, of at least one token each")
-        [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
-        return logprobs
-
     def close(self) -> None:
         """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
         self._closed = True
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, dict[str, Any]]:
-    """Render a chat as text; returns it and the options that are left. If the last message is the assistant's, it is
-    continued.
-    """
+async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
+    if model.logprobs_batch is None:
+        raise RuntimeError("this engine gives no logprobs of given tokens")
+    prompt_tokens, _ = _encode(model, prompt)
+    tokens = model.tokenizer.encode(response, add_special_tokens=False)
+    if not prompt_tokens or not tokens:
+        raise ValueError("logprobs needs a prompt and a response, of at least one token each")
+    [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+    return logprobs
+
+
+def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> str:
+    """Render a chat as text, and leave the sampling in its `options`. A last message of the assistant is continued."""
+    messages = [dict(message) for message in options.pop("messages")]
     continues = messages[-1]["role"] == "assistant"
     tools = options.pop("tools", None)
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
+    text: str = tokenizer.apply_chat_template(
+        messages,
         tokenize=False,
         add_generation_prompt=not continues,
         continue_final_message=continues,
         **({"tools": tools} if tools else {}),
     )
-    return text, options
+    return text
 
 
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:

@@ -16,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 
 _MAX_RETRIES = 8
 """Retries of a request: about a minute of pauses, as the library doubles them; a rate limit counts by the minute."""
+MAX_TIMEOUT_S = 600.0
+"""Longest deadline of one try."""
 _REFUSALS = frozenset({401, 403, 404})
 """The key, the rights or the name are wrong, and stay so."""
 
@@ -29,31 +32,16 @@ class RemoteModelError(Exception):
     """The service did not answer one request, also after the retries, or did not take it."""
 
 
-@dataclass(frozen=True)
-class RemoteSpec:
-    """A model behind an API: its name, where it is, and how patiently it is asked."""
-
-    model_name: str
-    base_url_env: str = "OPENAI_BASE_URL"
-    api_key_env: str = "OPENAI_API_KEY"
-    timeout_s: float = 600.0
-    """Deadline of one try, in seconds."""
-    max_retries: int = _MAX_RETRIES
-    max_concurrent: int = 64
-    """Requests of one work unit at the same time."""
-
-    def check(self) -> None:
-        """Raises: UserError: the package or an environment variable is missing; names what to do."""
-        if importlib.util.find_spec("openai") is None:
+def check_service(model_name: str, service: ExternalModelConfig) -> None:
+    """Raises: UserError: the package or an environment variable is missing; names what to do."""
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'")
+    for variable, what in ((service.base_url_env, "address"), (service.api_key_env, "key")):
+        if not os.environ.get(variable):
             raise UserError(
-                "a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'"
+                f"environment variable {variable} is not set: it holds the {what} of the service of model "
+                f"{model_name!r} (model.external_model); set it, and any text if the service needs none"
             )
-        for variable, what in ((self.base_url_env, "address"), (self.api_key_env, "key")):
-            if not os.environ.get(variable):
-                raise UserError(
-                    f"environment variable {variable} is not set: it holds the {what} of the service of model "
-                    f"{self.model_name!r} (model.external_model); set it, and any text if the service needs none"
-                )
 
 
 @dataclass(frozen=True)
@@ -70,26 +58,38 @@ class RemoteModel:
     """One model, for the rollouts of one event loop.
 
     Example:
-        model = RemoteModel(RemoteSpec("a-model"))
+        model = RemoteModel("a-model", config.model.external_model)
         answer = await model.chat([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), seed=1)
         await model.close()
 
     `failure`: why no request can succeed, such as a wrong key, once that is known.
     """
 
-    def __init__(self, spec: RemoteSpec) -> None:
-        """Raises: UserError: see RemoteSpec.check."""
-        spec.check()
+    def __init__(
+        self,
+        name: str,
+        service: ExternalModelConfig,
+        timeout_s: float = MAX_TIMEOUT_S,
+        max_retries: int = _MAX_RETRIES,
+        max_concurrent: int = 64,
+    ) -> None:
+        """timeout_s: deadline of one try; max_concurrent: requests of one work unit at the same time.
+
+        Raises: UserError: see check_service.
+        """
+        check_service(name, service)
         self.failure: UserError | None = None
-        self._spec = spec
-        self._places = asyncio.Semaphore(spec.max_concurrent)
+        self._name = name
+        self._max_retries = max_retries
+        self._where = f"model {name!r} of the service at ${service.base_url_env}"
+        self._places = asyncio.Semaphore(max_concurrent)
         # By name, and late: importing it takes most of a second, and whether it is installed is no matter of types.
         self._openai: Any = importlib.import_module("openai")
         self._client: Any = self._openai.AsyncOpenAI(
-            base_url=os.environ[spec.base_url_env],
-            api_key=os.environ[spec.api_key_env],
-            timeout=spec.timeout_s,
-            max_retries=spec.max_retries,
+            base_url=os.environ[service.base_url_env],
+            api_key=os.environ[service.api_key_env],
+            timeout=timeout_s,
+            max_retries=max_retries,
         )
 
     async def chat(
@@ -112,19 +112,20 @@ class RemoteModel:
     async def _ask(self, endpoint: Any, **request: Any) -> Any:
         if self.failure is not None:
             raise self.failure
-        where = f"model {self._spec.model_name!r} of the service at ${self._spec.base_url_env}"
         try:
             async with self._places:
-                answer = await endpoint.create(model=self._spec.model_name, **request)
+                answer = await endpoint.create(model=self._name, **request)
         except self._openai.APIStatusError as error:
             if error.status_code in _REFUSALS:
-                self.failure = UserError(f"{where} refuses us: {_one_line(error)}; check its name, address and key")
+                self.failure = UserError(
+                    f"{self._where} refuses us: {_one_line(error)}; check its name, address and key"
+                )
                 raise self.failure from None
-            raise RemoteModelError(f"{where}: {_one_line(error)}") from None
+            raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
         except self._openai.OpenAIError as error:
-            raise RemoteModelError(f"{where}, {self._spec.max_retries + 1} tries: {_one_line(error)}") from None
+            raise RemoteModelError(f"{self._where}, {self._max_retries + 1} tries: {_one_line(error)}") from None
         if not getattr(answer, "choices", None):
-            raise RemoteModelError(f"{where} answered without a choice")
+            raise RemoteModelError(f"{self._where} answered without a choice")
         return answer
 
     async def close(self) -> None:
@@ -132,30 +133,13 @@ class RemoteModel:
         await self._client.close()
 
 
-@dataclass(frozen=True)
-class ServedRemote:
-    """A remote model and how it samples, unless a workflow says otherwise."""
-
-    model: RemoteModel
-    sampling: SamplingParams
-
-
 def _parameters(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Parameters of a request: those that every service knows, and of the others those that differ from defaults."""
-    more = {
-        "top_k": sampling.top_k,
-        "min_tokens": sampling.min_tokens,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
     defaults = SamplingParams(max_tokens=1)
+    more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
     asked = {name: value for name, value in more.items() if value != getattr(defaults, name)}
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": seed,
-        **({"extra_body": asked} if asked else {}),
-    }
+    known = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
+    return {**known, "seed": seed, **({"extra_body": asked} if asked else {})}
 
 
 def _written(call: Any) -> str:

@@ -64,14 +64,15 @@ def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     setup = TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
     assert isinstance(setup, Setup), setup
+    spec = setup.spec
     try:
         sys.path.extend(path for path in setup.path if path not in sys.path)
-        load_plugin_folders(setup.plugin_dirs)
-        for module in setup.modules:
+        load_plugin_folders(spec.plugin_dirs)
+        for module in spec.modules:
             __import__(module)
-        for name in setup.workflows:
+        for name in spec.workflows:
             find_workflow(name)
-        for name in setup.rewards:
+        for name in spec.rewards:
             get_reward(name)
         for part in read_functions("rftdask.rollouts.rewards", "reward").values():
             part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
@@ -80,7 +81,7 @@ def main(control_fd: int) -> None:
         control.send(msgpack.packb(FROM_FORK_SERVER.encode(refused)))
         return
     control.send(msgpack.packb(FROM_FORK_SERVER.encode(Ready())))
-    _ForkServer(control, setup.max_memory_bytes).run()
+    _ForkServer(control, spec.max_memory_bytes).run()
 
 
 class _ForkServer:

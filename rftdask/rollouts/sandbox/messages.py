@@ -25,17 +25,28 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
+class SandboxSpec:
+    """What a fork server imports and allows; equal specs mean that a running one can be used."""
+
+    workflows: tuple[str, ...]
+    rewards: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    """Imported for what they register, or to have them ready."""
+    plugin_dirs: tuple[str, ...] = ()
+    max_memory_bytes: int | None = 4 << 30
+    """Memory of one attempt, on top of what the imports take; None: no limit."""
+    max_output_bytes: int = 16 << 20
+    """Most that one process may print."""
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Setup:
     """The first message: what to import before anything is forked."""
 
     path: tuple[str, ...]
     """The worker's sys.path."""
-    plugin_dirs: tuple[str, ...]
-    modules: tuple[str, ...]
-    workflows: tuple[str, ...]
-    rewards: tuple[str, ...]
-    max_memory_bytes: int | None
-    """Memory of one attempt, on top of what the imports take; None: no limit."""
+    spec: SandboxSpec
 
 
 @dataclass(frozen=True)

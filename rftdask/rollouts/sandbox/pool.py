@@ -23,8 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 
@@ -50,6 +49,7 @@ from rftdask.rollouts.sandbox.messages import (
     Ready,
     Refused,
     Run,
+    SandboxSpec,
     SetState,
     Setup,
     ToFork,
@@ -76,35 +76,6 @@ class SandboxLostError(RoleError):
     """The fork server has died, by no fault of who needs a sandbox."""
 
 
-@dataclass(frozen=True)
-class SandboxOptions:
-    """Which rollouts run in sandboxes, and how much they may take."""
-
-    mode: Literal["auto", "always", "never"] = "auto"
-    """auto: what is not this package's own and not declared in_process. never: for debugging."""
-    max_sandboxes: int = 128
-    """Processes at the same time, in one worker; further rollouts wait their turn."""
-    max_memory_bytes: int | None = 4 << 30
-    plugin_dirs: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class SandboxSpec:
-    """What a fork server imports and allows; equal specs mean that a running one can be used."""
-
-    workflows: tuple[str, ...]
-    rewards: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    """Imported for what they register, or to have them ready."""
-    plugin_dirs: tuple[str, ...] = ()
-    max_memory_bytes: int | None = 4 << 30
-    """Memory of one attempt, on top of what the imports take; None: no limit."""
-    max_output_bytes: int = 16 << 20
-    """Most that one process may print."""
-    env: tuple[tuple[str, str], ...] = ()
-
-
 class ForkServer:
     """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
 
@@ -126,14 +97,7 @@ class ForkServer:
                 env={**os.environ, **dict(spec.env)},
                 start_new_session=True,
             )
-        setup = Setup(
-            path=tuple(path or os.getcwd() for path in sys.path),
-            plugin_dirs=spec.plugin_dirs,
-            modules=spec.modules,
-            workflows=spec.workflows,
-            rewards=spec.rewards,
-            max_memory_bytes=spec.max_memory_bytes,
-        )
+        setup = Setup(tuple(path or os.getcwd() for path in sys.path), spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
         reply = None
         try:

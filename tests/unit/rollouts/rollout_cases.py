@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience
+from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.rollouts.attempt import RolloutDefaults, ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.runner import Engines, UnitOutcome, run_work_unit
-from rftdask.rollouts.sandbox.pool import ForkServer, SandboxSpec
+from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer
+from rftdask.weights.published import Published
 
 VERSION = 7
 
@@ -61,8 +64,20 @@ def generation(text: str, request: GenerateRequest) -> Generation:
     return Generation(cut, (-0.5,) * len(cut), "stop" if len(cut) == len(tokens) else "length", VERSION, VERSION)
 
 
-def defaults(**changes: Any) -> RolloutDefaults:
-    return RolloutDefaults(**{"sampling": SamplingParams(max_tokens=100), "max_retry_times": 1, **changes})
+MODEL = ModelConfig(model_path="none", max_response_tokens=100)
+
+
+def cut_at(max_prompt_tokens: int, **changes: Any) -> ModelConfig:
+    return MODEL.model_copy(update={"max_prompt_tokens": max_prompt_tokens, **changes})
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Arguments of run_work_unit: `sampling` of taskset t, `model`, and the rest of ExplorerConfig."""
+    return {
+        "sampling": {"t": changes.pop("sampling", SamplingParams(max_tokens=100))},
+        "model": changes.pop("model", MODEL),
+        "explorer": ExplorerConfig(**{"max_retry_times": 1, **changes}),
+    }
 
 
 def task(index: int = 0, workflow: str = "math_workflow", **changes: Any) -> Task:
@@ -83,9 +98,9 @@ def run(
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     **changes: Any,
 ) -> list[Experience]:
-    """The experiences of one work unit; `changes` are of RolloutDefaults."""
+    """The experiences of one work unit; `changes` as for `settings`."""
     batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
-    return outcome(tasks, Engines(generate_batch, CharTokenizer()), batch, **changes).experiences
+    return outcome(tasks, TextEngine(generate_batch, CharTokenizer()), batch, **changes).experiences
 
 
 _fork_servers: dict[SandboxSpec, ForkServer] = {}
@@ -99,16 +114,16 @@ def keep(spec: SandboxSpec) -> ForkServer:
     return _fork_servers[spec]
 
 
-def outcome(tasks: Sequence[Task], engines: Engines, batch: dict[str, Any], **changes: Any) -> UnitOutcome:
-    """`batch` are arguments of run_work_unit, `changes` of RolloutDefaults."""
+def outcome(tasks: Sequence[Task], policy: TextEngine, batch: dict[str, Any], **changes: Any) -> UnitOutcome:
+    """`batch` are arguments of run_work_unit, `changes` as for `settings`."""
     return asyncio.run(
         run_work_unit(
             tasks,
             **{"repeat_times": 1, **batch},
             explore_step=3,
-            engines=engines,
-            defaults=defaults(**changes),
-            weights=ServedWeights(VERSION, "hash7"),
+            policy=policy,
+            **settings(**changes),
+            weights=Published(VERSION, "", "hash7"),
             fork_server=keep,
         )
     )

@@ -16,11 +16,12 @@ from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, UserError
+from rftdask.rollouts.attempt import STOP_GRACE_S
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.recording import PromptLimits, rollout_seed
+from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import VERSION, generation, prompt_of, replies, run, task
+from tests.unit.rollouts.rollout_cases import VERSION, cut_at, generation, prompt_of, replies, run, task
 
 _numbers = iter(range(1_000_000))
 
@@ -244,7 +245,7 @@ def test_a_hung_attempt_is_cancelled_before_its_retry_and_ends_as_a_timeout() ->
             events.append("end")
         return 1.0
 
-    [experience] = run([task(0, named(hangs))], replies("x"), max_timeout_s=0.01)
+    [experience] = run([task(0, named(hangs))], replies("x"), max_timeout=0.01)
     assert events == ["begin", "end", "begin", "end"]
     assert failure(experience) == (Status.TIMEOUT, None, 0, 1)
     assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.01 s")
@@ -255,7 +256,7 @@ def test_a_hung_rollout_does_not_keep_the_others_from_the_engine() -> None:
         await asyncio.sleep(3600)
         return 1.0
 
-    hung, good = run([task(0, named(hangs)), task(1)], replies("4"), max_timeout_s=0.1, max_retry_times=0)
+    hung, good = run([task(0, named(hangs)), task(1)], replies("4"), max_timeout=0.1, max_retry_times=0)
     assert (hung.status, good.status) == (Status.TIMEOUT, Status.OK)
 
 
@@ -265,7 +266,7 @@ def test_an_attempt_that_ignores_its_cancellation_is_not_retried_and_loses_its_m
     async def stubborn(task: Task, model: PolicyModel) -> float:
         events.append("begin")
         end = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.05, end.set)
+        asyncio.get_running_loop().call_later(STOP_GRACE_S + 0.2, end.set)
         while not end.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await end.wait()
@@ -275,7 +276,7 @@ def test_an_attempt_that_ignores_its_cancellation_is_not_retried_and_loses_its_m
             events.append(str(error))
         return 1.0
 
-    [experience] = run([task(0, named(stubborn))], replies("x"), max_timeout_s=0.01, stop_grace_s=0.01)
+    [experience] = run([task(0, named(stubborn))], replies("x"), max_timeout=0.01)
     assert failure(experience) == (Status.TIMEOUT, None, 0, 0)
     assert experience.error.endswith("and it ignored its cancellation")
     assert events == ["begin", "this attempt at the rollout has ended; its model answers no more"]
@@ -352,9 +353,9 @@ def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
 
 def test_a_long_prompt_loses_its_beginning_or_fails_without_a_retry() -> None:
     long = task(0, prompt="0123456789", messages=())
-    [cut] = run([long], replies("4"), limits=PromptLimits(4))
+    [cut] = run([long], replies("4"), model=cut_at(4))
     assert (tuple(cut.tokens[: cut.prompt_length]), cut.metrics["prompt_truncated"]) == (tuple(map(ord, "6789")), 1.0)
-    [failed] = run([long], replies("4"), limits=PromptLimits(4, enable_prompt_truncation=False))
+    [failed] = run([long], replies("4"), model=cut_at(4, enable_prompt_truncation=False))
     assert failure(failed) == (Status.FAILED, None, 0, 0)
     assert failed.error.startswith("PromptTooLongError: prompt of 10 tokens exceeds max_prompt_tokens 4")
 
@@ -365,7 +366,9 @@ def test_sampling_is_of_the_run_then_the_taskset_then_the_call() -> None:
         await model.generate("p", top_p=0.5)
         return 1.0
 
-    first, second = run([task(0, named(asks_twice))], replies("x"), taskset_sampling={"t": {"temperature": 0.0}})
+    first, second = run(
+        [task(0, named(asks_twice))], replies("x"), sampling=SamplingParams(max_tokens=100, temperature=0.0)
+    )
     assert [(each.temperature, each.top_p) for each in (first, second)] == [(0.0, 1.0), (0.0, 0.5)]
 
 

@@ -12,11 +12,10 @@ import pytest
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
-from rftdask.engines.base import SamplingParams
-from rftdask.rollouts.runner import AuxiliaryEngine, Engines
+from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, replies, run, task
+from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, generation, outcome, replies, run, task
 
 LONG = "a rather long answer, in more than one piece"
 _numbers = count()
@@ -43,9 +42,10 @@ def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps
     groups: dict[int, list[Experience]] = {}
     experiences = outcome(
         [task(index, name) for index in range(4)],
-        Engines(replies(lambda request: str(next(numbers) % 2)), CharTokenizer()),
-        {"repeat_times": 2, "over_rollout": over, "on_group": groups.__setitem__},
-        max_timeout_s=60.0,
+        TextEngine(replies(lambda request: str(next(numbers) % 2)), CharTokenizer()),
+        {"repeat_times": 2, "on_group": groups.__setitem__},
+        max_timeout=60.0,
+        over_rollout=over,
     ).experiences
     assert [e.status for e in experiences[:6]] == [Status.OK] * 6
     early, late = experiences[6:]
@@ -70,7 +70,7 @@ def test_no_more_rollouts_of_a_workflow_run_than_it_allows() -> None:
 
     name = named(licensed, max_concurrent=2)
     log: list = []
-    result = outcome([task(i, name) for i in range(7)], Engines(replies("4", log), CharTokenizer()), {})
+    result = outcome([task(i, name) for i in range(7)], TextEngine(replies("4", log), CharTokenizer()), {})
     assert most == 2 and [len(call) for call in log] == [2, 2, 2, 1]
     assert {e.status for e in result.experiences} == {Status.OK}
     assert result.times[0].queue_s < result.times[6].queue_s
@@ -82,7 +82,7 @@ def test_what_blocks_the_event_loop_is_told_of_and_broken_off(caplog: pytest.Log
             pass
 
     with caplog.at_level(logging.WARNING):
-        bad, good = run([task(0, named(blocks)), task(1)], replies("4"), max_timeout_s=1.0, max_retry_times=0)
+        bad, good = run([task(0, named(blocks)), task(1)], replies("4"), max_timeout=1.0, max_retry_times=0)
     assert (bad.status, good.status) == (Status.TIMEOUT, Status.OK)
     assert "blocked the event loop for 0.5 s" in bad.error
     assert "the event loop of all rollouts is blocked" in caplog.text and "in blocks" in caplog.text
@@ -101,7 +101,7 @@ def test_time_in_which_another_rollout_blocks_the_event_loop_is_given_back() -> 
         return 1.0
 
     tasks = [task(0, named(patient)), task(1, named(blocks))]
-    patient_one, _ = run(tasks, replies("4"), max_timeout_s=0.75, max_retry_times=0)
+    patient_one, _ = run(tasks, replies("4"), max_timeout=0.75, max_retry_times=0)
     assert patient_one.status is Status.OK, patient_one.error
 
 
@@ -117,9 +117,9 @@ def test_a_slow_rollout_holds_up_one_call_and_not_each() -> None:
     batch = {"max_wait_s": 0.3}
     result = outcome(
         [task(0, name), task(1, name)],
-        Engines(replies("4", log), CharTokenizer()),
+        TextEngine(replies("4", log), CharTokenizer()),
         batch,
-        max_timeout_s=0.7,
+        max_timeout=0.7,
         max_retry_times=0,
     )
     # Were each call to wait 0.3 s for task 0, the third would come after the deadline of task 1.
@@ -138,9 +138,9 @@ def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
     async def score(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return [(-0.25,) * len(response) for _, response in pairs]
 
-    judge = AuxiliaryEngine(replies("yes"), CharTokenizer(), SamplingParams(max_tokens=9), logprobs=score)
-    engines = Engines(replies("4"), CharTokenizer(), auxiliary={"judge": judge})
-    result = outcome([task(0, named(judged))], engines, {})
+    judge = TextEngine(replies("yes"), CharTokenizer(), score)
+    policy = TextEngine(replies("4"), CharTokenizer())
+    result = outcome([task(0, named(judged))], policy, {"auxiliary": {"judge": judge}})
     [experience] = result.experiences
     assert (experience.reward, experience.response_text, experience.metrics["logprob"]) == (1.0, "4", -0.25)
     assert result.times[0].generate_s > 0
@@ -200,11 +200,9 @@ def test_a_parameter_that_the_client_does_not_know_is_refused_by_name() -> None:
 
 
 def test_a_prompt_cut_at_its_limit_is_counted_and_one_rejected_is_typed() -> None:
-    from rftdask.rollouts.policy.recording import PromptLimits
-
-    [cut] = run([task()], replies("4"), limits=PromptLimits(4))
+    [cut] = run([task()], replies("4"), model=cut_at(4))
     assert cut.metrics["prompt_truncated"] == 1.0
-    [rejected] = run([task()], replies("4"), limits=PromptLimits(4, enable_prompt_truncation=False))
+    [rejected] = run([task()], replies("4"), model=cut_at(4, enable_prompt_truncation=False))
     assert rejected.error.startswith("PromptTooLongError") and rejected.attempt == 0
 
 
@@ -224,7 +222,7 @@ def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
         await model.generate("p")
         return 1.0
 
-    judge = AuxiliaryEngine(replies("x"), CharTokenizer(), SamplingParams(max_tokens=9))
+    judge = TextEngine(replies("x"), CharTokenizer())
     for function in (asks_a_judge_first, asks_at_once):
-        outcome([task(0, named(function))], Engines(engine, CharTokenizer(), auxiliary={"j": judge}), {})
+        outcome([task(0, named(function))], TextEngine(engine, CharTokenizer()), {"auxiliary": {"j": judge}})
     assert seeds[0] == seeds[1]

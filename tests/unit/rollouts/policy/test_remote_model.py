@@ -9,15 +9,17 @@ import pytest
 from api_server import DROP, HANG, KEY, ApiServer, api_server
 
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import ServedWeights
-from rftdask.rollouts.policy.remote import RemoteModel, RemoteSpec, ServedRemote
-from rftdask.rollouts.runner import Engines, run_work_unit
-from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, replies, task
+from rftdask.rollouts.policy.remote import RemoteModel, check_service
+from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.weights.published import Published
+from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, replies, settings, task
 
 pytest.importorskip("openai")
+SERVICE = ExternalModelConfig(base_url_env="TEST_BASE_URL", api_key_env="TEST_API_KEY")
 QUESTION = [{"role": "user", "content": "2+2="}]
 
 
@@ -28,22 +30,19 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> RemoteModel:
     monkeypatch.setenv("TEST_BASE_URL", server.url)
-    return RemoteModel(RemoteSpec("m", "TEST_BASE_URL", "TEST_API_KEY", **{"timeout_s": 30.0, **changes}))
+    return RemoteModel("m", SERVICE, **{"timeout_s": 30.0, **changes})
 
 
 def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
     """With `remote` as the policy, or as the auxiliary model "judge" beside a policy that says 4."""
-    judge = {"judge": ServedRemote(remote, SamplingParams(max_tokens=9))}
-    engines = (
-        Engines(replies("4"), CharTokenizer(), auxiliary=judge) if auxiliary else Engines(None, None, remote=remote)
-    )
     batch = run_work_unit(
         tasks,
         repeat_times=2,
         explore_step=0,
-        engines=engines,
-        defaults=defaults(**{"max_retry_times": 0, **changes}),
-        weights=ServedWeights(0, ""),
+        policy=TextEngine(replies("4"), CharTokenizer()) if auxiliary else remote,
+        auxiliary={"judge": remote} if auxiliary else {},
+        **settings(**{"max_retry_times": 0, **changes}),
+        weights=Published(0, "", ""),
         fork_server=keep,
     )
     return asyncio.run(batch).experiences
@@ -130,4 +129,4 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
     monkeypatch.setenv("TEST_BASE_URL", "http://127.0.0.1:1/v1")
     with pytest.raises(UserError, match="TEST_API_KEY is not set: it holds the key of the service of model 'm'"):
-        RemoteSpec("m", "TEST_BASE_URL", "TEST_API_KEY").check()
+        check_service("m", SERVICE)

@@ -16,10 +16,10 @@ from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, WaitTimeout
 from rftdask.explorer import worker_task
-from rftdask.explorer.worker_cache import generates_as
+from rftdask.explorer.worker_cache import text_engine
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
-from rftdask.rollouts.runner import Engines
+from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
 from tests.unit.engines.engine_contract import engine_spec
@@ -234,9 +234,9 @@ def test_the_second_turn_of_a_quick_rollout_does_not_wait_for_the_first_of_a_slo
             asyncio.get_running_loop().call_soon(engine.answer, "1.0")
 
     engine.on_submit = quick_then_slow
-    engines = Engines(Streaming(engine.submit, DEADLINE_S), CharTokenizer())
+    engines = TextEngine(Streaming(engine.submit, DEADLINE_S), CharTokenizer())
     tasks = [task(index, named(three_turns)) for index in range(2)]
-    found = outcome(tasks, engines, {}, max_timeout_s=DEADLINE_S)
+    found = outcome(tasks, engines, {}, max_timeout=DEADLINE_S)
     assert engine.calls == ["0.0 1.0", "0.1", "0.2", "1.1", "1.2"]
     assert [e.status for e in found.experiences] == [Status.OK] * 6
     assert found.engine_s > 0
@@ -258,7 +258,7 @@ def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
 
     engine.on_submit = dies
     with pytest.raises(RoleError, match="ended with code -9"):
-        outcome([task(0, named(swallows))], Engines(Streaming(engine.submit, DEADLINE_S), CharTokenizer()), {})
+        outcome([task(0, named(swallows))], TextEngine(Streaming(engine.submit, DEADLINE_S), CharTokenizer()), {})
 
 
 def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
@@ -285,4 +285,4 @@ def test_in_fixed_style_and_only_there_requests_wait_for_calls_of_an_engine_that
 
     config = load_config("config/quickstart.yaml", [f"synchronizer.sync_style={style}"])
     in_calls = style == "fixed" and engine_type == "transformers"
-    assert isinstance(generates_as(config, Client(), 1.0), Streaming) == (not in_calls)  # type: ignore[arg-type]
+    assert isinstance(text_engine(Client(), CharTokenizer(), config).generate, Streaming) == (not in_calls)  # type: ignore[arg-type]

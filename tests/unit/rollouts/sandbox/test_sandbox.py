@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,16 @@ import pytest
 
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config.base import FrozenDict
+from rftdask.config.schema.explorer import SandboxConfig
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import RolloutDefaults
-from rftdask.rollouts.runner import Engines
-from rftdask.rollouts.sandbox.pool import ForkServer, SandboxOptions, SandboxSpec, pickled
+from rftdask.rollouts.attempt import STOP_GRACE_S
+from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer, pickled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, run, task
 
-MEMORY_BYTES = 256 << 20
-LIMITS = SandboxOptions(max_sandboxes=8, max_memory_bytes=MEMORY_BYTES)
+LIMITS = SandboxConfig(max_processes=8, max_memory_gb=0.25)
 HERE = "sandbox_workflows"
 
 
@@ -32,7 +32,7 @@ def does(index: int, what: str, **row: Any) -> Task:
 
 def one(what: str, **changes: Any) -> Experience:
     """The last experience of a workflow that calls the policy once and then does `what`."""
-    settings = {"max_retry_times": 0, "max_timeout_s": 20.0, "sandbox": LIMITS, **changes}
+    settings = {"max_retry_times": 0, "max_timeout": 20.0, "sandbox": LIMITS, **changes}
     return run([does(0, what)], replies("4"), **settings)[-1]
 
 
@@ -47,9 +47,9 @@ def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
     ended_s: dict[int, float] = {}
     found = outcome(
         tasks,
-        Engines(replies("4"), CharTokenizer()),
+        TextEngine(replies("4"), CharTokenizer()),
         {"on_group": lambda number, experiences: ended_s.update({number: time.monotonic()})},
-        max_timeout_s=max_timeout_s,
+        max_timeout=max_timeout_s,
         max_retry_times=0,
         sandbox=LIMITS,
     )
@@ -66,7 +66,7 @@ def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
     assert told["prints_without_end"][0] is not Status.OK
     # What stopping costs on this machine, at this moment, is bounded by what a legal task takes from fork to end.
     slowest_legal_s = max(found.times[index].total_s for index in range(64) if index not in bad)
-    longest_s = max_timeout_s + RolloutDefaults.stop_grace_s + slowest_legal_s
+    longest_s = max_timeout_s + STOP_GRACE_S + slowest_legal_s
     assert all(found.times[index].total_s < longest_s for index in bad), "none held its place beyond its own timeout"
     last_legal_s = max(ended_s[index] for index in range(64) if index not in bad)
     assert max(ended_s.values()) - last_legal_s < longest_s, "nor was one waited for after the other"
@@ -78,7 +78,7 @@ def test_what_a_program_prints_is_limited() -> None:
 
 @pytest.mark.parametrize("what", ["sleeps_without_yielding", "ignores_its_cancellation"])
 def test_what_will_not_stop_is_killed_and_retried(what: str) -> None:
-    experience = one(what, max_timeout_s=0.4, max_retry_times=1)
+    experience = one(what, max_timeout=0.4, max_retry_times=1)
     assert (experience.status, experience.attempt) == (Status.TIMEOUT, 1)
     assert "ignored its cancellation" not in experience.error
 
@@ -95,7 +95,7 @@ def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
         ended.append(pid)
 
     monkeypatch.setattr(ForkServer, "kill", slow_kill)
-    experience = one("sleeps_without_yielding", max_timeout_s=0.4)
+    experience = one("sleeps_without_yielding", max_timeout=0.4)
     assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.4 s")
     assert len(ended) == 1
 
@@ -129,7 +129,7 @@ def test_what_a_killed_workflow_started_ends_with_it(tmp_path: Path) -> None:
     [experience] = run(
         [does(0, "starts_a_program", file=str(file))],
         replies("4"),
-        max_timeout_s=1.0,
+        max_timeout=1.0,
         max_retry_times=0,
         sandbox=LIMITS,
     )
@@ -148,7 +148,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_process_is_used_again_only_after_a_clean_end() -> None:
-    one_place = replace(LIMITS, max_sandboxes=1)
+    one_place = LIMITS.model_copy(update={"max_processes": 1})
 
     def pids(*names: str) -> list[float]:
         tasks = [does(index, name) for index, name in enumerate(names)]
@@ -175,14 +175,13 @@ def test_a_fork_imports_nothing_to_read_its_task_however_it_was_configured() -> 
 def test_a_sandbox_changes_nothing_of_what_is_sampled() -> None:
     tasks = [task(index, "math_workflow") for index in range(3)]
     free, boxed = (
-        run(tasks, replies("it is 4"), repeat_times=2, sandbox=SandboxOptions(mode=mode))
-        for mode in ("never", "always")
+        run(tasks, replies("it is 4"), repeat_times=2, sandbox=SandboxConfig(mode=mode)) for mode in ("never", "always")
     )
     assert experiences_to_table(free).equals(experiences_to_table(boxed))
 
 
 def test_a_plain_function_runs_with_a_model_that_blocks() -> None:
-    result = outcome([task(0, f"{HERE}.blocking")], Engines(replies("4"), CharTokenizer()), {})
+    result = outcome([task(0, f"{HERE}.blocking")], TextEngine(replies("4"), CharTokenizer()), {})
     assert [(e.reward, e.env_state, e.turn_reward) for e in result.experiences] == [(1.0, "a", 0.0), (1.0, "b", 1.0)]
     assert result.times[0].tool_s >= 0.01 and result.times[0].generate_s > 0
 
@@ -203,7 +202,7 @@ def test_a_users_reward_function_takes_its_rollout_into_a_sandbox() -> None:
 def test_a_plugin_that_cannot_be_imported_is_a_user_error_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "broken_plugin.py").write_text("def f(:\n")
     with pytest.raises(UserError, match=r"(?s)importing 'broken_plugin' raised SyntaxError.*def f\(:"):
-        run([task()], replies("4"), sandbox=SandboxOptions(plugin_dirs=(str(tmp_path),)))
+        run([task()], replies("4"), plugin_dirs=(str(tmp_path),))
 
 
 def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> None:
@@ -213,8 +212,7 @@ def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> 
         "async def mine(task, model):\n"
         "    return float((await model.chat(task.messages)).text == task.truth)\n"
     )
-    options = SandboxOptions(plugin_dirs=(str(tmp_path),))
-    [experience] = run([task(0, "test_of_a_folder")], replies("4"), sandbox=options)
+    [experience] = run([task(0, "test_of_a_folder")], replies("4"), plugin_dirs=(str(tmp_path),))
     assert experience.reward == 1.0
 
 

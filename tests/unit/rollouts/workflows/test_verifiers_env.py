@@ -11,10 +11,10 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import DataError
-from rftdask.rollouts.attempt import ServedWeights
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.runner import Engines, run_work_unit
-from tests.unit.rollouts.rollout_cases import CharTokenizer, defaults, keep, prompt_of, replies
+from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.weights.published import Published
+from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, prompt_of, replies, settings
 
 pytestmark = pytest.mark.extras
 
@@ -41,9 +41,9 @@ def rollouts(tasks: Taskset, engine: GenerateBatch, num_tasks: int = 1) -> list[
         [tasks.task(0, index) for index in range(num_tasks)],
         repeat_times=1,
         explore_step=1,
-        engines=Engines(engine, ToolTokenizer()),
-        defaults=defaults(max_retry_times=0),
-        weights=ServedWeights(7, ""),
+        policy=TextEngine(engine, ToolTokenizer()),
+        **settings(max_retry_times=0),
+        weights=Published(7, "", ""),
         fork_server=keep,
     )
     return asyncio.run(batch).experiences
