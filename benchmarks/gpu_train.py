@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +32,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.commands.estimate import GB, TrainSizes, train_parts
-from rftdask.models.lora import Lora
+from rftdask.config import load_config
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.adam import AdamOptions
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.torch_engine import TorchEngine
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
@@ -76,13 +75,17 @@ def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
 
 
 def make_engine(folder: str, device: str, lora: bool) -> TorchEngine:
-    options = TorchOptions(
-        model_path=folder, dtype="float32", device=device,
-        adam=AdamOptions(LearningRate(1e-6), (0.9, 0.999), 0.0, 1.0), max_tokens_per_micro_batch=10**9,
-        max_response_tokens=None, micro_batch_size=None, seed=0, deterministic=False, gradient_checkpointing=True,
-        lora=Lora(rank=LORA_RANK) if lora else None,
-    )  # fmt: skip
-    return TorchEngine(options, make_algorithm("reinforceplusplus", kl_loss_fn="none"))
+    tree: dict[str, Any] = {
+        "mode": "train",
+        "model": {"model_path": folder, "max_model_len": 10**9},
+        "buffer": {"batch_size": 1},
+        "algorithm": {"optimizer": {"weight_decay": 0.0}},
+        "trainer": {"max_token_len_per_gpu": 10**9, "gradient_checkpointing": True},
+        "seed": 0,
+    }
+    if lora:
+        tree["model"]["lora_configs"] = [{"lora_rank": LORA_RANK}]
+    return TorchEngine(load_config(tree), make_algorithm("reinforceplusplus", kl_loss_fn="none"), device=device)
 
 
 def flops_of_step(shape: ModelShape, length: int, lora: bool) -> float:

@@ -33,12 +33,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.config import load_config
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.attention import hidden_states
-from rftdask.trainer.engines.adam import AdamOptions
-from rftdask.trainer.engines.padding import pad
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.micro_batches import pad
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
 from rftdask.trainer.packing import pack_rows
 
@@ -76,12 +75,14 @@ def make_batch() -> TrainingBatch:
 
 
 def our_step(folder: str, batch: TrainingBatch) -> Callable[[], object]:
-    options = TorchOptions(
-        model_path=folder, dtype="float32", device="cpu", adam=AdamOptions(LearningRate(LR), (0.9, 0.999), 0.0, 1.0),
-        max_tokens_per_micro_batch=16_384, max_response_tokens=MAX_RESPONSE, micro_batch_size=None, seed=0,
-        deterministic=False,
-    )  # fmt: skip
-    engine = TorchEngine(options, make_algorithm("grpo", kl_loss_fn="none"))
+    tree = {
+        "mode": "train",
+        "model": {"model_path": folder, "max_model_len": 2 * MAX_RESPONSE, "max_response_tokens": MAX_RESPONSE},
+        "buffer": {"batch_size": NUM_GROUPS},
+        "algorithm": {"optimizer": {"lr": LR, "weight_decay": 0.0}},
+        "seed": 0,
+    }
+    engine = TorchEngine(load_config(tree), make_algorithm("grpo", kl_loss_fn="none"))
     steps = iter(range(1, 10**6))
     return lambda: engine.train_step(batch, next(steps))
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -29,54 +26,33 @@ _PREFIX = "base_model.model."
 """Begins all names in PEFT's files, for the two wrappers that it usually puts around a model."""
 
 
-@dataclass(frozen=True)
-class Lora:
-    """Which adapters to train."""
-
-    rank: int = 32
-    alpha: int = 32
-    """Scale of the update, divided by the rank (by its square root with `use_rslora`)."""
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Layers by the ends of their names or a regular expression; all-linear: all but the output layer."""
-    exclude_modules: str | tuple[str, ...] | None = None
-    use_rslora: bool = False
-    """arXiv:2312.03732."""
-    use_dora: bool = False
-    """Magnitude and direction apart: arXiv:2402.09353."""
-    dtype: str = "float32"
-    """Data type of the adapters."""
-    path: str | None = None
-    """Folder of an adapter to begin with, whose own settings win over those above; None: one that changes nothing."""
-
-    def settings(self) -> dict[str, Any]:
-        """Build the keywords of `peft.LoraConfig`. Raises: DataError: the folder of `path` holds no adapter."""
-        if self.path is not None:
-            return _read_settings(Path(self.path) / ADAPTER_CONFIG_FILE)
-        exclude = self.exclude_modules
-        return {
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": self.target_modules if isinstance(self.target_modules, str) else [*self.target_modules],
-            "exclude_modules": exclude if exclude is None or isinstance(exclude, str) else [*exclude],
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "task_type": "CAUSAL_LM",
-        }
-
-
-def begin(model: Any, lora: Lora) -> dict[str, Any]:
+def begin(model: Any, section: LoraConfig) -> dict[str, Any]:
     """Put the adapters to train into `model`, in place, and freeze the rest; returns PEFT's settings as JSON has them.
 
-    Raises: DataError: no layer is meant, or the adapter to begin with does not fit.
+    Raises: DataError: no layer is meant, or the adapter to begin with does not fit or is not there.
     """
-    settings = add_adapter(model, lora.settings())
+    if section.path is not None:  # its own settings win over those of the section
+        settings = _read_settings(Path(section.path) / ADAPTER_CONFIG_FILE)
+    else:
+        target, exclude = section.target_modules, section.exclude_modules
+        settings = {
+            "r": section.lora_rank,
+            "lora_alpha": section.lora_alpha,
+            "target_modules": target if isinstance(target, str) else [*target],
+            "exclude_modules": exclude if exclude is None or isinstance(exclude, str) else [*exclude],
+            "use_rslora": section.use_rslora,
+            "use_dora": section.use_dora,
+            "task_type": "CAUSAL_LM",
+        }
+    settings = add_adapter(model, settings)
+    dtype = torch.float32 if section.lora_dtype == "auto" else getattr(torch, section.lora_dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in adapter_names(model))
         if parameter.requires_grad:
             # PEFT makes adapters in the type of the layer they are put beside; the optimizer wants its own.
-            parameter.data = parameter.data.to(getattr(torch, lora.dtype))
-    if lora.path is not None:
-        load_adapter(model, load_file(Path(lora.path) / ADAPTER_FILE), lora.path)
+            parameter.data = parameter.data.to(dtype)
+    if section.path is not None:
+        load_adapter(model, load_file(Path(section.path) / ADAPTER_FILE), section.path)
     return {**settings, "base_model_name_or_path": model.config.name_or_path}
 
 
@@ -87,7 +63,7 @@ def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     peft = _import_peft()
     try:
-        config: LoraConfig = peft.LoraConfig(**settings)
+        config = peft.LoraConfig(**settings)
         peft.inject_adapter_in_model(config, model, _NAME)
     except (ValueError, TypeError) as error:
         raise DataError(f"LoRA adapters cannot be put into {type(model).__name__}: {error}") from error

@@ -18,7 +18,7 @@ from rftdask.algorithm.operators import Operator, RewardShapingMapper
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.operator_pipeline import run_pipeline
 from rftdask.buffer.batches.source import BASELINE, BatchFilter, with_rewards
-from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.engines.micro_batches import PaddedRows
 
 NO_BASELINE = "no_baseline"
 """Reason of rollouts whose greedy sibling failed."""

@@ -1,16 +1,15 @@
-"""Packing: the rows of a micro-batch as one sequence without padding, and the cut of a batch into micro-batches.
+"""Packing: the rows of a micro-batch as one sequence without padding.
 
-It knows neither models nor losses. Invariants: every row is in exactly one micro-batch; a token of the packed sequence
-is a token of a row (but for a few where fewer tokens than ranks are split); rows lie in it from the longest to the
-shortest, so that rows of one length are neighbors.
+It knows neither models nor losses. Invariants: a token of the packed sequence is a token of a row (but for a few where
+fewer tokens than ranks are split); rows lie in it from the longest to the shortest, so that rows of one length are
+neighbors.
 
 Letters: B rows of a micro-batch; S tokens of all of them; T response tokens of the longest response; Q response tokens
-of all rows; U units, which are rows or pairs of rows that are never parted.
+of all rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,7 +108,13 @@ def pack_rows(
     tokens_S = np.concatenate([*(tokens[i] for i in order), spare])
     positions_S = np.concatenate([_counted(lengths_B[order]), spare])
     spans_B = np.concatenate([lengths_B[order], spare + 1])
-    split = None if sequence is None or size == 1 else _split(sequence, len(tokens_S))
+    split = None
+    if sequence is not None and size > 1:
+        # Late: the module loads the compiler of PyTorch, which takes seconds, and who packs whole sequences, or only
+        # looks at rewards, does without it.
+        from rftdask.trainer.sequence import SequenceSplit
+
+        split = SequenceSplit(sequence, len(tokens_S))
     held = slice(0, len(tokens_S)) if split is None else split.own
     own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
@@ -133,60 +138,7 @@ def pack_rows(
     )
 
 
-def _split(sequence: Ranks, num_tokens: int) -> SequenceSplit:
-    # Late: the module loads the compiler of PyTorch, which who packs whole sequences, or only looks at rewards, does
-    # without, and takes seconds.
-    from rftdask.trainer.sequence import SequenceSplit
-
-    return SequenceSplit(sequence, num_tokens)
-
-
 def _counted(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... up to each length, one after another."""
     counted: np.ndarray = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return counted
-
-
-def micro_batches(
-    lengths: np.ndarray,
-    *,
-    max_tokens: float = math.inf,
-    max_rows: int | None = None,
-    unit: int = 1,
-    costs: np.ndarray | None = None,
-) -> list[np.ndarray]:
-    """Row numbers of each forward pass: as few as the limits on tokens and rows allow, of about the same cost.
-
-    The costliest unit goes first, always to the cheapest part where it fits.
-
-    Args:
-        lengths: tokens of each row.
-        unit: neighbors that are never parted (2: pairs). A unit beyond a limit goes alone.
-        costs: of each row; None: its tokens.
-    """
-    tokens_U = lengths.reshape(-1, unit).sum(axis=1)
-    costs_U = (lengths if costs is None else costs).reshape(-1, unit).sum(axis=1)
-    num_units = len(tokens_U)
-    max_units = num_units if max_rows is None else max(1, max_rows // unit)
-    fewest = max(1, math.ceil(num_units / max_units), math.ceil(tokens_U.sum() / max_tokens))
-    tries = (_fill(tokens_U, costs_U, number, max_tokens, max_units) for number in range(fewest, num_units))
-    parts = next((parts for parts in tries if parts is not None), [[unit] for unit in range(num_units)])
-    return [(np.array(part)[:, None] * unit + np.arange(unit)).reshape(-1) for part in parts]
-
-
-def _fill(
-    tokens_U: np.ndarray, costs_U: np.ndarray, num_parts: int, max_tokens: float, max_units: int
-) -> list[list[int]] | None:
-    """The units of each of `num_parts` parts, ascending; None if one fits nowhere."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    tokens_P, cost_P, units_P = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts, int)
-    for unit in np.argsort(-costs_U, kind="stable"):
-        fits_P = (units_P == 0) | ((tokens_P + tokens_U[unit] <= max_tokens) & (units_P < max_units))
-        if not fits_P.any():
-            return None
-        place = int(np.where(fits_P, cost_P, np.inf).argmin())
-        parts[place].append(int(unit))
-        tokens_P[place] += tokens_U[unit]
-        cost_P[place] += costs_U[unit]
-        units_P[place] += 1
-    return [sorted(part) for part in parts]

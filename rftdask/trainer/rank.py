@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.errors import UserError
-from rftdask.models.lora import Lora
 from rftdask.monitor.events import Event, encode
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
@@ -45,15 +44,10 @@ from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.background_checkpoints import Saver
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.engines.base import TrainEngine
-from rftdask.trainer.lr_schedule import LearningRate
 from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import Trainer
 from rftdask.weights.published import read_requested_version
-
-if TYPE_CHECKING:
-    from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
-    from rftdask.trainer.engines.strategies.base import Strategy
 
 _WEIGHTS_TO_KEEP = 8
 """By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
@@ -166,96 +160,8 @@ def _stop_file_watch(storage: Storage) -> Callable[[], bool]:
 def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
     folders = config.explorer.plugin_dirs
     kind = find_part("trainer engine", config.trainer.trainer_type, registered_train_engines(), folders)
-    if not kind.built_by_rank:
-        made: TrainEngine = kind.from_config(config, algorithm, total_steps, ranks)
-        return made
-    # Late, as what builds its options below: it imports transformers and the compiler of PyTorch, which the fake does
-    # without, and takes seconds.
-    from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = TorchOptions(
-        model_path=config.model.model_path,
-        dtype="float32",
-        device=device,
-        adam=_adam(config, _learning_rate(config, total_steps)),
-        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
-        max_response_tokens=config.model.max_response_tokens,
-        micro_batch_size=config.trainer.micro_batch_size,
-        seed=config.seed,
-        deterministic=config.deterministic,
-        trust_remote_code=config.model.trust_remote_code,
-        teacher_path=config.explorer.auxiliary_models[0].model_path if config.algorithm.needs_teacher else None,
-        critic=_critic(config) if algorithm.use_critic else None,
-        critic_warmup=config.trainer.critic_warmup,
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
-        torch_compile=config.trainer.torch_compile,
-        recompute_old_logprobs=not config.algorithm.bypass_old_logprobs,
-        lora=build_lora(config),
-    )
-    size = config.trainer.ulysses_sequence_parallel_size
-    sequence = ranks.neighbors(size) if size > 1 else None
-    return TorchEngine(options, algorithm, _strategy(config, ranks, torch.device(device)), sequence)
-
-
-def _strategy(config: Config, ranks: Ranks, device: torch.device) -> Strategy:
-    from rftdask.trainer.engines.strategies.base import Single
-    from rftdask.trainer.engines.strategies.ddp import DDP
-    from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
-    from rftdask.trainer.engines.strategies.tensor import TensorParallel
-
-    trainer = config.trainer
-    size = trainer.tensor_parallel_size
-    if size > 1:
-        return TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
-    if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
-        return FSDP2(
-            ranks, device, ShardOptions(trainer.offload_policy, trainer.prefetch_layers, trainer.reshard_after_forward)
-        )
-    return Single(ranks) if ranks.size == 1 else DDP(ranks)
-
-
-def build_lora(config: Config) -> Lora | None:
-    """The adapters to train; None: all weights."""
-    if not config.model.lora_configs:
-        return None
-    section = config.model.lora_configs[0]
-    return Lora(
-        rank=section.lora_rank,
-        alpha=section.lora_alpha,
-        target_modules=section.target_modules,
-        exclude_modules=section.exclude_modules,
-        use_rslora=section.use_rslora,
-        use_dora=section.use_dora,
-        dtype="float32" if section.lora_dtype == "auto" else section.lora_dtype,
-        path=section.path,
-    )
-
-
-def _learning_rate(config: Config, total_steps: int | None) -> LearningRate:
-    optimizer = config.algorithm.optimizer
-    warmup = optimizer.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(optimizer.lr_warmup_steps_ratio * (total_steps or 0))
-    return LearningRate(optimizer.lr, warmup, optimizer.lr_scheduler_type, total_steps, optimizer.min_lr_ratio)
-
-
-def _adam(config: Config, learning_rate: LearningRate) -> AdamOptions:
-    from rftdask.trainer.engines.adam import AdamOptions
-
-    optimizer = config.algorithm.optimizer
-    return AdamOptions(learning_rate, optimizer.betas, optimizer.weight_decay, config.trainer.grad_clip)
-
-
-def _critic(config: Config) -> CriticOptions:
-    from rftdask.trainer.engines.adam import CriticOptions
-
-    section = config.trainer.critic
-    return CriticOptions(
-        model_path=config.model.critic_model_path or config.model.model_path,
-        adam=_adam(config, LearningRate(section.lr)),
-        cliprange_value=section.cliprange_value,
-    )
+    made: TrainEngine = kind.from_config(config, algorithm, total_steps, ranks)
+    return made
 
 
 def _source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:

@@ -25,26 +25,25 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
-from rftdask.models.lora import Lora
+from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.strategies.base import Single, Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
-from rftdask.trainer.engines.strategies.fsdp2 import FSDP2, ShardOptions
+from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.numerics import shifted_seed
+from tests.unit.trainer.trainer_cases import engine_config
 
 ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
 SPLITS = (None, 1, 3)
 TOLERANCE = 1e-5
 VARIANTS: dict[str, dict[str, Any]] = {
-    "activations again": {"gradient_checkpointing": True},
-    "adapters": {"lora": Lora(rank=4)},
+    "activations again": {"trainer__gradient_checkpointing": True},
+    "adapters": {"model__lora_configs": [{"lora_rank": 4}]},
 }
 PAIRS = (("ddp", 2, 2), ("fsdp2", 2, 2))
 SPLIT_GANGS = {
@@ -84,29 +83,22 @@ def model_of_normed_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def strategy_of(name: str, ranks: Ranks) -> Strategy:
     if name == "fsdp2":
-        return FSDP2(ranks, torch.device("cpu"), ShardOptions(prefetch=1))
+        return FSDP2(ranks, torch.device("cpu"), TrainerConfig(prefetch_layers=1))
     return DDP(ranks) if name == "ddp" else Single(ranks)
 
 
 def engine(
-    model: str, algorithm: str, strategy: Strategy, *, sequence: Ranks | None = None, **options: Any
+    model: str, algorithm: str, strategy: Strategy, *, sequence: Ranks | None = None, **overrides: Any
 ) -> TorchEngine:
-    adam = AdamOptions(LearningRate(1e-3), (0.9, 0.999), 0.1, 1.0)
-    made = make_algorithm(algorithm)
-    values: dict[str, Any] = {
-        "model_path": model,
-        "dtype": "float32",
-        "device": "cpu",
-        "adam": adam,
-        "max_tokens_per_micro_batch": 1000,
-        "max_response_tokens": 9,
-        "micro_batch_size": None,
-        "seed": 0,
+    defaults = {
         "deterministic": True,
-        "critic": CriticOptions(model, adam, 0.5) if made.use_critic else None,
-        **options,
+        "model__max_response_tokens": 9,
+        "algorithm__optimizer__lr": 1e-3,
+        "algorithm__optimizer__weight_decay": 0.1,
+        "trainer__critic__lr": 1e-3,
     }
-    return TorchEngine(TorchOptions(**values), made, strategy, sequence)
+    config = engine_config(model, **{**defaults, **overrides})
+    return TorchEngine(config, make_algorithm(algorithm), strategy, sequence)
 
 
 def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
@@ -154,7 +146,9 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
                 if size == 2 and dist.get_rank() // 2 != number:
                     continue  # the other two take it
                 for split in SPLITS:
-                    found, files = trained(model, algorithm, strategy_of(name, gangs[size]), micro_batch_size=split)
+                    found, files = trained(
+                        model, algorithm, strategy_of(name, gangs[size]), trainer__micro_batch_size=split
+                    )
                     assert [m.keys() for m in found] == [m.keys() for m in alone]
                     if gangs[size].is_rank0:
                         case = f"{algorithm}, {name}, {size} ranks, {split} rows a pass"
@@ -170,7 +164,7 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
         alone, files = trained(model, "grpo", Single(gangs[1]), **options)
         expected = weights_of(files)
         for name in STRATEGIES:
-            found, files = trained(model, "grpo", strategy_of(name, gangs[2]), micro_batch_size=3, **options)
+            found, files = trained(model, "grpo", strategy_of(name, gangs[2]), trainer__micro_batch_size=3, **options)
             if gangs[2].is_rank0:
                 differences[f"metrics: {variant}, {name}"] = metric_difference(found, alone)
                 differences[f"weights: {variant}, {name}"] = weight_difference(weights_of(files), expected)
@@ -186,7 +180,11 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
         for name, size, parts in cases:
             if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
                 continue  # the other two take it
-            options = {"micro_batch_size": 1, "gradient_checkpointing": True} if parts == 4 else {"micro_batch_size": 3}
+            options = (
+                {"trainer__micro_batch_size": 1, "trainer__gradient_checkpointing": True}
+                if parts == 4
+                else {"trainer__micro_batch_size": 3}
+            )
             sequence = gangs[size].neighbors(parts)
             found, files = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
             assert [m.keys() for m in found] == [m.keys() for m in alone]
@@ -207,7 +205,7 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
         alone, files = trained(model, algorithm, Single(gangs[1]))
         expected = weights_of(files)
         for size in (2, 4):
-            options = {"micro_batch_size": 3, "gradient_checkpointing": size == 4}
+            options = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
             strategy = cut_in_two(gangs, size, across)
             found, files = trained(model, algorithm, strategy, **options)
             held = {name: data for part in exchange(gangs[size], files) for name, data in part.items()}

@@ -24,7 +24,7 @@ from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
-from rftdask.trainer.engines.padding import PaddedRows
+from rftdask.trainer.engines.micro_batches import PaddedRows
 from rftdask.trainer.rank import build_trainer
 from rftdask.weights.published import Published
 

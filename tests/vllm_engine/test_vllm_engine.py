@@ -19,22 +19,20 @@ import torch
 from rftdask import Experiment
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config.schema.explorer import InferenceModelConfig
-from rftdask.config.schema.model import ModelConfig
+from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.verify import load_verified
 from rftdask.engines.vllm import VllmEngine
 from rftdask.errors import RoleError
-from rftdask.models.lora import Lora
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.adam import AdamOptions
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
 from tests.integration.run_cases import RunProcess, assert_sound
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
+from tests.unit.trainer.trainer_cases import engine_config
 from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -225,12 +223,10 @@ def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
     assert largest_gap(engine, others[1]) < 1e-4
 
 
-def moved_trainer(folder: Path, lora: Lora) -> Iterator[TorchEngine]:
+def moved_trainer(folder: Path, lora: LoraConfig) -> Iterator[TorchEngine]:
     """A trainer of adapters, again and again after the weights have moved; the tokenizer is not asked for anything."""
     build_toy_model(folder, hidden_size=128, intermediate_size=128, num_layers=2, num_heads=2)
-    adam = AdamOptions(LearningRate(1e-2), (0.9, 0.999), 0.0, 1.0)
-    options = TorchOptions(str(folder), "float32", "cpu", adam, 1000, 6, None, seed=0, deterministic=False, lora=lora)
-    trainer = TorchEngine(options, make_algorithm("grpo"))
+    trainer = TorchEngine(engine_config(folder, lora, deterministic=False), make_algorithm("grpo"))
     while True:
         for number, parameter in enumerate(p for p in trainer._model.parameters() if p.requires_grad):
             parameter.data += 0.02 * (-1) ** number
@@ -240,7 +236,7 @@ def moved_trainer(folder: Path, lora: Lora) -> Iterator[TorchEngine]:
 def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
     """An engine of its own, with `engine` closed to make room: vLLM must know of adapters from the start."""
     engine.close()
-    trainers = moved_trainer(tmp_path / "model", Lora(rank=4))
+    trainers = moved_trainer(tmp_path / "model", LoraConfig(lora_rank=4))
     first = next(trainers)
     adapted = VllmEngine(str(tmp_path / "model"), max_model_len=64, lora_rank=4)
     try:

@@ -4,46 +4,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rftdask.config.schema.algorithm import OptimizerConfig
 from rftdask.errors import RoleError
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
-from rftdask.trainer.lr_schedule import LearningRate
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Steps with a gradient that is not finite: one may be chance, this many are not."""
 _NUM_SKIPPED = "num_skipped_in_a_row"
 
 
-@dataclass(frozen=True)
-class AdamOptions:
-    learning_rate: LearningRate
-    betas: tuple[float, float]
-    weight_decay: float
-    grad_clip: float
-    """Largest gradient norm; 0 or less: no clipping, the norm is measured all the same."""
+def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int | None) -> float:
+    """The rate of optimizer step `step`, counted from 1: linear warm-up to `lr`, then constant, or decay by a cosine to
+    `lr * min_lr_ratio` at `total_steps`.
 
-
-@dataclass(frozen=True)
-class CriticOptions:
-    """What a critic is built from; here, so that the options can be written without importing transformers."""
-
-    model_path: str
-    """Of the body."""
-    adam: AdamOptions
-    cliprange_value: float
+    Raises: ValueError: a decay whose end is not known.
+    """
+    if optimizer.lr_scheduler_type != "constant" and total_steps is None:
+        raise ValueError(
+            f"lr_scheduler_type {optimizer.lr_scheduler_type} needs a known number of steps: set trainer.total_steps"
+        )
+    warmup = optimizer.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(optimizer.lr_warmup_steps_ratio * (total_steps or 0))
+    if step <= warmup:
+        return optimizer.lr * step / warmup
+    if total_steps is None or optimizer.lr_scheduler_type == "constant":
+        return optimizer.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * shape)
 
 
 class Adam:
     """Steps a model by the gradients it holds."""
 
-    def __init__(self, model: torch.nn.Module, options: AdamOptions, strategy: Strategy) -> None:
-        self._options = options
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: OptimizerConfig,
+        grad_clip: float,
+        strategy: Strategy,
+        total_steps: int | None = None,
+    ) -> None:
+        """
+        Args:
+            grad_clip: largest norm of the gradient; 0: no limit, the norm is measured all the same.
+            total_steps: where the decay of the learning rate ends; None: not known, which only a constant rate bears.
+        """
+        learning_rate(section, 1, total_steps)  # refuses what would fail at the first step
+        self._section, self._total_steps = section, total_steps
+        self._max_norm = grad_clip if grad_clip > 0 else math.inf
         self._strategy = strategy
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         # Spread ones last: PyTorch steps many tensors by one call if all are spread or none is.
@@ -54,9 +70,9 @@ class Adam:
         self._num_skipped_in_a_row = 0
         self._optimizer = torch.optim.AdamW(
             [{"params": part} for part in parts if part],
-            lr=options.learning_rate.lr,
-            betas=options.betas,
-            weight_decay=options.weight_decay,
+            lr=section.lr,
+            betas=section.betas,
+            weight_decay=section.weight_decay,
             foreach=True,
         )
 
@@ -67,9 +83,8 @@ class Adam:
         Raises: RoleError: too many of them in a row.
         """
         self._strategy.reduce(self._parameters)
-        clip = self._options.grad_clip if self._options.grad_clip > 0 else math.inf
-        norm = self._strategy.clip(self._parameters, clip)
-        lr = self._options.learning_rate.at(step)
+        norm = self._strategy.clip(self._parameters, self._max_norm)
+        lr = learning_rate(self._section, step, self._total_steps)
         finite = math.isfinite(norm)
         if finite:
             for group in self._optimizer.param_groups:

@@ -23,8 +23,6 @@ class TrainEngine(ABC):
     """Name in a configuration. A class without one is named as `package.module.Name`."""
     has_model: ClassVar[bool] = True
     """It trains a model, whose folder has to be there, and imports what that takes."""
-    built_by_rank: ClassVar[bool] = False
-    """The rank builds it, with the strategy by which the ranks share the model; else `from_config` does."""
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:

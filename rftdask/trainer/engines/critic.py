@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from rftdask.config.schema.algorithm import OptimizerConfig
+from rftdask.config.schema.trainer import CriticConfig
 from rftdask.errors import RoleError
 from rftdask.trainer.attention import hidden_states
-from rftdask.trainer.engines.adam import Adam, CriticOptions
-from rftdask.trainer.engines.padding import PaddedRows
-from rftdask.trainer.engines.passes import Passes
+from rftdask.trainer.engines.adam import Adam
+from rftdask.trainer.engines.micro_batches import PaddedRows, Passes
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.tensor_files import SavedTensors
-from rftdask.trainer.model import load_policy, state_bytes
+from rftdask.trainer.model import state_bytes
 from rftdask.trainer.packing import PackedRows
 
 _MODEL = "critic/model.safetensors"
@@ -48,23 +50,20 @@ class Critic:
 
     def __init__(
         self,
-        options: CriticOptions,
-        dtype: str,
-        device: str,
+        policy: PreTrainedModel,
+        section: CriticConfig,
+        optimizer: OptimizerConfig,
+        grad_clip: float,
         strategy: Strategy,
-        *,
-        trust_remote_code: bool = False,
-        num_splits: int = 1,
     ) -> None:
-        policy, _ = load_policy(
-            options.model_path, dtype, device, trust_remote_code=trust_remote_code, num_splits=num_splits
-        )
+        """policy: a model whose body it begins with. optimizer: that of the policy, which gives all but the rate."""
         body: Any = policy.base_model
-        self._model = ValueModel(body, policy.config.hidden_size).to(device=device, dtype=policy.dtype)
-        self._options = options
+        self._model = ValueModel(body, policy.config.hidden_size).to(device=policy.device, dtype=policy.dtype)
+        self._cliprange_value = section.cliprange_value
         self._strategy = strategy
         strategy.prepare(self._model, layers_of(body, policy._no_split_modules or ()))
-        self._adam = Adam(self._model, options.adam, strategy)
+        constant = {"lr": section.lr, "lr_warmup_steps": 0, "lr_scheduler_type": "constant"}
+        self._adam = Adam(self._model, optimizer.model_copy(update=constant), grad_clip, strategy)
 
     def values(self, rows: PaddedRows, passes: Passes) -> Tensor:
         """[N, T] float32 values before every response token."""
@@ -83,9 +82,7 @@ class Critic:
             part = torch.from_numpy(members).to(weights_NT.device)
             values_BT = self._model(**rows.model_inputs(members))
             width = values_BT.shape[1]
-            loss_BT = value_loss(
-                values_BT, old_NT[part, :width], returns_NT[part, :width], self._options.cliprange_value
-            )
+            loss_BT = value_loss(values_BT, old_NT[part, :width], returns_NT[part, :width], self._cliprange_value)
             loss = (loss_BT * weights_NT[part, :width]).sum()
             loss.backward()
             total += float(loss.detach())

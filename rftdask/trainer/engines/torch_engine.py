@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,16 +19,18 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.config import Config
+from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
 from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
-    Lora,
     adapter_names,
     add_adapter,
     begin,
@@ -37,12 +39,14 @@ from rftdask.models.lora import (
     settings_bytes,
     without_adapters,
 )
-from rftdask.trainer.engines.adam import Adam, AdamOptions, CriticOptions
+from rftdask.trainer.engines.adam import Adam
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.padding import PaddedRows
-from rftdask.trainer.engines.passes import Passes, plan_passes
+from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, plan_passes
 from rftdask.trainer.engines.strategies.base import Single, Strategy, distinct_state, layers_of
+from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
+from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.tensor_files import SavedTensors
 from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.packing import pack_rows
@@ -53,48 +57,8 @@ from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODE
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
 
-
-@dataclass(frozen=True)
-class TorchOptions:
-    """What the engine is built from."""
-
-    model_path: str
-    dtype: str
-    device: str
-    adam: AdamOptions
-    max_tokens_per_micro_batch: float
-    """Tokens of a forward pass; a longer row goes alone."""
-    max_response_tokens: int | None
-    micro_batch_size: int | None
-    """Rows of a forward pass; None: as many as the tokens allow."""
-    seed: int
-    deterministic: bool
-    lora: Lora | None = None
-    """Adapters to train in place of all weights."""
-    trust_remote_code: bool = False
-    teacher_path: str | None = None
-    """Frozen model whose logprobs the advantages compare with; None: no teacher."""
-    critic: CriticOptions | None = None
-    critic_warmup: int = 0
-    """First steps, which train the critic alone."""
-    recompute_old_logprobs: bool = False
-    """Ratios to the weights before the step in place of those that sampled."""
-    gradient_checkpointing: bool = False
-    """Activations of the policy are computed again in the backward pass."""
-    torch_compile: bool = False
-    """The policy's layers are compiled."""
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """[N, T] of what is known before the update; None where the algorithm does not ask."""
-
-    ref_NT: Tensor | None
-    teacher_NT: Tensor | None
-    entropy_NT: Tensor | None
-    values_NT: Tensor | None
-    policy_NT: Tensor | None = None
-    necs_NT: Tensor | None = None
+Scores = tuple[Tensor, Tensor | None]
+"""[B, T] logprobs, and entropies where they were asked for; as of `token_logprobs`."""
 
 
 class Scorer(torch.nn.Module):
@@ -104,120 +68,197 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, **inputs: Any) -> Scores:
         return token_logprobs(self.model, **inputs)
 
 
 class TorchEngine(TrainEngine):
-    """Trains the policy of `options.model_path` by `algorithm`."""
+    """Trains the policy of `model.model_path` by an algorithm."""
 
     trainer_type: ClassVar[str] = "torch"
-    built_by_rank: ClassVar[bool] = True
+
+    @classmethod
+    def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
+        trainer, device = config.trainer, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        strategy: Strategy = Single(ranks) if ranks.size == 1 else DDP(ranks)
+        if (size := trainer.tensor_parallel_size) > 1:
+            strategy = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
+        elif trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
+            strategy = FSDP2(ranks, device, trainer)
+        size = trainer.ulysses_sequence_parallel_size
+        sequence = ranks.neighbors(size) if size > 1 else None
+        return cls(config, algorithm, strategy, sequence, device=device.type, total_steps=total_steps)
 
     def __init__(
         self,
-        options: TorchOptions,
+        config: Config,
         algorithm: Algorithm,
         strategy: Strategy | None = None,
         sequence: Ranks | None = None,
+        *,
+        device: str = "cpu",
+        total_steps: int | None = None,
     ) -> None:
         """
         Args:
             strategy: None is one rank with the whole model.
             sequence: the ranks, all neighbors of this one, that split each sequence with it; None: nobody does.
+            total_steps: where the decay of the learning rate ends.
         Raises: DataError: a model cannot be loaded or split, or the teacher has another vocabulary.
         """
+        self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
         self._strategy = strategy or Single(Ranks())
-        self._ranks = self._strategy.ranks
-        self._sequence = sequence
-        torch.manual_seed(options.seed)
-        torch.use_deterministic_algorithms(options.deterministic)
-        self._options = options
+        self._ranks, self._sequence = self._strategy.ranks, sequence
+        torch.manual_seed(config.seed)
+        torch.use_deterministic_algorithms(config.deterministic)
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
         self._algorithm = algorithm.without_drops()
         self._needs = () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs
-        self._device = torch.device(options.device)
+        self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
-        self._model, self._tokenizer = load_policy(
-            options.model_path,
-            options.dtype,
-            options.device,
-            trust_remote_code=options.trust_remote_code,
-            num_splits=self._num_splits,
+        trusted = config.model.trust_remote_code
+        self._load = partial(
+            load_policy, dtype="float32", device=device, trust_remote_code=trusted, num_splits=self._num_splits
         )
-        self._dtype_at_rest = dtype_at_rest(options.model_path, trust_remote_code=options.trust_remote_code)
-        self._adapter_settings = {} if options.lora is None else begin(self._model, options.lora)
+        self._model, self._tokenizer = self._load(self._path)
+        self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
+        self._lora = config.model.lora_configs[0] if config.model.lora_configs else None
+        self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
         # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
-        self._adapter = adapter_names(self._model) if options.lora is not None else {}
+        self._adapter = {} if self._lora is None else adapter_names(self._model)
         self._model.train()
-        if options.gradient_checkpointing:
+        if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if options.torch_compile:
+        if self._trainer.torch_compile:
             for layer in layers_of(self._model, self._model._no_split_modules or ()):
                 layer.compile(dynamic=True)
         self._policy = self._prepared(self._model)
-        self._adam = Adam(self._model, options.adam, self._strategy)
+        optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
+        self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_steps)
         self._reference = self._load_reference() if algorithm.use_reference else None
-        self._teacher = self._load_frozen(options.teacher_path) if options.teacher_path else None
+        self._teacher: Scorer | None = None
+        if "teacher_logprobs_NT" in self._needs:
+            self._teacher = self._load_frozen(config.explorer.auxiliary_models[0].model_path or "")
         self._critic: Critic | None = None
-        if options.critic is not None:
-            self._critic = Critic(
-                options.critic,
-                options.dtype,
-                options.device,
-                self._strategy,
-                trust_remote_code=options.trust_remote_code,
-                num_splits=self._num_splits,
-            )
+        if algorithm.use_critic:
+            body, _ = self._load(config.model.critic_model_path or self._path)
+            self._critic = Critic(body, self._trainer.critic, optimizer, grad_clip, self._strategy)
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
         )
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        rows = PaddedRows(batch, self._device, self._sequence)
+        algorithm, device = self._algorithm, self._device
+        rows = PaddedRows(batch, device, self._sequence)
         passes = plan_passes(
             batch.lengths,
             self._ranks,
             hidden_size=self._model.config.get_text_config().hidden_size,
-            max_tokens=self._options.max_tokens_per_micro_batch * self._num_splits,
-            max_rows=self._options.micro_batch_size,
-            unit=2 if self._algorithm.schema == "dpo" else 1,
+            max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
+            max_rows=self._trainer.micro_batch_size,
+            unit=2 if algorithm.schema == "dpo" else 1,
             together=self._strategy.passes_together,
             group=self._sequence or self._strategy.group,
         )
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
-        torch.manual_seed(self._options.seed * 2**32 + step)
+        torch.manual_seed(self._config.seed * 2**32 + step)
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            scores = self._score(rows, passes)
-            advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
-            if self._critic is None or step > self._options.critic_warmup:
-                weights_NT = self._algorithm.token_weights(
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            scores = self._scores(rows, passes)
+            metrics: dict[str, float] = {}
+            advantages_NT, returns_NT = None, None
+            if algorithm.advantage_fn is not None:
+                # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree.
+                more_inputs: dict[str, Any] = {name: value.cpu() for name, value in scores.items()}
+                given = replace(rows.advantage_inputs(step), **more_inputs)
+                result = algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
+                metrics |= {name: float(value) for name, value in result.metrics.items()}
+                if result.keep_NT is not None:
+                    rows.loss_mask_NT &= result.keep_NT.to(device)
+                advantages_NT = result.advantages_N[:, None] if result.advantages_NT is None else result.advantages_NT
+                advantages_NT = advantages_NT.to(device)
+                returns_NT = None if result.returns_NT is None else result.returns_NT.to(device)
+            if self._critic is None or step > self._trainer.critic_warmup:
+                # One denominator for the whole batch: the gradients of passes and ranks then add up to the batch's.
+                weights_NT = algorithm.token_weights(
                     rows.loss_mask_NT,
-                    max_tokens=self._options.max_response_tokens,
+                    max_tokens=self._config.model.max_response_tokens,
                     expert_mask_B=rows.experts_N,
                     step=step,
                 )
                 sums: dict[str, Tensor] = {}
                 for members in passes.own:
-                    inputs = self._loss_inputs(rows, members, weights_NT, scores.ref_NT, advantages_NT)
-                    loss, more = self._algorithm.compute_loss(inputs)
+                    inputs = self._loss_inputs(rows, members, weights_NT, scores.get("ref_logprobs_NT"), advantages_NT)
+                    loss, more = algorithm.compute_loss(inputs)
                     loss.backward()
-                    if self._algorithm.schema == "experience":
+                    if algorithm.schema == "experience":
                         more |= _mismatch(inputs)
                     for name, value in more.items():
                         sums[name] = sums[name] + value if name in sums else value
                 passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
-                sums_of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
-                if "mismatch_kl" in sums_of_ranks:
-                    sums_of_ranks["mismatch_kl"] /= max(sums_of_ranks.pop("mismatch_tokens"), 1.0)
-                metrics |= {**sums_of_ranks, **self._adam.step(step)}
+                of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
+                if "mismatch_kl" in of_ranks:
+                    of_ranks["mismatch_kl"] /= max(of_ranks.pop("mismatch_tokens"), 1.0)
+                metrics |= {**of_ranks, **self._adam.step(step)}
             if self._critic is not None:
-                assert scores.values_NT is not None and returns_NT is not None
-                metrics |= self._critic.update(rows, passes, scores.values_NT, returns_NT, step)
-        self._adapt_kl(metrics, len(batch))
+                assert returns_NT is not None
+                metrics |= self._critic.update(rows, passes, scores["values_NT"], returns_NT, step)
+        if "kl" in metrics:
+            measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
+            self._kl_coefs[0] = algorithm.kl_loss_fn.next_coef(float(self._kl_coefs[0]), measured, len(batch))
+        if "kl_penalty" in metrics:
+            measured = metrics["kl_penalty"]
+            self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
         return metrics
+
+    def _scores(self, rows: PaddedRows, passes: Passes) -> dict[str, Tensor]:
+        """[N, T] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
+        for; by the names that `AdvantageInputs` has for it."""
+        scores: dict[str, Tensor] = {}
+        for name, model in (("ref_logprobs_NT", self._reference), ("teacher_logprobs_NT", self._teacher)):
+            if model is not None:
+                scores[name] = passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
+        if "necs_NT" in self._needs:
+            three_NT3 = passes.scored(rows, partial(entropy_signals, self._policy))
+            names = ("policy_logprobs_NT", "entropy_NT", "necs_NT")
+            scores |= dict(zip(names, three_NT3.unbind(-1), strict=True))
+        elif "entropy_NT" in self._needs:
+            scores["entropy_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
+        if self._critic is not None:
+            scores["values_NT"] = self._critic.values(rows, passes)
+        return scores
+
+    def _loss_inputs(
+        self,
+        rows: PaddedRows,
+        members: np.ndarray,
+        weights_NT: Tensor,
+        ref_NT: Tensor | None,
+        advantages_NT: Tensor | None,
+    ) -> LossInputs:
+        """One forward pass of the policy, and of the batch what belongs to its rows."""
+        part = torch.from_numpy(members).to(self._device)
+        policy_BT, entropy_BT = self._policy(**rows.model_inputs(members), with_entropy=self._algorithm.use_entropy)
+        width = policy_BT.shape[1]
+        # One update per batch: the weights before it are the current ones.
+        current_BT = policy_BT.detach()
+        sampled_BT = rows.rollout_logprobs_NT[part, :width]
+        if advantages_NT is not None:  # [N, 1] where a row has one number; a batch may have no response token at all
+            advantages_NT = advantages_NT[part, : max(1, min(width, advantages_NT.shape[1]))]
+        return LossInputs(
+            policy_logprobs_BT=policy_BT,
+            rollout_logprobs_BT=sampled_BT if self._algorithm.schema == "experience" else current_BT,
+            loss_mask_BT=rows.loss_mask_NT[part, :width],
+            token_weights_BT=weights_NT[part, :width],
+            advantages_BT=advantages_NT,
+            ref_logprobs_BT=None if ref_NT is None else ref_NT[part, :width],
+            entropy_BT=entropy_BT,
+            expert_mask_B=rows.experts_N[part],
+            proximal_logprobs_BT=None if self._config.algorithm.bypass_old_logprobs else current_BT,
+            kl_coef=float(self._kl_coefs[0]),
+            uids=rows.uids(members),
+        )
 
     def weights(self) -> Mapping[str, bytes]:
         tensors = self._strategy.full_state(self._model, self._adapter or None)
@@ -274,10 +315,7 @@ class TorchEngine(TrainEngine):
         model = self._model
         if self._adapter:
             # Merged into weights of its own: the sum could not be taken out of the policy's again to the bit.
-            options = self._options
-            model, _ = load_policy(
-                options.model_path, options.dtype, "cpu", trust_remote_code=options.trust_remote_code
-            )
+            model, _ = self._load(self._path, device="cpu", num_splits=1)
             add_adapter(model, self._adapter_settings | {"inference_mode": False})
             load_adapter(model, {self._adapter[name]: tensor for name, tensor in tensors.items()}, "the trainer")
             tensors = {}
@@ -286,127 +324,35 @@ class TorchEngine(TrainEngine):
             export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
-    def _load_reference(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def _load_reference(self) -> Callable[..., Scores]:
         """The policy as it began: the policy without its adapters, where they began by changing nothing."""
-        lora = self._options.lora
-        if lora is None or lora.path is not None:
-            return self._load_frozen(self._options.model_path, lora)
+        if self._lora is None or self._lora.path is not None:
+            return self._load_frozen(self._path, self._lora)
 
-        def without(**inputs: Any) -> tuple[Tensor, Tensor | None]:
+        def without(**inputs: Any) -> Scores:
             with without_adapters(self._model):
-                scores: tuple[Tensor, Tensor | None] = self._policy(**inputs)
+                scores: Scores = self._policy(**inputs)
                 return scores
 
         return without
 
-    def _load_frozen(self, model_path: str, lora: Lora | None = None) -> Scorer:
-        options = self._options
-        model, _ = load_policy(
-            model_path,
-            options.dtype,
-            options.device,
-            trust_remote_code=options.trust_remote_code,
-            num_splits=self._num_splits,
-        )
+    def _load_frozen(self, model_path: str, lora: LoraConfig | None = None) -> Scorer:
+        model, _ = self._load(model_path)
         if lora is not None:
             begin(model, lora)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
         if ours != theirs:
             raise DataError(
-                f"{model_path} has a vocabulary of {theirs} tokens, the policy {options.model_path} one of {ours}; "
+                f"{model_path} has a vocabulary of {theirs} tokens, the policy {self._path} one of {ours}; "
                 "only a model of the same tokens can score its responses"
             )
         model.eval().requires_grad_(False)
         return self._prepared(model)
 
-    def _prepared(self, model: Any) -> Scorer:
+    def _prepared(self, model: PreTrainedModel) -> Scorer:
         scorer = Scorer(model)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         return scorer
-
-    def _score(self, rows: PaddedRows, passes: Passes) -> _Scores:
-        def by(scorer: Callable[..., tuple[Tensor, Tensor | None]] | None) -> Tensor | None:
-            return None if scorer is None else passes.scored(rows, lambda **inputs: scorer(**inputs)[0])
-
-        def entropy(**inputs: Any) -> Tensor:
-            entropy_BT: Tensor | None = self._policy(**inputs, with_entropy=True)[1]
-            assert entropy_BT is not None
-            return entropy_BT
-
-        all_three = "necs_NT" in self._needs
-        scores = _Scores(
-            ref_NT=by(self._reference),
-            teacher_NT=by(self._teacher),
-            entropy_NT=passes.scored(rows, entropy) if "entropy_NT" in self._needs and not all_three else None,
-            values_NT=None if self._critic is None else self._critic.values(rows, passes),
-        )
-        if not all_three:
-            return scores
-        policy_NT, entropy_NT, necs_NT = passes.scored(rows, partial(entropy_signals, self._policy)).unbind(-1)
-        return replace(scores, policy_NT=policy_NT, entropy_NT=entropy_NT, necs_NT=necs_NT)
-
-    def _advantages(
-        self, rows: PaddedRows, scores: _Scores, step: int
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
-        """[N, T] or [N, 1] advantages and [N, T] returns, None where there are none; over the whole batch, so groups
-        are whole. Tokens that the function takes out of the loss leave the mask of `rows`.
-        """
-        if self._algorithm.advantage_fn is None:
-            return None, None, {}
-        inputs = replace(
-            rows.advantage_inputs(step),
-            ref_logprobs_NT=_on_cpu(scores.ref_NT),
-            teacher_logprobs_NT=_on_cpu(scores.teacher_NT),
-            policy_logprobs_NT=_on_cpu(scores.policy_NT),
-            entropy_NT=_on_cpu(scores.entropy_NT),
-            necs_NT=_on_cpu(scores.necs_NT),
-            values_NT=_on_cpu(scores.values_NT),
-        )
-        result = self._algorithm.compute_advantages(inputs, kl_coef=float(self._kl_coefs[1]))
-        if result.keep_NT is not None:
-            rows.loss_mask_NT &= result.keep_NT.to(self._device)
-        advantages_NT = result.advantages_NT if result.advantages_NT is not None else result.advantages_N[:, None]
-        returns_NT = None if result.returns_NT is None else result.returns_NT.to(self._device)
-        return advantages_NT.to(self._device), returns_NT, {k: float(v) for k, v in result.metrics.items()}
-
-    def _loss_inputs(
-        self,
-        rows: PaddedRows,
-        members: np.ndarray,
-        weights_NT: Tensor,
-        ref_NT: Tensor | None,
-        advantages_NT: Tensor | None,
-    ) -> LossInputs:
-        part = torch.from_numpy(members).to(self._device)
-        policy_BT, entropy_BT = self._policy(**rows.model_inputs(members), with_entropy=self._algorithm.use_entropy)
-        width = policy_BT.shape[1]
-        # One update per batch: the weights before it are the current ones.
-        current_BT = policy_BT.detach()
-        sampled_BT = rows.rollout_logprobs_NT[part, :width]
-        return LossInputs(
-            policy_logprobs_BT=policy_BT,
-            rollout_logprobs_BT=sampled_BT if self._algorithm.schema == "experience" else current_BT,
-            loss_mask_BT=rows.loss_mask_NT[part, :width],
-            token_weights_BT=weights_NT[part, :width],
-            advantages_BT=None
-            if advantages_NT is None
-            else advantages_NT[part, : max(1, min(width, advantages_NT.shape[1]))],
-            ref_logprobs_BT=None if ref_NT is None else ref_NT[part, :width],
-            entropy_BT=entropy_BT,
-            expert_mask_B=rows.experts_N[part],
-            proximal_logprobs_BT=current_BT if self._options.recompute_old_logprobs else None,
-            kl_coef=float(self._kl_coefs[0]),
-            uids=rows.uids(members),
-        )
-
-    def _adapt_kl(self, metrics: Mapping[str, float], num_rows: int) -> None:
-        """Move the coefficients that follow a target."""
-        loss_fn, penalty_fn = self._algorithm.kl_loss_fn, self._algorithm.kl_penalty_fn
-        if "kl" in metrics:
-            measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
-            self._kl_coefs[0] = loss_fn.next_coef(float(self._kl_coefs[0]), measured, num_rows)
-        if "kl_penalty" in metrics:
-            self._kl_coefs[1] = penalty_fn.next_coef(float(self._kl_coefs[1]), metrics["kl_penalty"], num_rows)
 
 
 @torch.no_grad()
@@ -423,7 +369,3 @@ def _mismatch(inputs: LossInputs) -> dict[str, Tensor]:
         "mismatch_kl": (torch.expm1(gap_BT) - gap_BT).masked_fill(~mask_BT, 0.0).sum(),
         "mismatch_tokens": mask_BT.sum(),
     }
-
-
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()

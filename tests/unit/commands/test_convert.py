@@ -24,7 +24,6 @@ from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.rank import build_lora
 from tests.numerics import assert_close
 from tests.unit.trainer.test_lora import trainer
 from tests.unit.trainer.test_torch_engine import SIZES, rollouts
@@ -71,7 +70,7 @@ def make_run(model_folder: str, root: Path, lora: bool = False, steps: int = 2) 
     config = make_config(model_folder, root, lora)
     storage = open_storage(config.checkpoint_job_dir)
     open_run(storage, config)
-    engine = trainer(model_folder, build_lora(config))
+    engine = trainer(model_folder, config.model.lora_configs[0] if config.model.lora_configs else None)
     for step in range(1, steps + 1):
         engine.train_step(rollouts(seed=step), step)
         Checkpoints(storage, "main").save(step, engine.state_files(), {})

@@ -28,8 +28,9 @@ from rftdask.commands.estimate import (
     train_sizes,
 )
 from rftdask.config import load_config
+from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, UserError
-from rftdask.models.lora import Lora, adapter_names, begin
+from rftdask.models.lora import adapter_names, begin
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 from rftdask.trainer import model as trainer_model
 from rftdask.trainer.attention import pack_if_equal
@@ -118,7 +119,7 @@ def test_adapters_are_counted_as_peft_makes_them(
     saved: tuple[Any, ModelShape, Path], target: Any, exclude: Any, use_dora: bool
 ) -> None:
     model, shape, _ = saved
-    begin(model, Lora(rank=3, target_modules=target, exclude_modules=exclude, use_dora=use_dora))
+    begin(model, LoraConfig(lora_rank=3, target_modules=target, exclude_modules=exclude, use_dora=use_dora))
     own = dict(model.named_parameters())
     measured = sum(own[name].numel() for name in adapter_names(model))
     assert shape.lora_parameters(3, target, exclude, use_dora=use_dora) == measured

@@ -14,21 +14,19 @@ import pytest
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config.schema.explorer import InferenceModelConfig
-from rftdask.config.schema.model import ModelConfig
+from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, Give, Take
 from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import FROM_CLIENT, FROM_SERVER, FromClient, Loaded, LoadWeights, serve
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.verify import load_verified
 from rftdask.errors import RoleError, WeightsError
-from rftdask.models.lora import Lora
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.adam import AdamOptions
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.weights.fingerprint import Fingerprint
 from tests.numerics import assert_same_logprobs
 from tests.unit.engines.engine_contract import engine_spec
+from tests.unit.trainer.trainer_cases import engine_config
 
 PRINT = Fingerprint(((3, 1),), ((-2.0,),), "float32")
 
@@ -95,10 +93,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer(model: Path, lora: Lora | None = None) -> TorchEngine:
-    adam = AdamOptions(LearningRate(1e-2), (0.9, 0.999), 0.0, 1.0)
-    options = TorchOptions(str(model), "float32", "cpu", adam, 1000, 6, None, seed=0, deterministic=False, lora=lora)
-    return TorchEngine(options, make_algorithm("grpo"))
+def trainer(model: Path, lora: LoraConfig | None = None) -> TorchEngine:
+    return TorchEngine(engine_config(model, lora, deterministic=False), make_algorithm("grpo"))
 
 
 def moved(engine: TorchEngine) -> TorchEngine:
@@ -115,9 +111,9 @@ def write(engine: TorchEngine, folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=2)], ids=["all weights", "adapters"])
 def test_what_the_trainer_says_of_its_weights_the_engine_computes(
-    model: Path, tmp_path: Path, lora: Lora | None
+    model: Path, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     policy = moved(trainer(model, lora))
     fingerprint = policy.fingerprint()

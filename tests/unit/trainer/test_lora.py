@@ -17,24 +17,26 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.config.schema.model import LoraConfig
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.models.lora import Lora, add_adapter
+from rftdask.models.lora import add_adapter
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.manifest import write_folder
 from rftdask.weights.published import publish_weights, read_checkpoint_weights
 from tests.numerics import assert_close, assert_same_logprobs
-from tests.unit.trainer.test_torch_engine import SIZES, adam, rollouts
+from tests.unit.trainer.test_torch_engine import SIZES, rollouts
+from tests.unit.trainer.trainer_cases import engine_config
 
 KINDS = {
-    "plain": Lora(rank=4, alpha=8),
-    "rslora": Lora(rank=4, alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
-    "dora": Lora(rank=4, use_dora=True, exclude_modules=("k_proj",)),
+    "plain": LoraConfig(lora_rank=4, lora_alpha=8),
+    "rslora": LoraConfig(lora_rank=4, lora_alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
+    "dora": LoraConfig(lora_rank=4, use_dora=True, exclude_modules=("k_proj",)),
 }
 
 
@@ -45,24 +47,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def trainer(model_folder: str, lora: Lora | None, name: str = "grpo", **options: Any) -> TorchEngine:
-    values: dict[str, Any] = {
-        "model_path": model_folder,
-        "dtype": "float32",
-        "device": "cpu",
-        "adam": adam(),
-        "max_tokens_per_micro_batch": 1000,
-        "max_response_tokens": 6,
-        "micro_batch_size": None,
-        "seed": 0,
-        "deterministic": False,
-        "lora": lora,
-        **options,
-    }
-    return TorchEngine(TorchOptions(**values), make_algorithm(name))
+def trainer(model_folder: str, lora: LoraConfig | None, name: str = "grpo", **overrides: Any) -> TorchEngine:
+    return TorchEngine(engine_config(model_folder, lora, **{"deterministic": False, **overrides}), make_algorithm(name))
 
 
-def trained(model_folder: str, lora: Lora, steps: int = 2) -> TorchEngine:
+def trained(model_folder: str, lora: LoraConfig, steps: int = 2) -> TorchEngine:
     engine = trainer(model_folder, lora)
     for step in range(1, steps + 1):
         engine.train_step(rollouts(seed=step), step)
@@ -116,7 +105,7 @@ class TestPublished:
         second.load_state_files(files)
         assert second.state_files() == files
         for engine in (first, second):
-            engine._options = trainer(model_folder, KINDS[kind])._options  # the same seed from here on
+            engine._config = trainer(model_folder, KINDS[kind])._config  # the same seed from here on
             engine.train_step(rollouts(seed=3), 3)
         assert first.state_files() == second.state_files()
 
@@ -156,7 +145,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_is_the_policy_without
 def test_training_goes_on_from_an_adapter_given_by_its_folder(model_folder: str, tmp_path: Path) -> None:
     first = trained(model_folder, KINDS["rslora"])
     put(tmp_path / "adapter", first.weights())
-    second = trainer(model_folder, Lora(path=str(tmp_path / "adapter")))
+    second = trainer(model_folder, LoraConfig(path=str(tmp_path / "adapter")))
     assert second.weights()["adapter_model.safetensors"] == first.weights()["adapter_model.safetensors"]
     metrics = second.train_step(rollouts(seed=1), 1)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
@@ -175,14 +164,14 @@ def test_files_of_adapters_are_published_and_loaded_from_checkpoints(model_folde
 
 def test_layers_that_the_model_has_not_are_refused(model_folder: str) -> None:
     with pytest.raises(DataError, match=r"LoRA adapters cannot be put into Qwen2ForCausalLM.*nosuch"):
-        trainer(model_folder, Lora(target_modules=("nosuch",)))
+        trainer(model_folder, LoraConfig(target_modules=("nosuch",)))
 
 
 def test_an_adapter_of_another_shape_is_refused(model_folder: str, tmp_path: Path) -> None:
     engine = TransformersEngine(model_folder)
-    engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, Lora(rank=4)).weights()))
+    engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, LoraConfig(lora_rank=4)).weights()))
     with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*must be \(4, 32\)"):
-        engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, Lora(rank=2)).weights()))
+        engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, LoraConfig(lora_rank=2)).weights()))
     assert engine.policy_version == 1
 
 

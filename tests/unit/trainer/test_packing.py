@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
-from rftdask.trainer.engines.padding import pad
+from rftdask.trainer.engines.micro_batches import micro_batches, pad
 from rftdask.trainer.model import token_logprobs
-from rftdask.trainer.packing import micro_batches, pack_rows
+from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 40

@@ -24,8 +24,7 @@ from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.background_checkpoints import Saver, turns_of
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.engines.passes import plan_passes
-from rftdask.trainer.engines.row_balance import deal, rows_of_units, unit_costs
+from rftdask.trainer.engines.micro_batches import deal, plan_passes, rows_of_units, unit_costs
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, join_parts, places_of, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of

@@ -19,12 +19,10 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
-from rftdask.trainer.engines.adam import AdamOptions, CriticOptions
 from rftdask.trainer.engines.critic import value_loss
-from rftdask.trainer.engines.torch_engine import TorchEngine, TorchOptions
-from rftdask.trainer.lr_schedule import LearningRate
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.numerics import shifted_seed
-from tests.unit.trainer.trainer_cases import new_storage
+from tests.unit.trainer.trainer_cases import engine_config, new_storage
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 
@@ -38,27 +36,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.use_deterministic_algorithms(False)
 
 
-def adam(lr: float = 1e-2) -> AdamOptions:
-    return AdamOptions(LearningRate(lr), (0.9, 0.999), 0.0, 1.0)
-
-
-def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **options: Any) -> TorchEngine:
-    algorithm = make_algorithm(name, **(parts or {}))
-    values: dict[str, Any] = {
-        "model_path": str(models / "policy"),
-        "dtype": "float32",
-        "device": "cpu",
-        "adam": adam(),
-        "max_tokens_per_micro_batch": 1000,
-        "max_response_tokens": 6,
-        "micro_batch_size": None,
-        "seed": 0,
-        "deterministic": True,
-        "critic": CriticOptions(str(models / "policy"), adam(), 0.5) if algorithm.use_critic else None,
-        "teacher_path": str(models / "teacher") if name == "on_policy_distill" else None,
-        **options,
-    }
-    return TorchEngine(TorchOptions(**values), algorithm)
+def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:
+    overrides = {"deterministic": True, **overrides}
+    if name == "on_policy_distill":
+        overrides.setdefault("explorer__auxiliary_models", [{"model_path": str(models / "teacher")}])
+    return TorchEngine(engine_config(models / "policy", **overrides), make_algorithm(name, **(parts or {})))
 
 
 def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
@@ -91,7 +73,7 @@ def test_micro_batches_change_the_gradient_by_rounding_alone(models: Path, name:
     batch = batch_for(name)
     results = []
     for size in (None, 3):
-        trained = engine(models, name, micro_batch_size=size)
+        trained = engine(models, name, trainer__micro_batch_size=size)
         metrics = trained.train_step(batch, 1)
         # Not the weights: Adam's first step is the sign of the gradient, where rounding shows.
         results.append({k: v for k, v in metrics.items() if not k.startswith("lr")})
@@ -121,7 +103,7 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
 
 
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
-    trained = engine(models, "ppo", critic_warmup=2)
+    trained = engine(models, "ppo", trainer__critic_warmup=2)
     start, errors = trained.weights(), []
     for step in (1, 2):
         errors.append(trained.train_step(rollouts(), step)["critic_error"])
@@ -158,13 +140,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path
     build_toy_model(tmp_path / "other", **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     with pytest.raises(DataError, match="has a vocabulary of 99 tokens"):
-        engine(models, "on_policy_distill", teacher_path=str(tmp_path / "other"))
+        engine(models, "on_policy_distill", explorer__auxiliary_models=[{"model_path": str(tmp_path / "other")}])
 
 
 def test_recomputed_logprobs_begin_at_ratio_one(models: Path) -> None:
     parts = {"kl_loss_fn": "none"}
     recorded = engine(models, "grpo", parts).train_step(rollouts(), 1)
-    recomputed = engine(models, "grpo", parts, recompute_old_logprobs=True).train_step(rollouts(), 1)
+    recomputed = engine(models, "grpo", parts, algorithm__bypass_old_logprobs=False).train_step(rollouts(), 1)
     assert recomputed["ppo_kl"] == 0.0 != recorded["ppo_kl"]
 
 

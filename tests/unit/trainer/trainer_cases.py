@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
@@ -12,6 +14,8 @@ from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import BatchSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
+from rftdask.config import Config, load_config
+from rftdask.config.schema.model import LoraConfig
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.monitor.events import Event
 from rftdask.storage import Storage, open_storage
@@ -47,6 +51,22 @@ def fill_log(storage: Storage, steps: int) -> None:
         ]
         log.commit(rows, explore_step=step, unit=0)
     log.seal(steps)
+
+
+def engine_config(model: Path | str, lora: LoraConfig | None = None, **overrides: Any) -> Config:
+    """A configuration of which a train engine on `model` reads all it needs; overrides: "trainer__grad_clip" and so on,
+    where the underscores are a dot."""
+    tree: dict[str, Any] = {
+        "mode": "train",
+        "model": {"model_path": str(model), "max_model_len": 64, "max_response_tokens": 6},
+        "buffer": {"batch_size": 4},
+        "algorithm": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}},
+        "trainer": {"max_token_len_per_gpu": 1000, "critic": {"lr": 1e-2}},
+        "seed": 0,
+    }
+    if lora is not None:
+        tree["model"]["lora_configs"] = [lora.model_dump(exclude_defaults=True)]
+    return load_config(tree, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()])
 
 
 class Sink:

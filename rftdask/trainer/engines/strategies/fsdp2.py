@@ -8,7 +8,6 @@ backward pass, so a rank never holds all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,22 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """What a user may choose."""
-
-    offload: bool = False
-    """Weights, gradients and optimizer state lie in host memory, and the optimizer steps there."""
-    prefetch: int = 0
-    """Layers whose weights are asked for ahead of the one at work, in both directions; 0: as PyTorch does by itself,
-    which is one ahead in the backward pass.
-    """
-    reshard_after_forward: bool = True
-    """Whether a layer's weights are given up between its forward and its backward pass."""
 
 
 class FSDP2(Strategy):
@@ -40,9 +26,9 @@ class FSDP2(Strategy):
     passes_together = True
     sharded = True
 
-    def __init__(self, ranks: Ranks, device: torch.device, options: ShardOptions) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, section: TrainerConfig) -> None:
         super().__init__(ranks)
-        self._options = options
+        self._section = section
         group = ranks.group or dist.group.WORLD
         assert group is not None, "ranks have met before they share a model"
         self._mesh = DeviceMesh.from_group(group, device.type)
@@ -52,16 +38,16 @@ class FSDP2(Strategy):
             param_dtype=multiply, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # On a CPU it is in host memory already.
-        self._offload = CPUOffloadPolicy() if options.offload and device.type != "cpu" else OffloadPolicy()
+        self._offload = CPUOffloadPolicy() if section.offload_policy and device.type != "cpu" else OffloadPolicy()
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         for layer in layers:
-            self._shard(layer, self._options.reshard_after_forward)
+            self._shard(layer, self._section.reshard_after_forward)
         self._shard(module, False)
-        for number, layer in enumerate(layers if self._options.prefetch else ()):
+        for number, layer in enumerate(layers if self._section.prefetch_layers else ()):
             assert isinstance(layer, FSDPModule)
-            ahead = layers[number + 1 : number + 1 + self._options.prefetch]
-            behind = layers[max(0, number - self._options.prefetch) : number][::-1]
+            ahead = layers[number + 1 : number + 1 + self._section.prefetch_layers]
+            behind = layers[max(0, number - self._section.prefetch_layers) : number][::-1]
             layer.set_modules_to_forward_prefetch([other for other in ahead if isinstance(other, FSDPModule)])
             layer.set_modules_to_backward_prefetch([other for other in behind if isinstance(other, FSDPModule)])
 

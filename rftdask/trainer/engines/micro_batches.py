@@ -1,0 +1,220 @@
+"""Micro-batches: the rows of a batch dealt to ranks and cut into passes, and given to models as tensors.
+
+It knows neither models nor losses. How rows are dealt follows from their lengths, which all ranks know, so that they
+agree without a word.
+
+Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response of the batch; U units,
+which are neighbors in the batch that are never parted: pairs of rows, or single ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.trainer.packing import PackedRows, pack_rows
+from rftdask.trainer.ranks import Ranks
+
+
+class PaddedRows:
+    """The response side of a batch padded to [N, T], and its token side packed one micro-batch at a time.
+
+    No model computes a padded position: [N, T] holds one number per response token.
+    """
+
+    def __init__(self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None) -> None:
+        """sequence: as of `pack_rows`."""
+        self._batch, self._device, self._sequence = batch, device, sequence
+        self._tokens = batch.row_tokens()
+        self.rollout_logprobs_NT = pad(batch.row_logprobs(), np.float32).to(device)
+        self.loss_mask_NT = pad(batch.row_masks(), np.bool_).to(device)
+        self.experts_N = _tensor(batch.experts).to(device)
+
+    def uids(self, members: np.ndarray) -> list[str]:
+        """The names of some rows."""
+        return [self._batch.uids[i] for i in members]
+
+    def model_inputs(self, members: np.ndarray) -> dict[str, PackedRows]:
+        """The token side of some rows, as `token_logprobs` takes it."""
+        tokens = [self._tokens[i] for i in members]
+        lengths, temperatures = self._batch.prompt_lengths[members], self._batch.temperatures[members]
+        return {"rows": pack_rows(tokens, lengths, temperatures, self._device, sequence=self._sequence)}
+
+    @torch.no_grad()
+    def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
+        """[N, T], or [N, T, K], float32 of what `score` says of every response token, given `model_inputs` of one part
+        at a time."""
+        values_NT = torch.zeros_like(self.rollout_logprobs_NT)
+        for members in parts:
+            values_BT = score(**self.model_inputs(members))
+            if values_NT.ndim < values_BT.ndim:
+                values_NT = values_NT.new_zeros((*values_NT.shape, *values_BT.shape[2:]))
+            values_NT[torch.from_numpy(members).to(self._device), : values_BT.shape[1]] = values_BT
+        return values_NT
+
+    def advantage_inputs(self, step: int) -> AdvantageInputs:
+        """What the rows themselves say, on the CPU; what models say of them is to be added."""
+        batch, mask_NT = self._batch, self.loss_mask_NT.cpu()
+        return AdvantageInputs(
+            rewards_N=_tensor(batch.rewards),
+            group_N=_tensor(batch.groups),
+            lengths_N=mask_NT.sum(-1),
+            expert_mask_N=_tensor(batch.experts),
+            rollout_N=_tensor(batch.rollouts),
+            turn_N=_tensor(batch.turns),
+            state_N=None if batch.states is None else _tensor(batch.states),
+            turn_rewards_N=None if batch.turn_rewards is None else _tensor(batch.turn_rewards),
+            baseline_rewards_N=None if batch.baselines is None else _tensor(batch.baselines),
+            loss_mask_NT=mask_NT,
+            rollout_logprobs_NT=self.rollout_logprobs_NT.cpu(),
+            step=step,
+            uids=batch.uids,
+        )
+
+
+def pad(rows: list[np.ndarray], dtype: type) -> Tensor:
+    """[rows, longest] zeros after each row's end."""
+    padded: np.ndarray = np.zeros((len(rows), max((len(row) for row in rows), default=0)), dtype)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    # A copy: arrays over the memory of a table cannot be written to, which torch does not know of.
+    return torch.from_numpy(values.copy())
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What this rank computes of a batch."""
+
+    ranks: Ranks
+    counts: bool
+    """Whether sums take what this rank says of rows: where several ranks compute the same rows, one of them does."""
+    own: list[np.ndarray]
+    """Row numbers of each pass over own rows."""
+    num_idle: int
+    """Passes over rows of no consequence, so that all ranks make the same number, or at least one."""
+    filler: np.ndarray
+    """The rows of an idle pass: few and short."""
+
+    def scored(self, rows: PaddedRows, score: Callable[..., Tensor]) -> Tensor:
+        """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
+        idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
+        values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
+        return self.ranks.all_reduce(values if self.counts else torch.zeros_like(values))
+
+    def add_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The sums of all passes of all ranks, by name."""
+        return self.ranks.add_metrics(dict(sums) if self.counts else {})
+
+    def idle_backward(self, rows: PaddedRows, score: Callable[..., Tensor]) -> None:
+        """The idle passes of an update: forward and backward, gradient 0."""
+        for _ in range(self.num_idle):
+            (score(**rows.model_inputs(self.filler)) * 0.0).sum().backward()
+
+
+def plan_passes(
+    lengths: np.ndarray,
+    ranks: Ranks,
+    *,
+    hidden_size: int,
+    max_tokens: float,
+    max_rows: int | None,
+    unit: int,
+    together: bool,
+    group: Ranks | None = None,
+) -> Passes:
+    """Rows dealt to the ranks by cost, then cut into micro-batches.
+
+    Args:
+        unit: neighbors that are never parted.
+        together: all ranks must make the same number of passes.
+        group: the ranks that compute the same rows with this one; the rows are dealt to such groups. None: no other.
+    """
+    size = 1 if group is None else group.size
+    cut: list[list[np.ndarray]] = []
+    for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
+        rows = rows_of_units(units, unit)
+        costs = unit_costs(lengths[rows], hidden_size)
+        parts = micro_batches(lengths[rows], max_tokens=max_tokens, max_rows=max_rows, unit=unit, costs=costs)
+        cut.append([rows[part] for part in parts])
+    own = cut[ranks.rank // size]
+    # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
+    num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
+    shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
+    return Passes(ranks, group is None or group.is_rank0, own, num_idle, rows_of_units(shortest, unit))
+
+
+def micro_batches(
+    lengths: np.ndarray,
+    *,
+    max_tokens: float = math.inf,
+    max_rows: int | None = None,
+    unit: int = 1,
+    costs: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """Row numbers of each forward pass: as few as the limits on tokens and rows allow, of about the same cost.
+
+    Args:
+        lengths: tokens of each row.
+        unit: neighbors that are never parted (2: pairs). A unit beyond a limit goes alone.
+        costs: of each row; None: its tokens.
+    """
+    tokens_U = lengths.reshape(-1, unit).sum(axis=1)
+    costs_U = (lengths if costs is None else costs).reshape(-1, unit).sum(axis=1)
+    num_units = len(tokens_U)
+    max_units = num_units if max_rows is None else max(1, max_rows // unit)
+    fewest = max(1, math.ceil(num_units / max(1, max_units)), math.ceil(tokens_U.sum() / max_tokens))
+    tries = (deal(costs_U, number, tokens_U, max_tokens, max_units) for number in range(fewest, num_units))
+    parts = next(filter(None, tries), [np.array([unit]) for unit in range(num_units)])
+    return [rows_of_units(part, unit) for part in parts]
+
+
+def deal(
+    costs_U: np.ndarray,
+    num_parts: int,
+    tokens_U: np.ndarray | None = None,
+    max_tokens: float = math.inf,
+    max_units: float = math.inf,
+) -> list[np.ndarray]:
+    """Units of each part, ascending: the dearest first, each to the part that is cheapest so far among those with room
+    for it. Empty: one fits nowhere. A unit beyond a limit has a part alone.
+
+    Without limits no part costs more than the mean plus the dearest unit.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    cost_P, tokens_P, units_P = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts, int)
+    for unit in np.argsort(-costs_U, kind="stable"):
+        tokens = 0 if tokens_U is None else tokens_U[unit]
+        fits_P = (units_P == 0) | ((tokens_P + tokens <= max_tokens) & (units_P < max_units))
+        if not fits_P.any():
+            return []
+        place = int(np.where(fits_P, cost_P, np.inf).argmin())
+        parts[place].append(int(unit))
+        cost_P[place] += costs_U[unit]
+        tokens_P[place] += tokens
+        units_P[place] += 1
+    return [np.array(sorted(part), dtype=np.int64) for part in parts]
+
+
+def unit_costs(lengths_N: np.ndarray, hidden_size: int, unit: int = 1) -> np.ndarray:
+    """[U] cost of each unit's rows: products with weights, 12 H^2 L a layer, and of attention, H L^2 (causal).
+
+    In units of H a layer; the factor that both have, and the backward pass triples, is left out.
+    """
+    costs_N = lengths_N * (12.0 * hidden_size + lengths_N)
+    return np.asarray(costs_N.reshape(-1, unit).sum(axis=1))
+
+
+def rows_of_units(units: np.ndarray, unit: int) -> np.ndarray:
+    """Row numbers of these units."""
+    return np.asarray((units[:, None] * unit + np.arange(unit)).reshape(-1))
