@@ -2,18 +2,20 @@
 a line on a screen, never data.
 
 A role emits an event as an object. Between processes it travels as a plain list: rank --msgpack--> supervisor --Dask
-topic--> driver. `encode` and `decode` are the two ends of that way, and nothing in between looks inside.
+topic--> driver. `CODEC` is at the two ends of that way, and nothing in between looks inside.
 
     emit(Step("trainer", 12, {"loss": 0.3}))
-    encode(Published(12, "ab12")) == ["Published", {"version": 12, "content_hash": "ab12"}]
-    decode(["Published", {"version": 12, "content_hash": "ab12"}]) == Published(12, "ab12")
+    CODEC.encode(Published(12, "ab12")) == ["Published", 12, "ab12"]
+    CODEC.decode(["Published", 12, "ab12"]) == Published(12, "ab12")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rftdask.processes.messages import Codec
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,4 @@ class Ended:
 
 Event: TypeAlias = Started | Step | Published | CheckpointSaved | Evaluated | Note | Alive | Ended
 
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Started, Step, Published, CheckpointSaved, Evaluated, Note, Alive, Ended)
-}
-
-
-def encode(event: Event) -> list[Any]:
-    """[class' name, fields] of plain values, which msgpack and Dask's topics carry.
-
-    Not a dict: to those Dask's scheduler adds a key of its own on the way.
-    """
-    return [type(event).__name__, asdict(event)]
-
-
-def decode(message: Sequence[Any]) -> Event:
-    """The event that `encode` was given. Raises: ValueError: the message is none, or has other fields."""
-    try:
-        name, fields = message
-        return _KINDS[name](**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not an event: {message!r}; known are {', '.join(sorted(_KINDS))}") from error
+CODEC: Codec[Event] = Codec(Started, Step, Published, CheckpointSaved, Evaluated, Note, Alive, Ended)

@@ -1,9 +1,9 @@
 """Child: a process of our own below a Dask worker, for what may block, hang or hold a GPU (engines, trainer ranks).
 
-The parent and the child speak over the child's stdin and stdout: frames of 4 bytes length and msgpack. The child ends
-when its stdin closes, whatever it is doing, so no orphan outlives its worker. What the child prints goes to stderr,
-which goes to a log file whose tail is part of the error when it dies. A process can be started ahead of its Child, to
-have done its imports by then. This module knows neither Dask nor what the child does.
+The parent and the child speak msgpack over the child's stdin and stdout. The child ends when its stdin closes, whatever
+it is doing, so no orphan outlives its worker. What the child prints goes to stderr, which goes to a log file whose tail
+is part of the error when it dies. A process can be started ahead of its Child, to have done its imports by then. This
+module knows neither Dask nor what the child does.
 
 Parent:
     child = Child("rftdask.engines.server:serve", {"model_path": ...}, threads=1)
@@ -22,12 +22,10 @@ import logging
 import os
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +35,7 @@ import msgpack
 from rftdask import errors
 from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
 
-_LENGTH = struct.Struct(">I")
+_READ_BYTES = 1 << 20
 _TAIL_LINES = 20
 LOG_LEVEL = "RFTDASK_LOG_LEVEL"
 """Environment variable: least important message a child logs."""
@@ -45,21 +43,15 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RFTDASK_THREADS")
 
 
-def _read_frame(stream: IO[bytes]) -> Any:
-    """The next message, or None at the end of the stream, also if it ends within a message."""
-    header = stream.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    size = _LENGTH.unpack(header)[0]
-    body = stream.read(size)
-    if len(body) < size:
-        return None
-    return msgpack.unpackb(body, strict_map_key=False)
+def _messages(stream: IO[bytes]) -> Iterator[Any]:
+    """The messages until the end of the stream; one that is cut off there is dropped."""
+    # Unbuffered, because a buffered file would wait for as many bytes as the unpacker has room for.
+    raw = os.fdopen(stream.fileno(), "rb", buffering=0, closefd=False)
+    return iter(msgpack.Unpacker(raw, read_size=_READ_BYTES, max_buffer_size=0, strict_map_key=False))
 
 
-def _write_frame(stream: IO[bytes], message: Any) -> None:
-    body = msgpack.packb(message)
-    stream.write(_LENGTH.pack(len(body)) + body)
+def _send(stream: IO[bytes], message: Any) -> None:
+    stream.write(msgpack.packb(message))
     stream.flush()
 
 
@@ -131,7 +123,7 @@ class Child:
         """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
-        self._log_file = log_file or Path(self._own_folder.name if self._own_folder else "") / f"{name}.log"
+        self._log_file = log_file or Path(self._own_folder.name, f"{name}.log")  # type: ignore[union-attr]
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         process = _take_ahead(target, threads)
         if process is None:
@@ -153,7 +145,7 @@ class Child:
         """Hand the child a message. Raises: ProcessLostError: it is dead."""
         assert self._process.stdin is not None
         try:
-            _write_frame(self._process.stdin, message)
+            _send(self._process.stdin, message)
         except (BrokenPipeError, ValueError) as error:
             raise self._death() from error
 
@@ -194,7 +186,7 @@ class Child:
     def _pump(self) -> None:
         assert self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError), self._process.stdout as stream:
-            while (message := _read_frame(stream)) is not None:
+            for message in _messages(stream):
                 self._messages.put(message)
         self._messages.put(None)
 
@@ -214,13 +206,11 @@ class Child:
     def _death(self) -> ProcessLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
+        text = f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}"
         with contextlib.suppress(OSError):
-            tail = deque(self._log_file.read_text(errors="replace").splitlines(), maxlen=_TAIL_LINES)
-            lines = "\n".join(f"  | {line}" for line in tail)
-            return ProcessLostError(
-                f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}; its last lines:\n{lines}"
-            )
-        return ProcessLostError(f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}")
+            tail = self._log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            text += "; its last lines:\n" + "\n".join(f"  | {line}" for line in tail)
+        return ProcessLostError(text)
 
 
 class Channel:
@@ -230,11 +220,10 @@ class Channel:
         self._sink = sink
         self._lock = threading.Lock()
         self._messages: queue.Queue[Any] = queue.Queue()
-        self._source = source
-        threading.Thread(target=self._pump, name="parent-watch", daemon=True).start()
+        threading.Thread(target=self._pump, args=(source,), name="parent-watch", daemon=True).start()
 
-    def _pump(self) -> None:
-        while (message := _read_frame(self._source)) is not None:
+    def _pump(self, source: IO[bytes]) -> None:
+        for message in _messages(source):
             self._messages.put(message)
         # The parent closed the pipe or died. Nothing here outlives it: what matters is on storage already.
         os._exit(0)
@@ -251,7 +240,7 @@ class Channel:
 
     def send(self, message: Any) -> None:
         with self._lock:
-            _write_frame(self._sink, message)
+            _send(self._sink, message)
 
 
 def main(target: str, *modules: str) -> None:

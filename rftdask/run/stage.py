@@ -27,7 +27,7 @@ from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
 from rftdask.explorer.explorer import Explorer
-from rftdask.monitor.events import Ended, Event, Note, Published, decode
+from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
@@ -140,7 +140,7 @@ class StageRun:
                 self._storage.remove(STOP_FILE)
             if self._stopping:
                 self.stop()  # it was asked to before the file of an earlier stop was removed
-            self._client.subscribe_topic(TOPIC, lambda message: self._events.put(decode(message[1])))
+            self._client.subscribe_topic(TOPIC, lambda message: self._events.put(CODEC.decode(message[1])))
             if "explorer" in roles:
                 self._start_synchronizer()
                 self._explorer = self._make_explorer()

@@ -31,7 +31,7 @@ from rftdask.errors import (
     UserError,
     WaitTimeout,
 )
-from rftdask.monitor.events import Ended, decode
+from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.processes.dask_task import make_called_off
 
@@ -145,7 +145,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
                     raise PeerLostError("it was called off") from None
                 continue
             heard = time.monotonic()
-            event = decode(message)
+            event = CODEC.decode(message)
             if isinstance(event, Ended):
                 return event
             if spec.rank == 0:  # the others have only signs of life to give

@@ -35,7 +35,7 @@ from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.errors import UserError
-from rftdask.monitor.events import Event, encode
+from rftdask.monitor.events import CODEC, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.run.run_folder import STOP_FILE
@@ -88,7 +88,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         storage = open_storage(spec["url"])
         with MetricsWriter(storage, "trainer") as metrics:
             trainer = build_trainer(
-                config, storage, spec["total_steps"], metrics, lambda event: channel.send(encode(event))
+                config, storage, spec["total_steps"], metrics, lambda event: channel.send(CODEC.encode(event))
             )
             ended = trainer.run()
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         if lost is None:
             raise
         raise lost from error
-    channel.send(encode(ended))
+    channel.send(CODEC.encode(ended))
     # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
 
 
