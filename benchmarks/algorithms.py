@@ -19,7 +19,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.config.algorithms import registered_parts
+from rftdask.config.schema.algorithm import registered_parts
 
 NUM_EXPERIENCES = 100_000
 GROUP_SIZE = 8

@@ -16,8 +16,8 @@ from rftdask.algorithm.entropy import EntropyBonus
 from rftdask.algorithm.kl import KlFn
 from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.operators import Operator
-from rftdask.config.algorithms import load_part, warn_once
 from rftdask.config.plugins import bind_arguments
+from rftdask.config.schema.algorithm import load_part, warn_once
 from rftdask.errors import UserError
 
 Args = Mapping[str, Any]

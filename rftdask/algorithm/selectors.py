@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rftdask.algorithm.checks import require
-from rftdask.config.algorithms import load_part
 from rftdask.config.plugins import bind_arguments, parameters_of
+from rftdask.config.schema.algorithm import load_part
 from rftdask.config.schema.buffer import DataSelectorConfig
 from rftdask.errors import DataError, UserError
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rftdask.config import Config
-from rftdask.config.algorithms import algorithm_info
 from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import UserError
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
@@ -160,7 +159,7 @@ def longest_part(config: Config) -> int:
 
 def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     """Read the sizes of a rank from the config."""
-    trainer, info = config.trainer, algorithm_info(config.algorithm.algorithm_type)
+    trainer = config.trainer
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
     longest = longest_part(config)
@@ -174,7 +173,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         trained = shape.lora_parameters(
             lora.lora_rank, lora.target_modules, lora.exclude_modules, use_dora=lora.use_dora
         )
-    reference = info.reference and config.algorithm.kl_loss_fn != "none" and trained is None
+    reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none" and trained is None
     return TrainSizes(
         tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
         num_ranks=num_ranks,
@@ -183,7 +182,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         checkpointing=trainer.gradient_checkpointing,
         trained=trained,
         num_frozen=int(reference) + int(config.algorithm.needs_teacher),
-        critic=info.critic,
+        critic=config.algorithm.trains_critic,
     )
 
 

@@ -14,8 +14,6 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from rftdask.config.plugins import RegisteredPart
-
 
 @dataclass(frozen=True)
 class Later:
@@ -49,8 +47,8 @@ class Named:
 
     kind: str
     """What the part is, in messages: "cluster"."""
-    registered: Callable[[], Mapping[str, RegisteredPart]] = field(hash=False)
-    """The package's own parts by name."""
+    registered: Callable[[], Mapping[str, Any]] = field(hash=False)
+    """The package's own parts by name, each a `RegisteredPart` unless it has been imported."""
     arguments: str = ""
     """Key beside it with the part's arguments; "": it has none that are checked."""
     default_from: str = ""

@@ -6,7 +6,6 @@ Pure: a Config in, values out.
 import math
 from typing import Any
 
-from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import is_natural
 from rftdask.config.schema.algorithm import takes_demonstrations
 from rftdask.config.schema.buffer import TasksetConfig
@@ -51,20 +50,20 @@ def _fill_lengths(config: Config, fills: Fills) -> None:
 
 
 def _fill_batches(config: Config, fills: Fills) -> None:
-    info = algorithm_info(config.algorithm.algorithm_type)
+    explores = config.algorithm.schema_type == "experience"
     repeat_times = config.algorithm.repeat_times
     if repeat_times is None:
-        repeat_times = fills["algorithm", "repeat_times"] = info.repeat_times
+        repeat_times = fills["algorithm", "repeat_times"] = config.algorithm.usual_repeat_times
     strategy = config.algorithm.sample_strategy
     if strategy is None:
-        strategy = fills["algorithm", "sample_strategy"] = info.sample_strategy
+        strategy = fills["algorithm", "sample_strategy"] = config.algorithm.usual_sample_strategy
     if config.buffer.train_batch_size is None:
-        rollouts = config.buffer.batch_size * (repeat_times if info.schema == "experience" else 1)
+        rollouts = config.buffer.batch_size * (repeat_times if explores else 1)
         ratio = config.algorithm.expert_ratio if takes_demonstrations(strategy) else 0.0
         fills["buffer", "train_batch_size"] = _with_demonstrations(rollouts, ratio)
     source = config.buffer.trainer_input
     if source.experience_buffer.storage_type is None:
-        storage_type = "queue" if info.schema == "experience" else "file"
+        storage_type = "queue" if explores else "file"
         fills["buffer", "trainer_input", "experience_buffer", "storage_type"] = storage_type
     for name, buffer in source.auxiliary_buffers.items():
         if buffer.storage_type is None:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from rftdask.config.base import Named, Section, child_of, marks_of
-from rftdask.config.plugins import argument_problems, find_part, trait
+from rftdask.config.plugins import argument_problems, find_part, known_part, trait
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import ConfigError, UserError
@@ -98,8 +98,7 @@ def _uses(section: Section, key: str, value: Any, named: Named, where: str, path
 def _part_at(section: Section, key: str) -> Any:
     """The part that another key of the section names."""
     named = next(mark for mark in marks_of(type(section).model_fields[key]) if isinstance(mark, Named))
-    name, registered = getattr(section, key), named.registered()
-    return registered[name] if name in registered else find_part(named.kind, name, registered)
+    return known_part(named.kind, getattr(section, key), named.registered())
 
 
 def argument_problems_of(config: Config) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rftdask.config.algorithms import algorithm_info
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.run import Config
 
@@ -116,10 +115,10 @@ def _roles(config: Config) -> list[RolePlan]:
             what = f"{config.model.external_model.model_name}, behind an API"
         roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
     if config.mode in ("both", "train"):
-        reference = algorithm_info(config.algorithm.algorithm_type).reference and config.algorithm.kl_loss_fn != "none"
+        reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none"
         what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
         what += ", with a frozen reference model unless its coefficient is 0" if reference else ""
-        what += ", with a critic" if algorithm_info(config.algorithm.algorithm_type).critic else ""
+        what += ", with a critic" if config.algorithm.trains_critic else ""
         what += f", with the teacher {_teacher(config)}" if config.algorithm.needs_teacher else ""
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
     if config.mode == "both":

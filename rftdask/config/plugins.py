@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,8 +46,16 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
         load_plugin_folders(plugin_dirs)
     if name in registered:
         part = registered[name]
-        return _installed(kind, name, part.load() if isinstance(part, RegisteredPart) else part)
-    owners = [module for module in _plugin_modules if _defines(module, name)]
+        part = part.load() if isinstance(part, RegisteredPart) else part
+        for needed, extra in requires(part).items():
+            package = needed.partition(".")[0]
+            if importlib.util.find_spec(package) is None:
+                raise UserError(
+                    f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
+                )
+        return part
+    # What the module itself defines, rather than imports.
+    owners = [m for m in _plugin_modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__]
     if len(owners) > 1:
         files = " and ".join(str(module.__file__) for module in owners)
         raise UserError(f"{kind} {name!r} is defined by {files}; name one of them as {owners[0].__name__}.{name}")
@@ -61,6 +69,15 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
         near = did_you_mean(attribute, dir(module)) or "; is it the right module?"
         raise UserError(f"{kind} {name!r}: module {module_name!r} has no {attribute!r}{near}")
     return getattr(module, attribute)
+
+
+def known_part(kind: str, name: str, registered: Mapping[str, Any]) -> Any:
+    """The part called `name`, to ask for its traits: a `RegisteredPart`, which imports nothing, or a plug-in, whose
+    folder has been loaded (`load_plugin_folders`).
+
+    Raises: UserError: no such part, see `find_part`.
+    """
+    return registered[name] if name in registered else find_part(kind, name, registered)
 
 
 def load_plugin_folders(folders: Sequence[str]) -> None:
@@ -90,11 +107,6 @@ _plugin_modules: list[ModuleType] = []
 """Modules of the folders that this process has loaded."""
 
 
-def _defines(module: ModuleType, name: str) -> bool:
-    """Whether the module itself defines a class or function of this name, rather than importing it."""
-    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
-
-
 def what_instead(name: str, registered: Iterable[str]) -> str:
     """The end of a message on an unknown name: what comes nearest, and how to name a part of one's own."""
     near = nearest(name, registered)
@@ -102,15 +114,14 @@ def what_instead(name: str, registered: Iterable[str]) -> str:
     return f"{names}; one of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
 
 
-def _installed(kind: str, name: str, part: Any) -> Any:
-    """The part, if what it needs is there: `requires`, module -> extra of this package."""
-    for module, extra in requires(part).items():
-        package = module.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
-            )
-    return part
+def register(kind: str, registered: dict[str, Any], name: str, part: Any) -> None:
+    """Make `part` known as `name`. Raises: ValueError: the name is that of another."""
+    known = registered.get(name, part)
+    if isinstance(known, RegisteredPart) and known.module == getattr(part, "__module__", ""):
+        known = part  # this package's own, whose module is imported just now
+    if known is not part:
+        raise ValueError(f"{kind} {name!r} exists already; choose another name")
+    registered[name] = part
 
 
 def _import(module_name: str, what: str) -> ModuleType:
@@ -142,12 +153,8 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument that a part takes.
+    """An argument that a part takes. Example: Parameter("float", required=False)"""
 
-    Example: Parameter("clip_range", "float", required=False)
-    """
-
-    name: str
     annotation: str = ""
     """Its type as written in the source; "" where none is."""
     required: bool = True
@@ -171,7 +178,6 @@ def parameters_of(part: Any, supplied: int = 0) -> dict[str, Parameter] | None:
         return None
     return {
         parameter.name: Parameter(
-            parameter.name,
             "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation),
             required=parameter.default is parameter.empty,
         )
@@ -180,36 +186,32 @@ def parameters_of(part: Any, supplied: int = 0) -> dict[str, Parameter] | None:
     }
 
 
-def argument_problems(
-    part: Any, arguments: Mapping[str, Any], supplied: int = 0, given: Collection[str] = ()
-) -> Iterator[tuple[str, str]]:
+def argument_problems(part: Any, arguments: Mapping[str, Any], supplied: int = 0) -> Iterator[tuple[str, str]]:
     """(argument, what is wrong) for every argument that the part does not take, misses or takes as another type.
 
-    Args: as for `parameters_of`; given: arguments by name that the caller gives itself.
+    Args: as for `parameters_of`.
     """
     takes = parameters_of(part, supplied)
     if takes is None:
         return
-    takes = {name: parameter for name, parameter in takes.items() if name not in given}
+    owner = part.name if isinstance(part, RegisteredPart) else getattr(part, "__name__", type(part).__name__)
     for name, value in arguments.items():
         if name not in takes:
             known = ", ".join(takes) or "no arguments"
-            yield name, f"unknown argument{did_you_mean(name, takes)}; {_name_of(part)} takes {known}"
+            yield name, f"unknown argument{did_you_mean(name, takes)}; {owner} takes {known}"
         elif not accepts(takes[name].annotation, value):
             yield name, f"{value!r} is not {takes[name].annotation}"
     for name, parameter in takes.items():
         if parameter.required and name not in arguments:
-            yield name, f"required by {_name_of(part)}, and not given"
+            yield name, f"required by {owner}, and not given"
 
 
-def bind_arguments(
-    what: str, part: Any, arguments: Mapping[str, Any], supplied: int = 0, given: Collection[str] = ()
-) -> None:
+def bind_arguments(what: str, part: Any, arguments: Mapping[str, Any], supplied: int = 0) -> None:
     """Raises: UserError: the part does not take `arguments`; every mistake, each as `what.argument: message`.
 
     Args: what: the key of the configuration they stand in, "algorithm.policy_loss_fn_args"; others as above.
     """
-    problems = [f"{what}.{name}: {message}" for name, message in argument_problems(part, arguments, supplied, given)]
+    problems = [f"{what}.{name}: {message}" for name, message in argument_problems(part, arguments, supplied)]
     if problems:
         raise UserError("\n".join(problems))
 
@@ -253,10 +255,6 @@ def _fits(node: ast.expr, value: Any) -> bool:
     return _TYPES[name](value) if name in _TYPES else True
 
 
-def _name_of(part: Any) -> str:
-    return part.name if isinstance(part, RegisteredPart) else str(getattr(part, "__name__", type(part).__name__))
-
-
 # ---- registered parts, read from their source
 
 
@@ -287,13 +285,26 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
     Reads files and imports nothing, not even the package. A tuple of names registers the class under each.
     """
     classes = _read_classes(package)
+
+    def line_of(name: str) -> Iterator[_ReadClass]:
+        """The class and its bases in the package, nearest first."""
+        yield classes[name]
+        for base in classes[name].bases:
+            if base in classes and base != name:
+                yield from line_of(base)
+
     found: dict[str, RegisteredPart] = {}
-    for attribute, node in classes.items():
-        own = node.constants.get(label)  # its own: a subclass has another name or none
-        for name in (own,) if own and isinstance(own, str) else own or ():
-            line = list(_line_of(attribute, classes))
+    for attribute, own in classes.items():
+        names = own.constants.get(label) or ()  # its own: a subclass has another name or none
+        for name in (names,) if isinstance(names, str) else names:
+            line = list(line_of(attribute))
+            parameters: Mapping[str, Parameter] | None
+            if own.is_dataclass:  # takes its fields, those of its bases first
+                parameters = {key: value for known in reversed(line) for key, value in known.fields.items()}
+            else:
+                parameters = next((known.inits[0] for known in line if known.inits), {})
             traits = {key: value for known in reversed(line) for key, value in known.constants.items()}
-            found[name] = RegisteredPart(name, node.module, attribute, _parameters_of_line(line), traits)
+            found[name] = RegisteredPart(name, own.module, attribute, parameters, traits)
     return found
 
 
@@ -311,25 +322,29 @@ def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]
             for call in node.decorator_list:
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args:
                     name = ast.literal_eval(call.args[0])
-                    parameters = None if node.args.kwarg else _read_arguments(node.args)
-                    found[name] = RegisteredPart(name, module, node.name, parameters)
+                    found[name] = RegisteredPart(name, module, node.name, _read_arguments(node.args))
     return found
 
 
-@dataclass(frozen=True)
+@cache
+def function_registry(package: str, decorator: str) -> dict[str, Any]:
+    """name -> function or its RegisteredPart, of `read_functions`; what is imported later adds itself (`register`)."""
+    return dict(read_functions(package, decorator))
+
+
+@dataclass
 class _ReadClass:
     """What the source of a class says that a configuration may ask for."""
 
     module: str
-    bases: tuple[str, ...]
-    constants: Mapping[str, Any]
-    """Class attributes with literal values; of a dataclass's fields they are the defaults."""
+    bases: list[str]
     is_dataclass: bool
-    fields: Mapping[str, Parameter]
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Class attributes with literal values; of a dataclass's fields they are the defaults."""
+    fields: dict[str, Parameter] = field(default_factory=dict)
     """Annotated attributes, but for class variables."""
-    has_init: bool
-    init: Mapping[str, Parameter] | None
-    """Arguments of its own __init__ but self; None: any."""
+    inits: list[Mapping[str, Parameter] | None] = field(default_factory=list)
+    """Arguments of its own __init__, if it has one; None: any."""
 
 
 @cache  # a package is read under many labels, and parsing it is what costs
@@ -338,39 +353,27 @@ def _read_classes(package: str) -> Mapping[str, _ReadClass]:
     found = {}
     for module, body in _read_modules(package):
         for node in body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = _read_class(module, node)
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+            is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+            read = found[node.name] = _ReadClass(module, bases, is_dataclass)
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    read.inits.append(_read_arguments(item.args, skip=1))
+                if not isinstance(item, ast.Assign | ast.AnnAssign):
+                    continue
+                target = item.targets[0] if isinstance(item, ast.Assign) else item.target
+                if not isinstance(target, ast.Name):
+                    continue
+                if item.value is not None:
+                    with contextlib.suppress(ValueError):  # no literal
+                        read.constants[target.id] = ast.literal_eval(item.value)
+                if isinstance(item, ast.AnnAssign):
+                    annotation = ast.unparse(item.annotation)
+                    if not annotation.startswith(("ClassVar", "typing.ClassVar")):
+                        read.fields[target.id] = Parameter(annotation, required=item.value is None)
     return found
-
-
-def _read_class(module: str, node: ast.ClassDef) -> _ReadClass:
-    constants: dict[str, Any] = {}
-    fields: dict[str, Parameter] = {}
-    init: ast.arguments | None = None
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            init = item.args
-        if not isinstance(item, ast.Assign | ast.AnnAssign):
-            continue
-        target = item.targets[0] if isinstance(item, ast.Assign) else item.target
-        if not isinstance(target, ast.Name):
-            continue
-        if item.value is not None:
-            with contextlib.suppress(ValueError):  # no literal
-                constants[target.id] = ast.literal_eval(item.value)
-        if isinstance(item, ast.AnnAssign):
-            annotation = ast.unparse(item.annotation)
-            if not annotation.startswith(("ClassVar", "typing.ClassVar")):
-                fields[target.id] = Parameter(target.id, annotation, required=item.value is None)
-    return _ReadClass(
-        module,
-        tuple(ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases),
-        constants,
-        any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list),
-        fields,
-        init is not None,
-        None if init is None or init.kwarg else _read_arguments(init, skip=1),
-    )
 
 
 def _read_modules(package: str) -> Iterator[tuple[str, list[ast.stmt]]]:
@@ -390,30 +393,16 @@ def _read_modules(package: str) -> Iterator[tuple[str, list[ast.stmt]]]:
         yield name, body
 
 
-def _line_of(name: str, classes: Mapping[str, _ReadClass]) -> Iterator[_ReadClass]:
-    """The class and its bases among `classes`, nearest first."""
-    yield classes[name]
-    for base in classes[name].bases:
-        if base in classes and base != name:
-            yield from _line_of(base, classes)
-
-
-def _parameters_of_line(line: Sequence[_ReadClass]) -> Mapping[str, Parameter] | None:
-    """The fields of a dataclass, those of its bases first; else the arguments of the nearest __init__ but self."""
-    if line[0].is_dataclass:
-        return {name: parameter for known in reversed(line) for name, parameter in known.fields.items()}
-    return next((known.init for known in line if known.has_init), {})
-
-
-def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parameter]:
+def _read_arguments(arguments: ast.arguments, skip: int = 0) -> dict[str, Parameter] | None:
+    """The arguments but for the first `skip`; None: any, there is a **kwargs."""
+    if arguments.kwarg:
+        return None
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     pairs = [*zip(positional, defaults, strict=True)][skip:]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {
-        argument.arg: Parameter(
-            argument.arg, ast.unparse(argument.annotation) if argument.annotation else "", required=default is None
-        )
+        argument.arg: Parameter(ast.unparse(argument.annotation) if argument.annotation else "", default is None)
         for argument, default in pairs
     }
 

@@ -72,7 +72,8 @@ def _derived(*keys: str) -> dict[str, ReferenceKey]:
 _LOGPROBS = "the log-probability of every sampled token is always recorded"
 _THINKING = "switching the thinking mode of a chat template"
 
-# fmt: off  # as a table: a line holds the keys that have one reason
+# As a table: the keys that have one reason stand together.
+# fmt: off
 REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     "Config": {
         **_ignored("there is no Ray", ray_namespace=""),
@@ -85,28 +86,16 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     "ModelConfig": {
         **_ignored(_LOGPROBS, logprobs=0),
         **_missing(_THINKING, enable_thinking=None),
-        **_missing(
-            "this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it",
-            fully_sharded_loras=False,
-            max_cpu_loras=None,
-        ),
+        **_missing("this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it",
+                   fully_sharded_loras=False, max_cpu_loras=None),
         **_missing("changing the rotary embedding", rope_scaling=None, rope_theta=None),
-        "tinker": _missing(
-            "the Tinker service",
-            enable=False,
-            rank=16,
-            seed=None,
-            base_url=None,
-            train_mlp=True,
-            train_attn=True,
-            train_unembed=True,
-        ),
+        "tinker": _missing("the Tinker service", enable=False, rank=16, seed=None, base_url=None,
+                           train_mlp=True, train_attn=True, train_unembed=True),
     },
     "ClusterConfig": {
         **_ignored("there is no Ray; see cluster.type", ray_address="auto"),
-        **_derived(
-            "total_gpu_num", "rollout_gpu_num", "auxiliary_model_gpu_num", "explorer_gpu_num", "trainer_gpu_num"
-        ),
+        **_derived("total_gpu_num", "rollout_gpu_num", "auxiliary_model_gpu_num", "explorer_gpu_num",
+                   "trainer_gpu_num"),
     },
     "FormatConfig": {
         **_missing("images and videos", image_key=None, video_key=None),
@@ -120,20 +109,10 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "ExperienceBufferConfig": _derived("schema_type", "index", "batch_size", "tokenizer_path"),
     "InferenceModelConfig": {
-        **_missing(
-            "lengths and sampling of one engine; set the same key in section model",
-            model_path=None,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_model_len=None,
-            max_prompt_tokens=None,
-            max_response_tokens=None,
-            min_response_tokens=None,
-            enable_prompt_truncation=None,
-            repetition_penalty=None,
-        ),
-        **_missing("auxiliary models", name=None),
+        **_missing("lengths and sampling of one engine; set the same key in section model",
+                   temperature=None, top_p=None, top_k=None, max_model_len=None, max_prompt_tokens=None,
+                   max_response_tokens=None, min_response_tokens=None, enable_prompt_truncation=None,
+                   repetition_penalty=None),
         **_missing("generating past the end of sequence", ignore_eos=False),
         **_missing("images and videos", enable_multimodal=False),
         **_missing("a chat template of one engine; set model.custom_chat_template", chat_template=None),
@@ -149,54 +128,27 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_derived("bundle_indices", "nnodes", "node_rank", "enable_lora", "lora_modules", "lora_kwargs"),
     },
     "ExplorerConfig": {
-        **_ignored(
-            "there are no runner processes: rollouts are concurrent coroutines",
-            runner_per_model=8,
-            runner_prepare_concurrency=8,
-            runner_prepare_max_retries=2,
-            runner_num=None,
-            concurrent_mode="sequential",
-            runner_state_report_interval=0,
-        ),
-        **_ignored(
-            "every rollout of a task runs, fails and is retried on its own, as with 1", max_repeat_times_per_runner=None
-        ),
+        **_ignored("there are no runner processes: rollouts are concurrent coroutines",
+                   runner_per_model=8, runner_prepare_concurrency=8, runner_prepare_max_retries=2, runner_num=None,
+                   concurrent_mode="sequential", runner_state_report_interval=0),
+        **_ignored("every rollout of a task runs, fails and is retried on its own, as with 1",
+                   max_repeat_times_per_runner=None),
         **_ignored("synchronizer.max_staleness bounds the lead", max_inflight_batches=2),
-        **_ignored(
-            "only mode serve, which is not available, reads it",
-            proxy_port=8010,
-            listen_address="0.0.0.0",
-            service_status_check_interval=60.0,
-            min_running_model_num=1,
-            db_url=None,
-        ),
+        **_ignored("only mode serve, which is not available, reads it", proxy_port=8010, listen_address="0.0.0.0",
+                   service_status_check_interval=60.0, min_running_model_num=1, db_url=None),
     },
     "TrainerConfig": {
         **_ignored("look at the experience log instead", enable_preview=False),
-        **_ignored(
-            "rows are always packed and dealt evenly, and no loss depends on it",
-            use_remove_padding=True,
-            balance_batch=True,
-        ),
+        **_ignored("rows are always packed and dealt evenly, and no loss depends on it",
+                   use_remove_padding=True, balance_batch=True),
         **_ignored("the loss is always normalized over the whole batch", fix_actor_microbatch_loss_scale=False),
-        **_ignored(
-            "use trainer.offload_policy, which offloads all three",
-            param_offload=False,
-            optimizer_offload=False,
-            grad_offload=False,
-        ),
+        **_ignored("use trainer.offload_policy, which offloads all three",
+                   param_offload=False, optimizer_offload=False, grad_offload=False),
         **_ignored("it configures veRL, which is not used", trainer_config={}),
         "trainer_config_path": Missing("veRL configuration files", allowed=("",)),
-        "megatron": _missing(
-            "Megatron",
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            virtual_pipeline_model_parallel_size=None,
-            expert_model_parallel_size=1,
-            expert_tensor_parallel_size=None,
-            context_parallel_size=1,
-            sequence_parallel=True,
-        ),
+        "megatron": _missing("Megatron", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+                             virtual_pipeline_model_parallel_size=None, expert_model_parallel_size=1,
+                             expert_tensor_parallel_size=None, context_parallel_size=1, sequence_parallel=True),
     },
     "SynchronizerConfig": {
         **_ignored("there is no collective group", group_name=None),
@@ -205,24 +157,13 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "MonitorConfig": _ignored("there is no Ray; see the Dask dashboard", enable_ray_timeline=False),
     "DataProcessorConfig": {
-        "task_pipeline": _missing(
-            "Data-Juicer",
-            operators=[],
-            num_process=4,
-            config_path=None,
-            inputs=[],
-            output=None,
-            target_fields=[],
-            priority_weights={},
-            top_k=-1,
-        ),
+        "task_pipeline": _missing("Data-Juicer", operators=[], num_process=4, config_path=None, inputs=[], output=None,
+                                  target_fields=[], priority_weights={}, top_k=-1),
     },
     "ExperiencePipelineConfig": {
         **_ignored("the experience log always keeps what the explorers made", save_input=True),
-        **_missing(
-            "a copy of the input of operators; the experience log keeps it, see rftdask experiences",
-            input_save_path=None,
-        ),
+        **_missing("a copy of the input of operators; the experience log keeps it, see rftdask experiences",
+                   input_save_path=None),
         **_missing("further inputs of operators", inputs={}),
         **_missing("an output of operators besides the ledger", output=None),
     },

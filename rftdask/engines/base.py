@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rftdask.config.engine_traits import EngineTraits
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import RoleError
 

@@ -5,7 +5,7 @@ It takes and gives text, so it has no process here and no `Engine`; `rollouts/po
 
 from __future__ import annotations
 
-from rftdask.config.engine_traits import EngineTraits
+from rftdask.config.schema.explorer import EngineTraits
 
 
 class ExternalEngine(EngineTraits):

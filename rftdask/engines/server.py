@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rftdask.config.engine_traits import registered_engines
 from rftdask.config.plugins import find_part, load_plugin_folders
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation
 from rftdask.engines.verify import load_verified

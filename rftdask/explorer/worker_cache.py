@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from rftdask.config import Config
-from rftdask.config.schema.explorer import AuxiliaryModelConfig, InferenceModelConfig
+from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation
@@ -212,11 +212,11 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
     return TextEngine(generate if in_calls else Streaming(client.submit, timeout_s, str(client)), tokenizer, logprobs)
 
 
-def _name(model: AuxiliaryModelConfig) -> str:
+def _name(model: InferenceModelConfig) -> str:
     return model.name or model.model_path or ""
 
 
-def _tokenizer(model: AuxiliaryModelConfig, config: Config) -> Tokenizer:
+def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:
     if not model.traits.has_model:
         return load_tokenizer(config)
     # Late: importing transformers takes most of a second.

@@ -20,7 +20,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.config.algorithms import algorithm_info, registered_parts
+from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
@@ -55,10 +55,11 @@ class World:
             "trainer": {"total_steps": STEPS},
         }
         plaintext = {"prompt_type": "plaintext"}
-        if algorithm_info(name).schema != "experience":
-            buffer = {"path": str(self.folder / f"{algorithm_info(name).schema}.jsonl"), "format": plaintext}
+        section = AlgorithmConfig(algorithm_type=name)
+        if section.schema_type != "experience":
+            buffer = {"path": str(self.folder / f"{section.schema_type}.jsonl"), "format": plaintext}
             tree["buffer"]["trainer_input"]["experience_buffer"] = buffer
-        if algorithm_info(name).sample_strategy == "mix":
+        if section.usual_sample_strategy == "mix":
             shown = {"shown": {"path": str(self.folder / "sft.jsonl"), "format": plaintext}}
             tree["buffer"]["trainer_input"]["auxiliary_buffers"] = shown
         if name in ("on_policy_distill", "jsd"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.algorithms import algorithm_info
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
@@ -106,7 +105,7 @@ def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "buffer.trainer_input")
 def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
-    mixes = takes_demonstrations(algorithm_info(algorithm).sample_strategy)
+    mixes = takes_demonstrations(config.algorithm.usual_sample_strategy)
     if mixes != takes_demonstrations(strategy):
         yield (
             "algorithm.sample_strategy",

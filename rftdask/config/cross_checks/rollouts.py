@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.rule import Rules
-from rftdask.config.engine_traits import registered_engines
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.error_text import show
+from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -27,6 +27,18 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
     engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
     if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
         yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
+
+
+@RULES.reading("explorer.rollout_model")
+def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
+    for key, what in (
+        ("model_path", "lengths and sampling of one engine; set the same key in section model"),
+        ("name", "auxiliary models"),
+    ):
+        value = getattr(config.explorer.rollout_model, key)
+        if value is not None:
+            told = f"{show(value)} is not available in this release ({what}); leave it out or set null"
+            yield f"explorer.rollout_model.{key}", told
 
 
 @RULES.reading("mode", "algorithm", "explorer.auxiliary_models")

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from rftdask.config.algorithms import known_part
 from rftdask.config.cross_checks.rule import Rules, is_natural
 from rftdask.config.plugins import argument_problems
+from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -46,7 +46,7 @@ def _mode_fits_algorithm(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.rollout_correction")
 def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
-    part = known_part("rollout_correction", "rollout_correction")  # there is one, which the key names by being there
+    [part] = registered_parts("rollout_correction").values()  # there is one, which the key names by being there
     for argument, message in argument_problems(part, config.algorithm.rollout_correction or {}):
         yield f"algorithm.rollout_correction.{argument}", message
 

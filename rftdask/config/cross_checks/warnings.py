@@ -5,7 +5,6 @@ Pure: a Config in, messages out.
 
 from collections.abc import Iterator
 
-from rftdask.config.algorithms import algorithm_info
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.rollouts import engine_warnings
 from rftdask.config.schema.explorer import ExplorerConfig
@@ -18,9 +17,8 @@ _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 
 def warn(config: Config) -> Iterator[Problem]:
     """(path, message) of what is accepted and may surprise."""
-    info = algorithm_info(config.algorithm.algorithm_type)
     buffer = config.buffer
-    if info.grouped and config.algorithm.repeat_times < 2 and config.mode != "bench":
+    if config.algorithm.compares_groups and config.algorithm.repeat_times < 2 and config.mode != "bench":
         yield (
             "algorithm.repeat_times",
             f"{config.algorithm.repeat_times}: {config.algorithm.algorithm_type} compares the rollouts of a task, "
@@ -29,7 +27,8 @@ def warn(config: Config) -> Iterator[Problem]:
     if buffer.total_steps is not None and buffer.total_epochs != 1:
         yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
     source = buffer.trainer_input
-    if info.schema == "experience" and source.experience_buffer.path and source.experience_buffer.storage_type != "sql":
+    log = source.experience_buffer
+    if config.algorithm.schema_type == "experience" and log.path and log.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
     read = config.demonstrations if config.num_demonstrations else None
     for name in sorted(set(source.auxiliary_buffers) - {read}):
@@ -43,7 +42,7 @@ def warn(config: Config) -> Iterator[Problem]:
         )
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
-    if config.model.critic_model_path and not info.critic:
+    if config.model.critic_model_path and not config.algorithm.trains_critic:
         yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
     if (trainer := config.trainer).trainer_strategy != "fsdp2":
         chosen = {

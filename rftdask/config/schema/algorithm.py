@@ -1,16 +1,63 @@
-"""Section `algorithm`: what is optimized and by which rule. Names of functions are checked by rftdask.algorithm."""
+"""Section `algorithm`: what is optimized and by which rule; and the parts of algorithms, by the keys that name them.
 
-from functools import partial
+Names, arguments and traits of the parts are read from the source of rftdask.algorithm: no table is kept by hand, and
+torch is not imported. A part of the user's own is imported.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.algorithms import advantage_needs, algorithm_info, old_names, registered_parts
 from rftdask.config.base import Aliases, Count, Filled, Free, Named, Section, absent
-from rftdask.config.plugins import read_parts
+from rftdask.config.plugins import RegisteredPart, find_part, known_part, read_parts, trait
 
 EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
+
+LABELS = {
+    "algorithm_type": "algorithm_type",
+    "advantage_fn": "advantage_name",
+    "policy_loss_fn": "loss_name",
+    "kl_penalty_fn": "kl_name",
+    "kl_loss_fn": "kl_name",
+    "entropy_loss_fn": "entropy_name",
+    "operator": "operator_name",
+    "selector": "selector_name",
+    "rollout_correction": "correction_name",
+}
+"""Key of the configuration -> the class attribute with which a class of rftdask.algorithm registers its name."""
+
+
+def registered_parts(key: str) -> Mapping[str, RegisteredPart]:
+    """The package's own parts for a key of `LABELS`, by name."""
+    return read_parts("rftdask.algorithm", LABELS[key])
+
+
+@cache
+def old_names(key: str) -> Mapping[str, str]:
+    """Deprecated name -> name, of the parts for a key."""
+    parts = registered_parts(key).items()
+    return {old: name for name, part in parts for old in part.traits.get("deprecated_names", ())}
+
+
+def load_part(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
+    """The class that a name means, imported; an old name gives the part it stands for and one warning per process.
+
+    Raises: UserError: no such part, see `find_part`.
+    """
+    if name in old_names(key):
+        warn_once(f"{key} {name!r} is deprecated: it is {old_names(key)[name]!r}")
+        name = old_names(key)[name]
+    return find_part(key, name, registered_parts(key), plugin_dirs)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A FutureWarning, once per process."""
+    warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 registered_strategies = partial(read_parts, "rftdask.buffer.batches.selection", "sample_strategy")
@@ -127,7 +174,47 @@ class AlgorithmConfig(Section):
     @property
     def schema_type(self) -> str:
         """What the algorithm trains on: experience, sft, dpo or cpt."""
-        return algorithm_info(self.algorithm_type).schema
+        return str(self._of_type("schema"))
+
+    def _of_type(self, name: str) -> Any:
+        """A class attribute of the algorithm type. Raises: UserError: there is no such type."""
+        return trait(known_part("algorithm_type", self.algorithm_type, registered_parts("algorithm_type")), name)
+
+    def _of_advantage(self, own: str | None, name: str, default: Any = None) -> Any:
+        """A class attribute of the advantage function `own`, else of the type's; `default`: it has none."""
+        chosen = own or self._of_type("advantage_fn")
+        registered = registered_parts("advantage_fn")
+        return trait(known_part("advantage_fn", chosen, registered), name, default) if chosen else default
+
+    @property
+    def usual_repeat_times(self) -> int:
+        """Rollouts per task when the user gives none."""
+        return int(self._of_type("repeat_times"))
+
+    @property
+    def usual_sample_strategy(self) -> str:
+        """How batches are taken when the user says nothing."""
+        return str(self._of_type("sample_strategy"))
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether the type trains a value model beside the policy."""
+        return bool(self._of_advantage(None, "uses_critic"))
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the type's advantage compares the rollouts of one task, so that a lone rollout teaches nothing."""
+        return bool(self._of_advantage(None, "uses_groups"))
+
+    @property
+    def compares_reference(self) -> bool:
+        """Whether the type compares the policy with the frozen initial weights: a KL loss, or a loss that needs them.
+
+        A `kl_loss_fn` of "none" leaves the reference model out.
+        """
+        name = self._of_type("policy_loss_fn")
+        loss = known_part("policy_loss_fn", name, registered_parts("policy_loss_fn"))
+        return self._of_type("kl_loss_fn") != "none" or bool(trait(loss, "uses_reference"))
 
     @property
     def expert_ratio(self) -> float:
@@ -138,9 +225,9 @@ class AlgorithmConfig(Section):
     @property
     def needs_teacher(self) -> bool:
         """Whether it learns from the log-probabilities of a second model."""
-        return "teacher_logprobs_NT" in advantage_needs(self.algorithm_type, self.advantage_fn)
+        return "teacher_logprobs_NT" in self._of_advantage(self.advantage_fn, "needs", ())
 
     @property
     def greedy_baseline(self) -> bool:
         """Whether every task has one more, greedy rollout, whose reward is the baseline of the others."""
-        return "baseline_rewards_N" in advantage_needs(self.algorithm_type, self.advantage_fn)
+        return "baseline_rewards_N" in self._of_advantage(self.advantage_fn, "needs", ())

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.algorithms import known_part, registered_parts
 from rftdask.config.base import (
     Count,
     Filled,
@@ -17,8 +16,14 @@ from rftdask.config.base import (
     absent,
     no_items,
 )
-from rftdask.config.plugins import read_parts
-from rftdask.config.rollout_parts import registered_rewards, registered_workflows
+from rftdask.config.plugins import function_registry, known_part, read_parts
+from rftdask.config.schema.algorithm import registered_parts
+
+# The two are looked up in one dict each, to which a plug-in adds its own when it is imported.
+registered_workflows = partial(function_registry, "rftdask.rollouts.workflows", "workflow")
+"""Call for name -> the workflow, or its RegisteredPart; `rollouts.workflows.registry.workflow` adds to it."""
+registered_rewards = partial(function_registry, "rftdask.rollouts.rewards", "reward")
+"""Call for name -> the reward function, or its RegisteredPart; `rollouts.rewards.registry.reward` adds to it."""
 
 _WORKFLOW = Named("workflow", registered_workflows)
 
@@ -90,7 +95,7 @@ class DataSelectorConfig(Section):
     @property
     def selector(self) -> Any:
         """The selector's class, or its `RegisteredPart`: both have its traits."""
-        return known_part("selector", self.selector_type)
+        return known_part("selector", self.selector_type, registered_parts("selector"))
 
 
 class TasksetConfig(Section):

@@ -1,6 +1,7 @@
 """Section `explorer`: the engines that sample, and the limits of a rollout."""
 
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +16,38 @@ from rftdask.config.base import (
     Section,
     no_items,
 )
-from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines
+from rftdask.config.plugins import RegisteredPart, known_part, read_parts
+
+registered_engines = partial(read_parts, "rftdask.engines", "engine_type")
+"""Call for engine_type -> class, of the engines of this package; read from their source: they load torch and vLLM."""
+
+
+class EngineTraits:
+    """Base of `rftdask.engines.base.Engine`. All values are literals.
+
+    Example:
+        class VllmEngine(Engine):
+            engine_type = "vllm"
+            required_package = "vllm"
+    """
+
+    engine_type: ClassVar[str] = ""
+    """Name in a configuration. A class without one is named as `package.module.Name`."""
+    is_external: ClassVar[bool] = False
+    """The model runs elsewhere and speaks text: no tokens or logprobs to train on, no weights to load."""
+    has_model: ClassVar[bool] = True
+    """It computes with a model's weights. False: no model folder and no tokenizer are needed, and nothing that it
+    loads can be verified."""
+    repeats_bits: ClassVar[bool] = False
+    """The same requests given at once give the same bits each time."""
+    takes_dora: ClassVar[bool] = True
+    """It serves adapters that were trained with DoRA."""
+    required_package: ClassVar[str | None] = None
+    """Optional package that it imports; the extra of rftdask that installs it has the same name."""
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of its section that it follows, of those that not every engine follows."""
+    imports_ahead: ClassVar[tuple[str, ...]] = ()
+    """Modules whose import takes seconds, for a process that is started before it is needed. None: not worth it."""
 
 
 class InferenceModelConfig(Section):
@@ -40,6 +72,11 @@ class InferenceModelConfig(Section):
     """Data type of the weights. auto: float32 on CPU, bfloat16 on GPU."""
     seed: int = 42
     """Seed of the sampling; every rollout gets its own stream from it."""
+    model_path: str | None = None
+    """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the
+    policy. Of engine external: the model's name at the service."""
+    name: str | None = None
+    """auxiliary_models: what workflows call it: model.auxiliary(name). None: its model_path."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1
@@ -62,7 +99,11 @@ class InferenceModelConfig(Section):
     @property
     def traits(self) -> type[EngineTraits]:
         """What holds for every engine of this type. Raises: UserError: an engine of the user's own is not found."""
-        return engine_traits(self.engine_type)
+        part = known_part("engine", self.engine_type, registered_engines())
+        if isinstance(part, RegisteredPart):
+            return type(part.attribute, (EngineTraits,), dict(part.traits))
+        engine: type[EngineTraits] = part
+        return engine
 
     @property
     def num_gpus(self) -> int:
@@ -104,16 +145,6 @@ class SandboxConfig(Section):
     """Memory of one process beyond what its imports take. None: no limit."""
 
 
-class AuxiliaryModelConfig(InferenceModelConfig):
-    """An item of `explorer.auxiliary_models`: a frozen model beside the policy."""
-
-    model_path: str | None = None
-    """Folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the policy. Of engine
-    external: the model's name at the service."""
-    name: str | None = None
-    """What workflows call it: model.auxiliary(name). None: its model_path."""
-
-
 class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
@@ -143,7 +174,7 @@ class ExplorerConfig(Section):
     """Processes for workflows and rewards from elsewhere."""
     rollout_model: InferenceModelConfig = InferenceModelConfig()
     """Engines of the policy."""
-    auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()
+    auxiliary_models: tuple[InferenceModelConfig, ...] = ()
     """Models that workflows may ask, such as judges; each explorer worker loads them beside the policy. The one of
     on_policy_distill and jsd is the teacher, which the trainer loads."""
     eval_interval: Count = 100

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.algorithms import registered_parts
 from rftdask.config.base import Free, Later, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
-from rftdask.config.schema.algorithm import AlgorithmConfig, takes_demonstrations
+from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig
 from rftdask.config.schema.cluster import ClusterConfig
 from rftdask.config.schema.explorer import ExplorerConfig

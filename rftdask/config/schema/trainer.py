@@ -17,7 +17,7 @@ from rftdask.config.base import (
     Section,
     absent,
 )
-from rftdask.config.plugins import find_part, read_parts, trait
+from rftdask.config.plugins import known_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
 """Call for trainer_type -> class, of the trainer engines of this package; read from their source: they load torch."""
@@ -102,9 +102,7 @@ class TrainerConfig(Section):
     @property
     def has_model(self) -> bool:
         """Whether the engine trains a model, which has to be there. Raises: UserError: there is no such engine."""
-        registered = registered_train_engines()
-        found = registered.get(self.trainer_type) or find_part("trainer engine", self.trainer_type, registered)
-        return bool(trait(found, "has_model"))
+        return bool(trait(known_part("trainer engine", self.trainer_type, registered_train_engines()), "has_model"))
 
     @property
     def max_tokens_per_micro_batch(self) -> float:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_part
-from rftdask.config.rollout_parts import register, registered_rewards
+from rftdask.config.plugins import find_part, register
+from rftdask.config.schema.buffer import registered_rewards
 from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import Response, Reward

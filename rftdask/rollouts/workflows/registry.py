@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_part, module_of, runs_in_process
+from rftdask.config.plugins import find_part, module_of, register, runs_in_process
 from rftdask.config.plugins import requires as required_modules
-from rftdask.config.rollout_parts import register, registered_workflows
+from rftdask.config.schema.buffer import registered_workflows
 from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn

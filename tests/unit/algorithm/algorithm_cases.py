@@ -11,7 +11,7 @@ from torch import Tensor
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.config.algorithms import registered_parts
+from rftdask.config.schema.algorithm import registered_parts
 from tests.numerics import shifted_seed
 
 Numbers = Sequence[float]

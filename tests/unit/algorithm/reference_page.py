@@ -12,7 +12,7 @@ from typing import Any
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.correction import Correction
-from rftdask.config.algorithms import old_names, registered_parts
+from rftdask.config.schema.algorithm import old_names, registered_parts
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 START = "## Algorithm types"

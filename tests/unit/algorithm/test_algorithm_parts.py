@@ -13,15 +13,7 @@ import pytest
 import rftdask.algorithm
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.compose import BASES, make_algorithm
-from rftdask.config.algorithms import (
-    LABELS,
-    AlgorithmInfo,
-    advantage_needs,
-    algorithm_info,
-    old_names,
-    registered_parts,
-)
-from rftdask.config.schema.algorithm import AlgorithmConfig
+from rftdask.config.schema.algorithm import LABELS, AlgorithmConfig, old_names, registered_parts
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, ALGORITHMS
 
 ROOT = Path(rftdask.algorithm.__file__).parent
@@ -29,7 +21,7 @@ ROOT = Path(rftdask.algorithm.__file__).parent
 
 def test_names_and_arguments_are_read_without_torch() -> None:
     code = (
-        "import sys; from rftdask.config.algorithms import LABELS, registered_parts;"
+        "import sys; from rftdask.config.schema.algorithm import LABELS, registered_parts;"
         "print([len(registered_parts(key)) > 0 for key in LABELS], 'torch' in sys.modules)"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -59,22 +51,23 @@ def test_class_names_are_unique_below_the_package() -> None:
 def test_the_facts_are_those_of_the_composition(name: str) -> None:
     algorithm = make_algorithm(name)
     advantage = algorithm.advantage_fn
-    assert algorithm_info(name) == AlgorithmInfo(
-        schema=algorithm.schema,
-        repeat_times=algorithm.repeat_times,
-        critic=algorithm.use_critic,
-        reference=algorithm.use_reference,
-        grouped=advantage is not None and advantage.uses_groups,
-        sample_strategy=algorithm.sample_strategy,
-    )
+    section = AlgorithmConfig(algorithm_type=name)
+    assert section.schema_type == algorithm.schema
+    assert section.usual_repeat_times == algorithm.repeat_times
+    assert section.usual_sample_strategy == algorithm.sample_strategy
+    assert section.trains_critic == algorithm.use_critic
+    assert section.compares_reference == algorithm.use_reference
+    assert section.compares_groups == (advantage is not None and advantage.uses_groups)
 
 
 def test_what_an_advantage_needs_is_known() -> None:
     for name, cls in ADVANTAGE_FNS.items():
-        assert advantage_needs("grpo", name) == set(cls.needs)
-    assert "teacher_logprobs_NT" in advantage_needs("jsd", None)
-    assert "baseline_rewards_N" in advantage_needs("remax", None)
-    assert advantage_needs("sft", None) == set()
+        section = AlgorithmConfig(algorithm_type="grpo", advantage_fn=name)
+        assert section.needs_teacher == ("teacher_logprobs_NT" in cls.needs)
+        assert section.greedy_baseline == ("baseline_rewards_N" in cls.needs)
+    assert AlgorithmConfig(algorithm_type="jsd").needs_teacher
+    assert AlgorithmConfig(algorithm_type="remax").greedy_baseline
+    assert not AlgorithmConfig(algorithm_type="sft").needs_teacher
 
 
 def test_old_names_stand_for_names_that_are_there() -> None:

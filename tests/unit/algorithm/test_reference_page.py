@@ -1,6 +1,6 @@
 """The documentation says of every name what the code says."""
 
-from rftdask.config.algorithms import registered_parts
+from rftdask.config.schema.algorithm import registered_parts
 from tests.unit.algorithm.reference_page import PAGE, SECTIONS, START, render
 
 

@@ -8,7 +8,7 @@ import pytest
 from config_cases import config, grpo, problems, sft
 
 from rftdask.config import check_plugins, fill_from_environment, load_config, make_plan, replace
-from rftdask.config.algorithms import algorithm_info, registered_parts
+from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts
 from rftdask.errors import ConfigError
 
 SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
@@ -60,7 +60,7 @@ def test_demonstrations_are_found_without_being_named(buffers: list[str], found:
 
 @pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))
 def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_key(name: str) -> None:
-    tree = sft() if algorithm_info(name).schema != "experience" else grpo()
+    tree = sft() if AlgorithmConfig(algorithm_type=name).schema_type != "experience" else grpo()
     tree["algorithm"] = {"algorithm_type": name}
     inputs = {
         "mix": {"buffer.trainer_input.auxiliary_buffers.sft_dataset.path": "shown.jsonl"},
@@ -73,7 +73,7 @@ def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_
         "dpo": inputs["sft"],
         "cpt": inputs["sft"],
     }
-    if algorithm_info(name).schema != "experience":
+    if AlgorithmConfig(algorithm_type=name).schema_type != "experience":
         del tree["buffer"]["trainer_input"]
     overrides = [f"{key}={value}" for key, value in inputs.get(name, {}).items()]
     for key in inputs.get(name, {}):

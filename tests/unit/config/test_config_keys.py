@@ -106,6 +106,12 @@ def test_a_key_whose_feature_is_missing_is_refused_when_set(path: str) -> None:
     assert [line for line in lines if line.startswith(f"{where}: ") and "is not available in this release (" in line]
 
 
+@pytest.mark.parametrize("key", ["model_path", "name"])
+def test_the_engine_of_the_policy_has_no_model_or_name_of_its_own(key: str) -> None:
+    [line] = problems(with_key(f"explorer.rollout_model.{key}", "other"))
+    assert line.startswith(f"explorer.rollout_model.{key}: 'other' is not available in this release (")
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.algorithm.selectors import Selector, Shuffle
-from rftdask.config.algorithms import load_part
+from rftdask.config.schema.algorithm import load_part
 from rftdask.data.task_schedule import EpochOrder, TaskRef, num_explore_steps
 from rftdask.data.task_schedule import explore_tasks as explore_tasks_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines
+from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig, registered_engines
 from rftdask.engines.base import Engine, GenerateRequest, SamplingParams
 from rftdask.engines.fake import FakeEngine
 from rftdask.errors import UserError
@@ -33,12 +33,12 @@ class TestFakeEngine(EngineContract, ContinuousContract):
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"unknown engine 'vlm'; did you mean vllm\?"):
-        engine_traits("vlm")
+        _ = InferenceModelConfig(engine_type="vlm").traits
 
 
 @pytest.mark.parametrize("engine_type", sorted(registered_engines()))
 def test_the_traits_read_from_the_source_are_those_of_the_class(engine_type: str) -> None:
-    read, engine = engine_traits(engine_type), registered_engines()[engine_type].load()
+    read, engine = InferenceModelConfig(engine_type=engine_type).traits, registered_engines()[engine_type].load()
     assert read is not engine
     names = [name for name in vars(EngineTraits) if not name.startswith("_")]
     assert len(names) >= 8
@@ -46,8 +46,8 @@ def test_the_traits_read_from_the_source_are_those_of_the_class(engine_type: str
 
 
 def test_an_engine_of_the_users_own_has_its_own_traits() -> None:
-    assert engine_traits(f"{__name__}.{Steady.__name__}") is Steady
-    assert Steady.repeats_bits and not engine_traits("vllm").repeats_bits
+    assert InferenceModelConfig(engine_type=f"{__name__}.{Steady.__name__}").traits is Steady
+    assert Steady.repeats_bits and not InferenceModelConfig(engine_type="vllm").traits.repeats_bits
 
 
 class Steady(FakeEngine):
@@ -56,8 +56,8 @@ class Steady(FakeEngine):
 
 def test_traits_are_known_without_torch() -> None:
     code = (
-        "import sys; from rftdask.config.engine_traits import EngineTraits, engine_traits, registered_engines as r; "
-        "[engine_traits(name) for name in r()]; "
+        "import sys; from rftdask.config.schema.explorer import InferenceModelConfig as C, registered_engines as r; "
+        "[C(engine_type=name).traits for name in r()]; "
         "sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
