@@ -15,7 +15,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import fsspec
@@ -28,9 +28,6 @@ from rftdask.models.hub import require_hub, without_hub
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
-_REMOTE_RUNTIME = "prime"
-"""What verifiers runs programs on by default."""
-_REASONING_GYM_DEFAULTS = {"size": 1000, "seed": 42}
 
 
 class Dataset(Protocol):
@@ -83,13 +80,18 @@ def open_dataset(
         )
     if table is not None:
         return _open_table(path, table)
-    filesystem, root = _filesystem(path)
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
+        raise DataError(f"dataset {path}: {error}") from error
     if filesystem.isdir(root):
         return _open_folder(filesystem, root, path, split, subset_name)
     if filesystem.exists(root):
         return _read_files(filesystem, [root], path)
+    parts = path.split("/")
+    is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
     # "data/gsm9k" beside a folder "data" is a misspelled file, not a dataset of the Hub user "data".
-    if _is_hub_name(path) and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
+    if is_hub_name and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
         return _open_hub(path, split, subset_name)
     raise DataError(f"dataset {path} does not exist{_neighbors(filesystem, root)}")
 
@@ -106,14 +108,8 @@ class RowsDataset:
         self.fingerprint = fingerprint
         self._parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
-        names: dict[str, None] = {}
-        for part in parts:
-            if isinstance(part, pa.Table):
-                names.update(dict.fromkeys(part.column_names))
-            else:
-                for row in part:
-                    names.update(dict.fromkeys(row))
-        self.columns = tuple(names)
+        names = (p.column_names if isinstance(p, pa.Table) else chain.from_iterable(p) for p in parts)
+        self.columns = tuple(dict.fromkeys(chain.from_iterable(names)))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -145,48 +141,38 @@ class WrappedDataset:
 # Files
 
 
-def _filesystem(path: str) -> tuple[Any, str]:
-    try:
-        filesystem, root = fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
-        raise DataError(f"dataset {path}: {error}") from error
-    return filesystem, root
-
-
 def _open_folder(filesystem: Any, root: str, path: str, split: str, subset_name: str | None) -> Dataset:
     if subset_name:
         root = f"{root.rstrip('/')}/{subset_name}"
         if not filesystem.isdir(root):
             raise DataError(f"dataset {path}: no subset {subset_name!r}{_neighbors(filesystem, root)}")
-    names = sorted(_name(entry) for entry in filesystem.ls(root, detail=False))
+    names = _names_in(filesystem, root)
     if "dataset_dict.json" in names or "state.json" in names:
         return _open_saved(root if "://" not in path else path, split)
     files = [name for name in names if name.endswith(SUFFIXES)]
     if not files:
         raise DataError(f"dataset {path}: no {', '.join(SUFFIXES)} file in the folder; it holds {names[:10]}")
-    chosen = [name for name in files if _split_of(name) == split]
-    if not chosen and (split != "train" or any(_split_of(name) in ("train", "test", "validation") for name in files)):
+    # "train" of "train.jsonl" and of "train-00000-of-00002.parquet".
+    splits = [name.rsplit(".", 1)[0].split("-")[0] for name in files]
+    chosen = [name for name, found in zip(files, splits, strict=True) if found == split]
+    # Files that name no split at all are all of train.
+    if not chosen and (split != "train" or not {"train", "test", "validation"}.isdisjoint(splits)):
         raise DataError(f"dataset {path}: no file of split {split!r}; the folder holds {files[:10]}")
     return _read_files(filesystem, [f"{root.rstrip('/')}/{name}" for name in chosen or files], path)
 
 
-def _split_of(name: str) -> str:
-    """ "train" of "train.jsonl" and of "train-00000-of-00002.parquet"."""
-    return name.rsplit(".", 1)[0].split("-")[0]
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]
+def _names_in(filesystem: Any, folder: str) -> list[str]:
+    return sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
 
 
 def _neighbors(filesystem: Any, root: str) -> str:
     """The end of a message about a missing `root`: what the folder holds, or that there is no such folder."""
     folder, _, name = root.rstrip("/").rpartition("/")
     try:
-        names = [_name(entry) for entry in filesystem.ls(folder, detail=False)]
+        names = _names_in(filesystem, folder)
     except OSError:
         return f": there is no folder {folder} either"
-    similar = nearest(name, names) or sorted(names)[:5]
+    similar = nearest(name, names) or names[:5]
     return f"; nearest in {folder}: {', '.join(similar)}" if similar else f": {folder} is empty"
 
 
@@ -195,6 +181,7 @@ def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
     parts: list[Sequence[dict[str, Any]] | pa.Table] = []
     for file in files:
         content = filesystem.cat_file(file)
+        # With its length: rows that move from one file to the next make another dataset.
         digest.update(len(content).to_bytes(8, "big") + content)
         parts.append(_parse(file, content))
     dataset = RowsDataset(parts, digest.hexdigest())
@@ -214,39 +201,31 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: not UTF-8; save it as UTF-8") from error
+        line_number = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line_number}: not UTF-8; save it as UTF-8") from error
     if file.endswith(".csv"):
         return _parse_csv(file, text)
+    rows: list[dict[str, Any]] = []
     if file.endswith(".json") and text.lstrip().startswith("["):
-        return _parse_json_list(file, text)
-    return _parse_jsonl(file, text)
-
-
-def _parse_jsonl(file: str, text: str) -> list[dict[str, Any]]:
-    rows = []
-    # Not splitlines: it also breaks at U+2028 and kin, which JSON allows inside strings.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
+            rows = json.loads(text)
         except ValueError as error:
-            raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{file}:{number}: a {type(row).__name__} where an object {{column: value}} is expected")
-        rows.append(row)
-    return rows
-
-
-def _parse_json_list(file: str, text: str) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON: {error}") from error
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{file}: item {number} is a {type(row).__name__}, not an object {{column: value}}")
+            raise DataError(f"{file}: not JSON: {error}") from error
+        for number, item in enumerate(rows):
+            if not isinstance(item, dict):
+                raise DataError(f"{file}: item {number} is a {type(item).__name__}, not an object {{column: value}}")
+    else:
+        # Not splitlines: it also breaks at U+2028 and kin, which JSON allows inside strings.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
+            if not isinstance(rows[-1], dict):
+                kind = type(rows[-1]).__name__
+                raise DataError(f"{file}:{number}: a {kind} where an object {{column: value}} is expected")
     return rows
 
 
@@ -266,55 +245,51 @@ def _parse_csv(file: str, text: str) -> list[dict[str, Any]]:
 # Other packages
 
 
-def _is_hub_name(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
-
-
 def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
-    datasets = _import_datasets()
+    import datasets  # late: 0.6 s, and local files do without it
+
+    which = f"split {split!r}, subset {subset_name!r}"
     try:
         try:
             with without_hub():
                 rows = datasets.load_dataset(path, subset_name, split=split)
         except (OSError, ValueError):  # not in the cache of this machine, or not whole
             require_hub(
-                f"dataset {path} (split {split!r}, subset {subset_name!r})",
+                f"dataset {path} ({which})",
                 f"give a file or folder of it (hf download {path} --repo-type dataset --local-dir DIR, where there is "
                 "a network)",
             )
             rows = datasets.load_dataset(path, subset_name, split=split)
     except (OSError, ValueError) as error:  # not found, not reachable, no such split or configuration
         raise DataError(
-            f"dataset {path}: no such file, and it could not be loaded as a Hub dataset "
-            f"(split {split!r}, subset {subset_name!r}): {error}"
+            f"dataset {path}: no such file, and it could not be loaded as a Hub dataset ({which}): {error}"
         ) from error
-    return _wrap_datasets(rows, path)
+    return _wrap(path, rows, rows.column_names, rows._fingerprint)  # the package has no public name for it
 
 
 def _open_saved(path: str, split: str) -> Dataset:
-    datasets = _import_datasets()
+    import datasets  # late: 0.6 s, and other folders do without it
+
     try:
-        loaded = datasets.load_from_disk(path)
+        rows = datasets.load_from_disk(path)
     except (OSError, ValueError) as error:
         raise DataError(f"dataset {path}: not a readable saved dataset: {error}") from error
-    if isinstance(loaded, dict):  # a DatasetDict: one dataset for each split
-        if split not in loaded:
-            raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(loaded)}")
-        loaded = loaded[split]
-    return _wrap_datasets(loaded, path)
+    if isinstance(rows, dict):  # a DatasetDict: one dataset for each split
+        if split not in rows:
+            raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(rows)}")
+        rows = rows[split]
+    return _wrap(path, rows, rows.column_names, rows._fingerprint)
 
 
-def _wrap_datasets(rows: Any, path: str) -> Dataset:
+def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str, arguments: object = None) -> Dataset:
     if not len(rows):
-        raise DataError(f"dataset {path} has no rows")
-    return WrappedDataset(rows, rows.column_names, rows._fingerprint)  # the package has no public name for it
+        given = "" if arguments is None else f" (dataset_args {arguments})"
+        raise DataError(f"dataset {path} has no rows{given}")
+    return WrappedDataset(rows, columns, fingerprint)
 
 
-def _import_datasets() -> Any:
-    import datasets  # late: 0.6 s, and local files do without it
-
-    return datasets
+def _digest(tree: object) -> str:
+    return blake2b(json.dumps(tree, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _open_table(path: str, table: str) -> Dataset:
@@ -337,17 +312,14 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
         raise DataError(
             f"dataset {path}: reasoning-gym has no {name!r}; nearest: {', '.join(nearest(name, known)) or '-'}"
         )
-    arguments = {**_REASONING_GYM_DEFAULTS, **arguments}
+    arguments = {"size": 1000, "seed": 42, **arguments}
     try:
         rows = reasoning_gym.create_dataset(name, **arguments)
     except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse arguments
         raise DataError(f"dataset {path}: dataset_args {arguments}: {error}") from error
     # Another version may generate other rows from the same seed.
-    identity = [name, arguments, importlib.metadata.version("reasoning-gym")]
-    fingerprint = blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-    if not len(rows):
-        raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
-    return WrappedDataset(rows, rows[0], fingerprint)
+    fingerprint = _digest([name, arguments, importlib.metadata.version("reasoning-gym")])
+    return _wrap(path, rows, rows[0] if len(rows) else (), fingerprint, arguments)
 
 
 def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
@@ -362,8 +334,8 @@ def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
     environment = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     try:
         for role, field in loaders.env_config_type(name, arguments.get("id", "")).model_fields.items():
-            # Programs run beside us, not on the machines of a service, unless the settings or the role say so.
-            if getattr(getattr(field.default, "runtime", None), "type", None) == _REMOTE_RUNTIME:
+            # Programs run beside us, not on the machines of a service (its default), unless the settings say so.
+            if getattr(getattr(field.default, "runtime", None), "type", None) == "prime":
                 environment[role] = {"runtime": {"type": "subprocess"}, **arguments.get(role, {})}
         taskset = loaders.load_environment(loaders.resolve_env_config(environment)).taskset
         if size is None and not taskset.bounded:
@@ -373,18 +345,15 @@ def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
         raise
     except Exception as error:  # an environment is anybody's code, and its settings are checked by itself
         raise DataError(f"dataset {path}: dataset_args {arguments}: {type(error).__name__}: {error}") from error
-    if not tasks:
-        raise DataError(f"dataset {path} has no rows (dataset_args {arguments})")
-    rows = [_verifiers_row(task, environment) for task in tasks]
-    fingerprint = blake2b(json.dumps(rows, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-    return WrappedDataset(rows, rows[0], fingerprint)
-
-
-def _verifiers_row(task: Any, environment: Mapping[str, Any]) -> dict[str, Any]:
-    data = task.data.model_dump(mode="json", exclude_none=True)
-    return {
-        "prompt": task.data.prompt_text or f"task {task.data.idx}",
-        "response": str(data.get("answer", "")),
-        "task": data,
-        "environment": dict(environment),
-    }
+    rows = []
+    for task in tasks:
+        data = task.data.model_dump(mode="json", exclude_none=True)
+        rows.append(
+            {
+                "prompt": task.data.prompt_text or f"task {task.data.idx}",
+                "response": str(data.get("answer", "")),
+                "task": data,
+                "environment": dict(environment),
+            }
+        )
+    return _wrap(path, rows, rows[0] if rows else (), _digest(rows), arguments)

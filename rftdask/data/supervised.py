@@ -37,22 +37,23 @@ class SftRows:
         self._max_tokens = max_tokens
         self._is_chat = fmt.prompt_type == "messages"
         self._has_messages = self._is_chat and fmt.messages_key in dataset.columns
-        needed = [fmt.messages_key] if self._has_messages else [fmt.prompt_key, fmt.response_key]
-        for column in needed:
-            if column not in dataset.columns:
-                raise DataError(
-                    f"the dataset has no column {column!r}; columns: {', '.join(dataset.columns)} (set format.*_key)"
-                )
+        for column in [fmt.messages_key] if self._has_messages else [fmt.prompt_key, fmt.response_key]:
+            _check_column(dataset, column, "*_key")
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Tokenize the rows of these numbers. Raises: DataError: a row has no text where the format says so."""
         return [self._tokenize(number, self._dataset[number]) for number in numbers]
 
     def _tokenize(self, number: int, row: Mapping[str, Any]) -> Row:
+        fmt = self._format
+        if self._is_chat:
+            pieces = self._chat_pieces(number, row)
+        else:
+            prompt = _text(number, row, fmt.prompt_key)
+            pieces = [(prompt, False), (_text(number, row, fmt.response_key), True)]
         tokens: list[int] = []
         learned: list[bool] = []
         # Each piece is tokenized by itself, so that no token spans what is learned and what is not.
-        pieces = self._chat_pieces(number, row) if self._is_chat else self._plain_pieces(number, row)
         for text, is_learned in pieces:
             part = self._tokenizer.encode(text, add_special_tokens=False)
             tokens.extend(part)
@@ -70,21 +71,32 @@ class SftRows:
         mask = learned[prompt_length:]
         return tokens, prompt_length, None if all(mask) else mask
 
-    def _plain_pieces(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        """The prompt and the response, and whether they are learned."""
-        prompt = _text(number, row, self._format.prompt_key)
-        return [(prompt, False), (_text(number, row, self._format.response_key), True)]
-
     def _chat_pieces(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """The rendered chat, cut where what is learned begins and ends."""
-        messages = self._messages(number, row)
-        tools = self._tools(number, row)
+        fmt = self._format
+        if self._has_messages:
+            value = row[fmt.messages_key]
+            messages = list(json.loads(value) if isinstance(value, str) else value)
+        else:
+            messages = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
+            for role, column in (("user", fmt.prompt_key), ("assistant", fmt.response_key)):
+                messages.append({"role": role, "content": _text(number, row, column)})
+        column = fmt.tools_key
+        value = row.get(column)
+        try:
+            tools = json.loads(value) if isinstance(value, str) and value else value or None
+        except ValueError as error:
+            raise DataError(f"row {number}: column {column!r} is no JSON: {error}") from error
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(
+                f"row {number}: column {column!r} holds {type(tools).__name__}, a list of JSON schemas is needed"
+            )
 
         def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
             more = {} if tools is None else {"tools": tools}
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
 
-        if self._format.enable_concatenated_multi_turn:
+        if fmt.enable_concatenated_multi_turn:
             learned = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             if not learned:
                 raise DataError(f"row {number}: the chat has no message of the assistant, so there is nothing to learn")
@@ -105,29 +117,6 @@ class SftRows:
             pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
             done = end
         return pieces
-
-    def _messages(self, number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        fmt = self._format
-        if self._has_messages:
-            value = row[fmt.messages_key]
-            return list(json.loads(value) if isinstance(value, str) else value)
-        system = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
-        prompt, response = _text(number, row, fmt.prompt_key), _text(number, row, fmt.response_key)
-        return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-
-    def _tools(self, number: int, row: Mapping[str, Any]) -> list[Any] | None:
-        """The tools of a row; None if it has none. Raises: DataError: the column holds something else."""
-        column = self._format.tools_key
-        value = row.get(column)
-        try:
-            tools = json.loads(value) if isinstance(value, str) and value else value or None
-        except ValueError as error:
-            raise DataError(f"row {number}: column {column!r} is no JSON: {error}") from error
-        if tools is not None and not isinstance(tools, list):
-            raise DataError(
-                f"row {number}: column {column!r} holds {type(tools).__name__}, a list of JSON schemas is needed"
-            )
-        return tools
 
 
 class PreferenceRows:
@@ -159,11 +148,7 @@ class TextRows:
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
         """max_tokens: a longer text loses its end. Raises: DataError: there is no such column."""
         self._key = fmt.prompt_key
-        if self._key not in dataset.columns:
-            raise DataError(
-                f"the dataset has no column {self._key!r}; columns: {', '.join(dataset.columns)} "
-                "(set format.prompt_key)"
-            )
+        _check_column(dataset, self._key, "prompt_key")
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -180,6 +165,13 @@ class TextRows:
                 raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; two are the least")
             rows.append((tokens, 1, None))
         return rows
+
+
+def _check_column(dataset: Dataset, column: str, option: str) -> None:
+    if column not in dataset.columns:
+        raise DataError(
+            f"the dataset has no column {column!r}; columns: {', '.join(dataset.columns)} (set format.{option})"
+        )
 
 
 def _text(number: int, row: Mapping[str, Any], column: str) -> str:

@@ -44,9 +44,8 @@ class Taskset:
             dataset_args=config.dataset_args,
             table=config.table,
         )
-        self._has_messages = self._format.prompt_type == "messages" and (
-            self._format.messages_key in self.dataset.columns
-        )
+        is_chat = self._format.prompt_type == "messages"
+        self._has_messages = is_chat and self._format.messages_key in self.dataset.columns
         self._workflow = config.default_workflow_type or DEFAULT_WORKFLOW
         self._reward_fn = config.default_reward_fn_type or ""
 
@@ -84,19 +83,23 @@ class Taskset:
         for column in columns:
             if column not in self.dataset.columns:
                 raise DataError(self._missing("data_selector.feature_keys", column))
-        return [[self._number(index, column) for column in columns] for index in range(len(self))]
-
-    def _number(self, index: int, column: str) -> float:
-        cell = self.dataset[index].get(column)
-        try:
-            value = float(cell) if not isinstance(cell, bool) else math.nan  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            value = math.nan
-        if not math.isfinite(value):
-            raise DataError(
-                f"{self._where(index)}: column {column!r} (data_selector.feature_keys) is {cell!r:.100}, not a number"
-            )
-        return value
+        rows: list[list[float]] = []
+        for index in range(len(self)):
+            row = self.dataset[index]
+            rows.append([])
+            for column in columns:
+                cell = row.get(column)
+                try:
+                    value = float(cell) if not isinstance(cell, bool) else math.nan  # type: ignore[arg-type]
+                except (TypeError, ValueError):
+                    value = math.nan
+                if not math.isfinite(value):
+                    raise DataError(
+                        f"{self._where(index)}: column {column!r} (data_selector.feature_keys) is {cell!r:.100}, "
+                        "not a number"
+                    )
+                rows[-1].append(value)
+        return rows
 
     def task(self, epoch: int, index: int) -> Task:
         """The task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""
@@ -128,7 +131,8 @@ class Taskset:
             return value + (fmt.reply_prefix or ""), ()
         if isinstance(value, str):
             return value, self._with_frame([{"role": "user", "content": value}], row)
-        if not _is_chat(value):
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in value):
             raise DataError(
                 f"{self._where(index)}: column {key!r} is neither text nor a chat [{{role, content}}]: {value!r:.100}"
             )
@@ -175,11 +179,3 @@ def truth_text(answer: Any) -> str:
     if not isinstance(answer, str):
         return json.dumps(answer, default=str) if isinstance(answer, (list, dict)) else str(answer)
     return final_answer(answer)
-
-
-def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 0
-        and all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in value)
-    )

@@ -26,15 +26,8 @@ from rftdask.storage.base import Patience, Storage, check_path
 
 T = TypeVar("T")
 
-PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-}
+PACKAGES = dict.fromkeys(("s3", "s3a"), "s3fs") | dict.fromkeys(("gs", "gcs"), "gcsfs")
+PACKAGES |= dict.fromkeys(("abfs", "abfss", "az"), "adlfs")
 """Protocol -> pip package. These, and only these, have a conditional create that the service itself decides:
 S3 If-None-Match (s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (adlfs); all three are mode="create"."""
 
@@ -96,7 +89,10 @@ class FsspecStorage(Storage):
                 return True
             except Exception as error:  # every client has its own tree; all but "exists" rise again
                 if _says_exists(error):
-                    return self._is_ours(target, data, token, in_doubt)
+                    # True all the same if it was made by this very call, whose reply was lost.
+                    if self._protocol in _S3:
+                        return bool(self._fs.metadata(target).get(_TOKEN) == token)
+                    return in_doubt and bool(self._fs.cat_file(target) == data)
                 in_doubt = in_doubt or _is_transient(error)
                 raise
 
@@ -152,12 +148,6 @@ class FsspecStorage(Storage):
     def _at(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
 
-    def _is_ours(self, target: str, data: bytes, token: str, in_doubt: bool) -> bool:
-        """True if the object that exists was made by this very call, its reply having been lost."""
-        if self._protocol in _S3:
-            return bool(self._fs.metadata(target).get(_TOKEN) == token)
-        return in_doubt and bool(self._fs.cat_file(target) == data)
-
     def _call(self, verb: str, target: str, operation: Callable[[], T]) -> T:
         patience = Patience(f"{verb} {target}", _is_transient, self._sleep)
         try:
@@ -176,6 +166,12 @@ class FsspecStorage(Storage):
 
 
 def _open_filesystem(url: str, protocol: str) -> Any:
+    """The client for `url`, one for all storages of this process that differ by their folders alone.
+
+    Making one costs a tenth of a second and connections of its own; and one of s3fs that is collected while another
+    event loop runs, such as Dask's, closes itself in that loop, and fails. It is not fsspec's own shared instance,
+    which other code may have, with its cache of listings and its hidden repeats.
+    """
     if "::" in url:
         raise UserError(f"{url}: chained URLs add caches and lose atomic writes; give the plain URL")
     if any(character in url for character in "*?[]"):
@@ -183,7 +179,17 @@ def _open_filesystem(url: str, protocol: str) -> Any:
     if not url.partition("://")[2].strip("/"):
         raise UserError(f"{url} names no bucket; write {protocol}://bucket/folder")
     try:
-        return _filesystem_of(url, protocol)
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
+        settings = [(name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)]
+        key = (protocol, repr(sorted(options.items())), tuple(sorted(settings)))
+        with _LOCK:
+            if key not in _FILESYSTEMS:
+                filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+                if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
+                    filesystem.retries = 1
+                    filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
+                _FILESYSTEMS[key] = filesystem
+            return _FILESYSTEMS[key]
     except ImportError as error:
         package = PACKAGES.get(protocol)
         advice = f"run `pip install {package}`" if package else str(error)
@@ -191,26 +197,6 @@ def _open_filesystem(url: str, protocol: str) -> Any:
     except ValueError as error:
         known = "a path, file://, memory://, s3://, gs://, abfs://"
         raise UserError(f"{url}: {error}; use {known} or another protocol of fsspec") from error
-
-
-def _filesystem_of(url: str, protocol: str) -> Any:
-    """The client for `url`, one for all storages of this process that differ by their folders alone.
-
-    Making one costs a tenth of a second and connections of its own; and one of s3fs that is collected while another
-    event loop runs, such as Dask's, closes itself in that loop, and fails. It is not fsspec's own shared instance,
-    which other code may have, with its cache of listings and its hidden repeats.
-    """
-    options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
-    settings = [(name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)]
-    key = (protocol, repr(sorted(options.items())), tuple(sorted(settings)))
-    with _LOCK:
-        if key not in _FILESYSTEMS:
-            filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-            if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
-                filesystem.retries = 1
-                filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
-            _FILESYSTEMS[key] = filesystem
-        return _FILESYSTEMS[key]
 
 
 def _says_exists(error: Exception) -> bool:

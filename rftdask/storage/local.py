@@ -29,20 +29,9 @@ _MAX_TRIES = 5
 _VANISHED = (errno.ENOENT, errno.ESTALE)
 
 _TRANSIENT = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EINTR,
-    errno.ETIMEDOUT,
-    errno.ENOTCONN,
-    errno.ESHUTDOWN,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(errno.ESHUTDOWN, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 )
 """What file systems over a network say while their server is away; it may be back soon."""
 
@@ -60,9 +49,6 @@ _ADVICE = {
 }
 
 
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-
-
 class Posix:
     """The real calls. Each raises OSError as the system does; paths are absolute.
 
@@ -74,7 +60,7 @@ class Posix:
 
     def create(self, path: str) -> int:
         """Descriptor of a new, empty file."""
-        return os.open(path, _NEW_FILE, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: bytes) -> None:
         rest = memoryview(data)
@@ -160,10 +146,10 @@ class LocalStorage(Storage):
         return LocalStorage, (self.url, self._posix)
 
     def put(self, path: str, data: bytes) -> None:
-        self._write("put", path, data, self._replace)
+        self._write("put", path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        return self._write("put_new", path, data, self._link)
+        return self._write("put_new", path, data)
 
     def get(self, path: str) -> bytes:
         target = self._at(path)
@@ -184,7 +170,8 @@ class LocalStorage(Storage):
                 entries = self._posix.scan(target)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            return sorted(f"{name}/" if is_folder else name for name, is_folder in entries if _is_shown(name))
+            shown = ((name, is_folder) for name, is_folder in entries if not name.startswith(TMP_PREFIX))
+            return sorted(f"{name}/" if is_folder else name for name, is_folder in shown)
 
         return self._call("list", target, scan)
 
@@ -198,9 +185,12 @@ class LocalStorage(Storage):
             nonlocal is_hidden
             with suppress(FileNotFoundError, NotADirectoryError):
                 if not is_hidden:
-                    # First out of sight, for good: half a folder is never seen under its name, also after a power loss.
+                    # First out of sight, for good: half a folder is never seen under its name. Killed here: it is gone
+                    # for every reader, and `sweep` removes what lies under the hidden name.
                     self._posix.rename(target, doomed)
                     is_hidden = True
+                # The new name is durable before the first file goes: after a power loss the old one would come back,
+                # with a part of its files.
                 self._sync_folder(folder)
                 self._posix.remove_tree(doomed)
 
@@ -232,21 +222,39 @@ class LocalStorage(Storage):
     def _at(self, path: str) -> str:
         return f"{self.url}/{check_path(path)}"
 
-    def _write(self, verb: str, path: str, data: bytes, publish: Callable[[str, str], bool]) -> bool:
+    def _write(self, verb: str, path: str, data: bytes) -> bool:
+        """Write a file durably by "put" or "put_new"; True unless put_new lost."""
         target = self._at(path)
+        folder = os.path.dirname(target)
         in_doubt = False  # an earlier try may have made the name although it failed
 
         def write() -> bool:
             nonlocal in_doubt
-            tmp = _tmp_name(os.path.dirname(target))
+            tmp = _tmp_name(folder)
             try:
-                self._write_tmp(tmp, data)
+                try:
+                    descriptor = self._posix.create(tmp)
+                except FileNotFoundError:
+                    self._make_folders(folder)
+                    descriptor = self._posix.create(tmp)
+                try:
+                    self._posix.write(descriptor, data)
+                    # Before the name is given: a power loss after it would leave the name with torn bytes.
+                    self._posix.sync(descriptor)
+                finally:
+                    self._posix.close(descriptor)
+                # Killed before the next call: nothing but a hidden file. Killed after it: all of the bytes.
                 was_in_doubt, in_doubt = in_doubt, True
-                created = publish(tmp, target) or (was_in_doubt and self._posix.read(target) == data)
+                if verb == "put":
+                    self._posix.rename(tmp, target)
+                    created = True
+                else:
+                    created = self._link(tmp, target) or (was_in_doubt and self._posix.read(target) == data)
             finally:
                 with suppress(OSError):
                     self._posix.unlink(tmp)
-            self._sync_folder(os.path.dirname(target))  # also for who lost put_new: False means it is there for good
+            # Only now does the name survive a power loss; also for who lost put_new: False means it is there for good.
+            self._sync_folder(folder)
             return created
 
         def write_where_folders_vanish() -> bool:
@@ -261,27 +269,16 @@ class LocalStorage(Storage):
         return self._call(verb, target, write_where_folders_vanish)
 
     def _call(self, verb: str, target: str, operation: Callable[[], T]) -> T:
-        patience = Patience(f"{verb} {target}", _is_transient, self._posix.pause)
+        def is_transient(error: BaseException) -> bool:
+            return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+        patience = Patience(f"{verb} {target}", is_transient, self._posix.pause)
         try:
             return patience.call(operation)
         except OSError as error:
-            raise _explain(verb, target, error, patience.tries) from error
-
-    def _write_tmp(self, tmp: str, data: bytes) -> None:
-        try:
-            descriptor = self._posix.create(tmp)
-        except FileNotFoundError:
-            self._make_folders(os.path.dirname(tmp))
-            descriptor = self._posix.create(tmp)
-        try:
-            self._posix.write(descriptor, data)
-            self._posix.sync(descriptor)
-        finally:
-            self._posix.close(descriptor)
-
-    def _replace(self, tmp: str, target: str) -> bool:
-        self._posix.rename(tmp, target)
-        return True
+            advice = _ADVICE.get(error.errno or 0, "check that the file system is mounted and writable")
+            tries = f" (tries: {patience.tries})" if patience.tries > 1 else ""
+            raise StorageError(f"{verb} {target} failed{tries}: {error.strerror or error}; {advice}") from error
 
     def _link(self, tmp: str, target: str) -> bool:
         """True if `target` is `tmp` now, by link(2): one winner, also on NFS, and unlike O_EXCL it never shows part."""
@@ -301,7 +298,7 @@ class LocalStorage(Storage):
         if self._posix.is_folder(folder):
             return
         parent = os.path.dirname(folder)
-        self._make_folders(parent)
+        self._make_folders(parent)  # from the top down: a folder is never durable below one that is not
         with suppress(FileExistsError):  # another process was faster; if it is a file, the write says ENOTDIR
             self._posix.make_folder(folder)
         self._posix.sync_folder(parent)
@@ -321,19 +318,5 @@ class LocalStorage(Storage):
         self._synced.add((folder, inode))
 
 
-def _is_shown(name: str) -> bool:
-    return not name.startswith(TMP_PREFIX)
-
-
 def _tmp_name(folder: str) -> str:
     return f"{folder}/{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _TRANSIENT
-
-
-def _explain(verb: str, target: str, error: OSError, tries: int) -> StorageError:
-    advice = _ADVICE.get(error.errno or 0, "check that the file system is mounted and writable")
-    counted = f" (tries: {tries})" if tries > 1 else ""
-    return StorageError(f"{verb} {target} failed{counted}: {error.strerror or error}; {advice}")

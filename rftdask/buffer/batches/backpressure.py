@@ -83,26 +83,23 @@ class SettledGroups:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._step = 0
-        self._count: int | None = None
+        self._step: int | None = None
+        """The last entry that is counted; None before the first look."""
+        self._count = 0
 
     def count(self) -> int:
         """Count up to the last entry there is now."""
-        if self._count is None:
-            self._step = self._ledger.last_step()
-            self._count = self._count_back(self._step)
+        if self._step is None:
+            self._step = step = self._ledger.last_step()
+            # From the newest entry back to one that notes the count, or to the first: most runs read one.
+            while step > 0:
+                entry = self._ledger.read(step)
+                if entry is not None and SETTLED_NOTE in entry.notes:
+                    self._count += int(entry.notes[SETTLED_NOTE])
+                    break
+                self._count += len(entry.positions) if entry is not None else 0
+                step -= 1
         while (entry := self._ledger.read(self._step + 1)) is not None:
             self._step += 1
             self._count += len(entry.positions)
         return self._count
-
-    def _count_back(self, step: int) -> int:
-        """Count from the newest entry back to one that notes the count, or to the first."""
-        count = 0
-        while step > 0:
-            entry = self._ledger.read(step)
-            if entry is not None and SETTLED_NOTE in entry.notes:
-                return count + int(entry.notes[SETTLED_NOTE])
-            count += len(entry.positions) if entry is not None else 0
-            step -= 1
-        return count

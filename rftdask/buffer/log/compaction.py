@@ -77,13 +77,13 @@ class CompactedShards:
         self._places: dict[str, tuple[str, int]] = {}
         """Of each shard in them, the file and the row group."""
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Guards what follows: the last file read from, on object stores a copy that took a while, and the last row
+        group, because shards are mostly read in their order.
+        """
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)  # nothing in the stack refers to this object
         self._open: tuple[str, Path] | None = None
-        """The last file read from: on object stores a copy that took a while."""
         self._group: tuple[tuple[str, int], pa.Table] | None = None
-        """The last row group: shards are mostly read in their order."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"storage": self._storage, "folder": self._folder.removesuffix(f"/{COMPACT}")}
@@ -119,7 +119,10 @@ class CompactedShards:
         return name.text in self._places or any(name.text in f.shards for f in self._files(bucket, bucket).values())
 
     def write(self, bucket: str, shards: Shards) -> Compaction:
-        """Large files with these shards; they count when this returns. Raises: DamagedError: storage lost bytes."""
+        """Write large files with these shards; they count when this returns. Raises: DamagedError: storage lost bytes.
+
+        Killed before a record: the file beside it counts for nobody, and the next pass makes it again, to the byte.
+        """
         done = Compaction()
         for file, data in merge_shards(shards):
             # The record last, after the file was read back: only then may a shard that it names go.
@@ -138,9 +141,11 @@ class CompactedShards:
                 self._check(base, file)
 
     def _check(self, base: str, file: MergedFile) -> None:
-        with _local_copy(self._storage, f"{base}.parquet") as path:
-            content = (path.stat().st_size, file_crc32(path))
-        if content != (file.size_bytes, file.crc32):
+        size_bytes = crc32 = 0
+        with _local_copy(self._storage, f"{base}.parquet") as path, path.open("rb") as opened:
+            while data := opened.read(1 << 20):
+                size_bytes, crc32 = size_bytes + len(data), zlib.crc32(data, crc32)
+        if (size_bytes, crc32) != (file.size_bytes, file.crc32):
             raise DamagedError(f"{base}.parquet is not what was written; the shards that are still there stay")
 
     def _files(self, first_bucket: str, last_bucket: str | None) -> dict[str, MergedFile]:
@@ -149,30 +154,30 @@ class CompactedShards:
         wanted = [m for m in records if m[1] >= first_bucket and (last_bucket is None or m[1] <= last_bucket)]
         bases = [f"{self._folder}/{match[1]}-{match[2]}" for match in wanted]
         new = [base for base in bases if base not in self._records]
-        for base, file in zip(new, in_order(self._load, new, NUM_THREADS), strict=True):
+
+        def load(base: str) -> MergedFile:
+            path = f"{base}.json"
+            try:
+                tree = load_checked(self._storage.get(path))["file"]
+                groups = tuple(RowGroup(Span(**group["span"]), tuple(group["shards"])) for group in tree["groups"])
+                return MergedFile(tree["size_bytes"], tree["crc32"], groups, Span(**tree["tail"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DamagedError(f"{path} is damaged ({error}); restore it from a backup: it names shards") from error
+
+        for base, file in zip(new, in_order(load, new, NUM_THREADS), strict=True):
             self._records[base] = file
             for number, group in enumerate(file.groups):
                 self._places.update((text, (base, number)) for text in group.shards)
         return {base: self._records[base] for base in bases}
 
-    def _load(self, base: str) -> MergedFile:
-        path = f"{base}.json"
-        try:
-            tree = load_checked(self._storage.get(path))["file"]
-            groups = tuple(RowGroup(Span(**group["span"]), tuple(group["shards"])) for group in tree["groups"])
-            return MergedFile(tree["size_bytes"], tree["crc32"], groups, Span(**tree["tail"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(f"{path} is damaged ({error}); restore it from a backup: it names shards") from error
-
 
 @contextmanager
 def _local_copy(storage: Storage, path: str) -> Iterator[Path]:
-    with ExitStack() as stack:
-        try:
-            local = stack.enter_context(storage.local_copy(path))
-        except NotFoundError as error:
-            raise DamagedError(f"{path} is missing; restore it from a backup") from error
-        yield local
+    try:
+        with storage.local_copy(path) as local:
+            yield local
+    except NotFoundError as error:
+        raise DamagedError(f"{path} is missing; restore it from a backup") from error
 
 
 # ---- one large file
@@ -189,11 +194,10 @@ class Span:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Whole shards, one after another."""
+    """Whole shards, one after another; their names in the order of the rows."""
 
     span: Span
     shards: tuple[str, ...]
-    """Their names, in the order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,7 @@ class MergedFile:
 
     @property
     def shards(self) -> tuple[str, ...]:
+        """Names of all the shards that it holds."""
         return tuple(shard for group in self.groups for shard in group.shards)
 
 
@@ -218,54 +223,31 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
     """
     # By the schema with its metadata: the run, and the version of the schema.
     for _, alike in groupby(shards, key=lambda shard: shard[1].schema.serialize().to_pybytes()):
-        groups: list[tuple[str, ...]] = []
+        sink = io.BytesIO()
+        writer: pq.ParquetWriter | None = None
+        groups: list[tuple[int, tuple[str, ...]]] = []  # where each row group begins, and its shards
         for names, table in _row_groups(alike):
-            if not groups:
-                sink = io.BytesIO()
-                writer = _writer(sink, table.schema)
+            writer = writer or pq.ParquetWriter(
+                sink,
+                table.schema,
+                compression="zstd",
+                compression_level=3,
+                use_dictionary=["shard"],
+                write_statistics=["explore_step", "shard"],
+                use_byte_stream_split=["rollout_logprobs.list.element"],
+                write_page_checksum=True,
+            )
+            groups.append((sink.tell(), names))  # all before it is written: the writer keeps nothing back
             writer.write_table(table, row_group_size=len(table))
-            groups.append(names)
             if sink.tell() >= MAX_FILE_BYTES:
                 yield _finish(writer, sink, groups)
-                groups = []
-        if groups:
+                sink, writer, groups = io.BytesIO(), None, []
+        if writer is not None:
             yield _finish(writer, sink, groups)
 
 
-def read_merged(path: Path, file: MergedFile, number: int) -> pa.Table:
-    """Row group `number`, verified. Raises: DamagedError."""
-    with path.open("rb") as opened:
-        for span in (file.groups[number].span, file.tail):
-            opened.seek(span.begin)
-            if zlib.crc32(opened.read(span.end - span.begin)) != span.crc32:
-                raise DamagedError(f"{path.name}: bytes {span.begin} to {span.end} do not match their checksum")
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
-            return parquet.read_row_group(number, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise DamagedError(f"{path.name}: its checksums fit, but it is not a Parquet file: {error}") from error
-
-
-def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
-    """The rows of one shard of a row group, as the shard had them. Raises: DamagedError: they are not its rows."""
-    names = [ShardName.try_parse(text) for text in group.shards]
-    before = names[: group.shards.index(name.text)]
-    rows = table.slice(sum(other.num_rows for other in before if other is not None), name.num_rows)
-    if not rows.select(_PLACE.names).equals(_place(name)):
-        raise DamagedError(f"shard {name.text} is not where its merged file should have it")
-    return rows.drop_columns(_PLACE.names)
-
-
-def file_crc32(path: Path) -> int:
-    """The checksum of all bytes of a file."""
-    crc32 = 0
-    with path.open("rb") as opened:
-        while data := opened.read(1 << 20):
-            crc32 = zlib.crc32(data, crc32)
-    return crc32
-
-
 def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
+    """Whole shards together, with the columns of their places, until there are `MIN_GROUP_ROWS` rows."""
     names: list[str] = []
     tables: list[pa.Table] = []
     num_rows = 0
@@ -282,47 +264,45 @@ def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
         yield tuple(names), pa.concat_tables(tables)
 
 
-def _place(name: ShardName) -> pa.Table:
-    """The columns by which the rows of a shard are known."""
-    columns = [pa.array([name.text] * name.num_rows, pa.string()), pa.array(range(name.num_rows), pa.int32())]
-    return pa.Table.from_arrays(columns, schema=_PLACE)
-
-
-def _writer(sink: io.BytesIO, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
-        sink,
-        schema,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=["shard"],
-        write_statistics=["explore_step", "shard"],
-        use_byte_stream_split=["rollout_logprobs.list.element"],
-        write_page_checksum=True,
-    )
-
-
-def _finish(writer: pq.ParquetWriter, sink: io.BytesIO, groups: Sequence[tuple[str, ...]]) -> tuple[MergedFile, bytes]:
+def _finish(
+    writer: pq.ParquetWriter, sink: io.BytesIO, groups: Sequence[tuple[int, tuple[str, ...]]]
+) -> tuple[MergedFile, bytes]:
+    end = sink.tell()
     writer.close()
     data = sink.getvalue()
-    # A Parquet file ends with the size of its footer and four letters.
-    tail = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    with pq.ParquetFile(pa.BufferReader(data)) as parquet:
-        begins = [_begin(parquet.metadata.row_group(number)) for number in range(len(groups))]
-    ends = [*begins[1:], tail]
-    row_groups = tuple(
-        RowGroup(_span(data, begin, end), names) for begin, end, names in zip(begins, ends, groups, strict=True)
-    )
-    return MergedFile(len(data), zlib.crc32(data), row_groups, _span(data, tail, len(data))), data
+
+    def span(begin: int, end: int) -> Span:
+        return Span(begin, end, zlib.crc32(memoryview(data)[begin:end]))
+
+    ends = [*(begin for begin, _ in groups[1:]), end]
+    row_groups = tuple(RowGroup(span(begin, end), names) for (begin, names), end in zip(groups, ends, strict=True))
+    return MergedFile(len(data), zlib.crc32(data), row_groups, span(end, len(data))), data
 
 
-def _begin(group: pq.RowGroupMetaData) -> int:
-    """The place of its first byte in the file."""
-    columns = (group.column(number) for number in range(group.num_columns))
-    begin: int = min(
-        column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset for column in columns
-    )
-    return begin
+def read_merged(path: Path, file: MergedFile, number: int) -> pa.Table:
+    """Read row group `number`, verified. Raises: DamagedError."""
+    # Before Parquet sees a byte: a footer that was changed may send its reader anywhere.
+    with path.open("rb") as opened:
+        for span in (file.groups[number].span, file.tail):
+            opened.seek(span.begin)
+            if zlib.crc32(opened.read(span.end - span.begin)) != span.crc32:
+                raise DamagedError(f"{path.name}: bytes {span.begin} to {span.end} do not match their checksum")
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
+            return parquet.read_row_group(number, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedError(f"{path.name}: its checksums fit, but it is not a Parquet file: {error}") from error
 
 
-def _span(data: bytes, begin: int, end: int) -> Span:
-    return Span(begin, end, zlib.crc32(memoryview(data)[begin:end]))
+def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
+    """The rows of one shard of a row group, as the shard had them. Raises: DamagedError: they are not its rows."""
+    before = map(ShardName.try_parse, group.shards[: group.shards.index(name.text)])
+    rows = table.slice(sum(other.num_rows for other in before if other is not None), name.num_rows)
+    if not rows.select(_PLACE.names).equals(_place(name)):
+        raise DamagedError(f"shard {name.text} is not where its merged file should have it")
+    return rows.drop_columns(_PLACE.names)
+
+
+def _place(name: ShardName) -> pa.Table:
+    """The columns by which the rows of a shard are known."""
+    return pa.table([[name.text] * name.num_rows, range(name.num_rows)], _PLACE)

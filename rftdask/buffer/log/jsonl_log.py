@@ -8,15 +8,14 @@ Parquet and slower to read; the protocol and the promises are the same.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
 from rftdask.buffer.log.file_log import FileLog
 from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
-from rftdask.buffer.log.shard import ShardName
-from rftdask.errors import DamagedError, DataError
+from rftdask.buffer.log.shard import ShardName, check_bytes, check_version, shard_name
+from rftdask.errors import DamagedError
 
 
 class JsonlLog(FileLog):
@@ -26,19 +25,13 @@ class JsonlLog(FileLog):
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
         data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
-        return shard_name(experiences, explore_step, unit, self.writer, data, self.suffix), data
+        name = shard_name(
+            experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=self.suffix
+        )
+        return name, data
 
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         return from_lines(name, data)
-
-
-def shard_name(
-    experiences: Sequence[Experience], explore_step: int, unit: int, writer: str, data: bytes, suffix: str
-) -> ShardName:
-    """The name of a shard whose content has the bytes `data`."""
-    low = min((e.min_policy_version for e in experiences), default=0)
-    high = max((e.max_policy_version for e in experiences), default=0)
-    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
 
 
 def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
@@ -46,7 +39,16 @@ def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
 
     What a column of a later minor version lacks is left out, so a row without it has the bytes it had before.
     """
-    columns = {field.name: _shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
+
+    def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
+        # float32 as the float64 nearest to its shortest text, which is then what Python prints: 0.1, not 0.10000000149.
+        if pa.types.is_float32(column.type):
+            return column.cast(pa.string()).cast(pa.float64())
+        if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+            return column.cast(pa.list_(pa.string())).cast(pa.list_(pa.float64()))
+        return column
+
+    columns = {field.name: shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
     columns["metrics"] = [dict(pairs) for pairs in columns["metrics"]]
     lines = []
     for row in zip(*columns.values(), strict=True):
@@ -58,34 +60,17 @@ def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
 
 def from_lines(name: ShardName, data: bytes) -> pa.Table:
     """The rows, verified. Raises: DamagedError: they do not fit the name; DataError: another schema."""
-    if zlib.crc32(data) != name.crc32:
-        raise DamagedError(
-            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
-        )
+    check_bytes(name, data)
     try:
         rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
         versions = {str(row["schema"]) for row in rows}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
-    if other := {v for v in versions if v.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]}:
-        raise DataError(
-            f"shard {name.text}: schema version {', '.join(sorted(other))}, this rftdask reads {SCHEMA_VERSION}; "
-            "use the version that wrote the run (run.json names it)"
-        )
+    check_version(name, versions)
     missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
     if missing or len(rows) != name.num_rows:
         raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")
     try:
-        table = pa.Table.from_pylist([{**row, "metrics": list(row["metrics"].items())} for row in rows], SCHEMA)
+        return pa.Table.from_pylist([{**row, "metrics": list(row["metrics"].items())} for row in rows], SCHEMA)
     except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(f"shard {name.text}: its checksum fits, but its fields do not: {error}") from error
-    return table
-
-
-def _shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """float32 as the float64 nearest to its shortest text, which is then what Python prints: 0.1, not 0.10000000149."""
-    if pa.types.is_float32(column.type):
-        return column.cast(pa.string()).cast(pa.float64())
-    if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
-        return column.cast(pa.list_(pa.string())).cast(pa.list_(pa.float64()))
-    return column

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,11 +101,10 @@ class ShardName:
 def done_units(names: Iterable[ShardName]) -> set[tuple[int, int]]:
     """The (explore step, unit) of the work units all of whose groups are in these shards."""
     done: set[tuple[int, int]] = set()
-    held: dict[tuple[int, int], set[int]] = {}
+    held: dict[tuple[int, int], set[int]] = defaultdict(set)
     for name in names:
         key = (name.explore_step, name.unit)
-        if name.part is not None:
-            held.setdefault(key, set()).update(name.part.slots)
+        held[key].update(name.part.slots if name.part else ())
         if name.part is None or len(held[key]) == name.part.num_tasks:
             done.add(key)
     return done
@@ -112,15 +112,15 @@ def done_units(names: Iterable[ShardName]) -> set[tuple[int, int]]:
 
 def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
     """The shards of work units of which a group may stand in several."""
-    units: dict[tuple[int, int], list[ShardName]] = {}
+    units: dict[tuple[int, int], list[ShardName]] = defaultdict(list)
     for name in names:
-        units.setdefault((name.explore_step, name.unit), []).append(name)
+        units[(name.explore_step, name.unit)].append(name)
     repeated: list[ShardName] = []
     for shards in units.values():
-        slots = [slot for name in shards if name.part is not None for slot in name.part.slots]
-        all_parts = all(name.part is not None for name in shards)
-        is_disjoint = len(shards) == 1 or (all_parts and len(set(slots)) == len(slots))
-        if not is_disjoint:
+        parts = [name.part for name in shards if name.part is not None]
+        slots = [slot for part in parts for slot in part.slots]
+        # Parts that share no group are one copy of the unit; a whole one repeats whatever stands beside it.
+        if len(shards) > 1 and (len(parts) < len(shards) or len(set(slots)) < len(slots)):
             repeated += shards
     return repeated
 
@@ -147,9 +147,22 @@ def encode_shard(
         row_group_size=1 << 20,
     )
     data: bytes = sink.getvalue().to_pybytes()
+    return shard_name(experiences, data, explore_step=explore_step, unit=unit, writer=writer), data
+
+
+def shard_name(
+    experiences: Sequence[Experience],
+    data: bytes,
+    *,
+    explore_step: int,
+    unit: int,
+    writer: str,
+    suffix: str = "parquet",
+) -> ShardName:
+    """The name of a shard that holds these experiences as the bytes `data`."""
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
-    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data)), data
+    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
 
 
 def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
@@ -157,10 +170,7 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
 
     Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema.
     """
-    if zlib.crc32(data) != name.crc32:
-        raise DamagedError(
-            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
-        )
+    check_bytes(name, data)
     try:
         # Not read_table: it looks for a data set first, which costs as much as the reading of a small shard. Not the
         # checksums of the pages: that of all the bytes was just found right, and is of the very bytes that are read.
@@ -168,12 +178,7 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
             table = file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise DamagedError(f"shard {name.text}: its checksum fits, but it is not a Parquet file: {error}") from error
-    version = (table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()
-    if version.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
-        raise DataError(
-            f"shard {name.text}: schema version {version or 'unknown'}, this rftdask reads {SCHEMA_VERSION}; "
-            "use the version that wrote the run (run.json names it)"
-        )
+    check_version(name, {(table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()})
     wanted = SCHEMA.names if columns is None else columns
     for column in ADDED_COLUMNS:
         if column in wanted and column not in table.column_names:
@@ -183,3 +188,21 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
     if missing or table.num_rows != name.num_rows:
         raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")
     return table
+
+
+def check_bytes(name: ShardName, data: bytes) -> None:
+    """Raises: DamagedError: the bytes are not those of the shard."""
+    if zlib.crc32(data) != name.crc32:
+        raise DamagedError(
+            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
+        )
+
+
+def check_version(name: ShardName, versions: Iterable[str]) -> None:
+    """Raises: DataError: the shard is of a schema of another major version."""
+    # Later minor versions add columns that this reader does not look at.
+    if other := {v for v in versions if v.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]}:
+        raise DataError(
+            f"shard {name.text}: schema version {', '.join(sorted(other)) or 'unknown'}, this rftdask reads "
+            f"{SCHEMA_VERSION}; use the version that wrote the run (run.json names it)"
+        )

@@ -17,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,10 +27,10 @@ import tenacity
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from rftdask.buffer.log.jsonl_log import shard_name, to_lines
+from rftdask.buffer.log.jsonl_log import to_lines
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Experience, experiences_to_table
-from rftdask.buffer.log.shard import Part, ShardName
+from rftdask.buffer.log.shard import Part, ShardName, shard_name
 from rftdask.data.database import database_url, open_engine, shown
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
@@ -62,20 +62,27 @@ def _sql_type(kind: pa.DataType) -> sa.types.TypeEngine[Any]:
     return sa.LargeBinary() if pa.types.is_list(kind) else sa.Text()  # a map is JSON
 
 
-def _shard_columns() -> list[sa.Column[Any]]:
+def _shards_table(name: str, *more: sa.schema.SchemaItem, counts: bool = False) -> sa.Table:
+    """counts: whether the database numbers the shards; a shard that is set aside keeps its number."""
     numbers = ("explore_step", "batch", "num_rows", "min_policy_version", "max_policy_version", "crc32")
-    return [
+    return sa.Table(
+        name,
+        _metadata,
+        sa.Column("id", _INTEGER, primary_key=True, autoincrement="auto" if counts else False),
         sa.Column("log", sa.String(32), nullable=False),
         sa.Column("run", sa.Text, nullable=False),
         sa.Column("folder", sa.Text, nullable=False),
         sa.Column("writer", sa.String(32), nullable=False),
         sa.Column("part", sa.Text, nullable=False),  # as in the name of a file; empty for a whole work unit
-        *(sa.Column(name, sa.BigInteger, nullable=False) for name in numbers),
-    ]
+        *(sa.Column(number, sa.BigInteger, nullable=False) for number in numbers),
+        *more,
+    )
 
 
-def _row_columns() -> list[sa.Column[Any]]:
-    return [
+def _rows_table(name: str, *more: sa.schema.SchemaItem) -> sa.Table:
+    return sa.Table(
+        name,
+        _metadata,
         sa.Column("shard", _INTEGER, primary_key=True, autoincrement=False),
         sa.Column("row", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("run", sa.Text, nullable=False),
@@ -83,31 +90,17 @@ def _row_columns() -> list[sa.Column[Any]]:
         *(sa.Column(field.name, _sql_type(field.type), nullable=field.nullable) for field in SCHEMA),
         # The row as a JSON line where a column cannot hold all of it: a NUL in a text, a number that is none.
         sa.Column("exact", sa.LargeBinary),
-    ]
+        *more,
+    )
 
 
-_shards = sa.Table(
-    "shards",
-    _metadata,
-    sa.Column("id", _INTEGER, primary_key=True),
-    *_shard_columns(),
-    sa.UniqueConstraint("log", "explore_step", "batch", "writer", "part"),
-)
-_experiences = sa.Table("experiences", _metadata, *_row_columns(), sa.Index("experiences_uid", "uid"))
-_bad_shards = sa.Table(
-    "quarantined_shards",
-    _metadata,
-    sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
-    *_shard_columns(),
-    sa.Column("reason", sa.Text, nullable=False),
-)
-_removed_shards = sa.Table(
-    "removed_shards",
-    _metadata,
-    sa.Column("id", _INTEGER, primary_key=True, autoincrement=False),
-    *_shard_columns(),
-)
-_bad_experiences = sa.Table("quarantined_experiences", _metadata, *_row_columns())
+# One copy of a unit by each writer: a commit that is tried again after a lost confirmation cannot stand there twice.
+_once = sa.UniqueConstraint("log", "explore_step", "batch", "writer", "part")
+_shards = _shards_table("shards", _once, counts=True)
+_experiences = _rows_table("experiences", sa.Index("experiences_uid", "uid"))
+_bad_shards = _shards_table("quarantined_shards", sa.Column("reason", sa.Text, nullable=False))
+_bad_experiences = _rows_table("quarantined_experiences")
+_removed_shards = _shards_table("removed_shards")
 _seals = sa.Table(
     "seals",
     _metadata,
@@ -133,22 +126,20 @@ class SqlLog(ExperienceLog):
         self._storage = storage
         self._url = url
         self._log = ""
-        self._engine = self._open()
+        _ = self._engine  # now, so that a wrong URL is told before anything begins
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the connections, and without the URL as it was completed, which may have a password."""
         return {name: value for name, value in self.__dict__.items() if name != "_engine"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._engine = self._open()
-
-    def _open(self) -> sa.Engine:
+    @cached_property
+    def _engine(self) -> sa.Engine:
         if self._url is None:
             return _engine(sa.URL.create("sqlite", database=f"{self._storage.url}/{FILE}"))
         return _engine(database_url(self._url))
 
     def check(self) -> None:
+        # SQLite would make the file.
         if self._engine.dialect.name != "sqlite":
             self._run("check", lambda connection: connection.execute(sa.select(1)))
 
@@ -157,7 +148,8 @@ class SqlLog(ExperienceLog):
     ) -> ShardName:
         table = experiences_to_table(experiences)
         data = to_lines(table)
-        name = replace(shard_name(experiences, explore_step, unit, self.writer, data, _SUFFIX), part=part)
+        name = shard_name(experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=_SUFFIX)
+        name = replace(name, part=part)
         place = {"run": self.run, "folder": self.folder}
         shard = {**_columns_of(name), **place, "log": self._make_log()}
         rows = [{**row, **place} for row in _rows_of(table, data)]
@@ -211,19 +203,32 @@ class SqlLog(ExperienceLog):
         return table
 
     def quarantine(self, name: ShardName, reason: str) -> None:
+        self._move("quarantine", [name], _bad_shards, _bad_experiences, reason=reason)
+
+    def _move(
+        self,
+        verb: str,
+        names: Sequence[ShardName],
+        shards_to: sa.Table,
+        rows_to: sa.Table | None = None,
+        **more: str,
+    ) -> None:
+        """Move shards into another table, all in one transaction; their rows too, or they go."""
+
         def move(connection: sa.Connection) -> None:
-            number = self._number(connection, name)
-            of_shard, of_rows = _shards.c.id == number, _experiences.c.shard == number
-            columns = [*_shards.c.keys(), "reason"]
-            shard = sa.select(_shards, sa.literal(reason, sa.Text)).where(of_shard)
-            connection.execute(_bad_shards.insert().from_select(columns, shard))
-            rows = sa.select(_experiences).where(of_rows)
-            connection.execute(_bad_experiences.insert().from_select(_experiences.c.keys(), rows))
-            connection.execute(_experiences.delete().where(of_rows))
-            connection.execute(_shards.delete().where(of_shard))
+            for name in names:
+                number = self._number(connection, name)
+                of_shard, of_rows = _shards.c.id == number, _experiences.c.shard == number
+                shard = sa.select(_shards, *(sa.literal(value, sa.Text) for value in more.values())).where(of_shard)
+                connection.execute(shards_to.insert().from_select([*_shards.c.keys(), *more], shard))
+                if rows_to is not None:
+                    rows = sa.select(_experiences).where(of_rows)
+                    connection.execute(rows_to.insert().from_select(_experiences.c.keys(), rows))
+                connection.execute(_experiences.delete().where(of_rows))
+                connection.execute(_shards.delete().where(of_shard))
 
         if self._find_log():
-            self._run("quarantine", move, write=True)
+            self._run(verb, move, write=True)
 
     def num_quarantined(self) -> int:
         return len(self.quarantined())
@@ -232,16 +237,7 @@ class SqlLog(ExperienceLog):
         return self._names(_bad_shards)
 
     def remove(self, names: Sequence[ShardName]) -> None:
-        def move(connection: sa.Connection) -> None:
-            for name in names:
-                number = self._number(connection, name)
-                shard = sa.select(_shards).where(_shards.c.id == number)
-                connection.execute(_removed_shards.insert().from_select(_shards.c.keys(), shard))
-                connection.execute(_experiences.delete().where(_experiences.c.shard == number))
-                connection.execute(_shards.delete().where(_shards.c.id == number))
-
-        if self._find_log():
-            self._run("remove", move, write=True)
+        self._move("remove", names, _removed_shards)
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
         return self._names(_removed_shards, _removed_shards.c.explore_step >= first_step)
@@ -310,7 +306,7 @@ class SqlLog(ExperienceLog):
                 return work(connection)
 
         try:
-            return retry(once)
+            return retry(once)  # a transaction that was cut off left nothing, or all of what it wrote
         except IntegrityError:
             raise
         except SQLAlchemyError as error:
@@ -330,78 +326,64 @@ def _engine(url: sa.URL) -> sa.Engine:
         return open_engine(url, pool_size=2, pool_pre_ping=True)
     # A connection for each transaction: cheap for a file, and nothing stays open when the run folder goes.
     engine = open_engine(url, poolclass=NullPool, connect_args={"timeout": _BUSY_S})
-    sa.event.listen(engine, "connect", _prepare_sqlite)
-    sa.event.listen(engine, "begin", _begin_sqlite)
+
+    def prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # else the driver begins transactions as it likes
+        connection.execute("PRAGMA journal_mode=WAL")  # readers and a writer do not wait for each other
+        connection.execute("PRAGMA synchronous=FULL")  # a commit survives a power loss, as a put does
+
+    def begin(connection: sa.Connection) -> None:
+        # A transaction that reads first and then writes fails at once if another wrote in between; so it writes from
+        # the start, and waits its turn.
+        write = connection.get_execution_options().get("rftdask_write")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    sa.event.listen(engine, "connect", prepare)
+    sa.event.listen(engine, "begin", begin)
     return engine
 
 
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # else the driver begins transactions as it likes
-    connection.execute("PRAGMA journal_mode=WAL")  # readers and a writer do not wait for each other
-    connection.execute("PRAGMA synchronous=FULL")  # a commit survives a power loss, as a put does
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    # A transaction that reads first and then writes fails at once if another wrote in between; so it writes from the
-    # start, and waits its turn.
-    write = connection.get_execution_options().get("rftdask_write")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-
 def _create(connection: sa.Connection) -> None:
-    if connection.dialect.name == "postgresql":
+    if connection.dialect.name == "postgresql":  # two that make the same table at once would both fail
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATE_LOCK)))
     _metadata.create_all(connection)
 
 
 # ---- rows and tables
 
+_SAME = ("explore_step", "writer", "num_rows", "min_policy_version", "max_policy_version", "crc32")
+"""Columns of a shard that are called as the fields of its name."""
+
 
 def _columns_of(name: ShardName) -> dict[str, Any]:
-    return {
-        "explore_step": name.explore_step,
-        "batch": name.unit,
-        "writer": name.writer,
-        "part": "" if name.part is None else name.part.text,
-        "num_rows": name.num_rows,
-        "min_policy_version": name.min_policy_version,
-        "max_policy_version": name.max_policy_version,
-        "crc32": name.crc32,
-    }
+    same = {column: getattr(name, column) for column in _SAME}
+    return {**same, "batch": name.unit, "part": "" if name.part is None else name.part.text}
 
 
 def _name_of(row: Any) -> ShardName:
-    return ShardName(
-        row.explore_step,
-        row.batch,
-        row.writer,
-        row.num_rows,
-        row.min_policy_version,
-        row.max_policy_version,
-        row.crc32,
-        _SUFFIX,
-        Part.parse(*row.part.removeprefix("p").split("-")) if row.part else None,
-    )
+    same = {column: getattr(row, column) for column in _SAME}
+    part = Part.parse(*row.part.removeprefix("p").split("-")) if row.part else None
+    return ShardName(**same, unit=row.batch, suffix=_SUFFIX, part=part)
 
 
 def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:
     """The rows for `experiences`; `lines` are the same as JSON lines."""
-    columns = {field.name: _to_sql(table.column(field.name)) for field in SCHEMA}
+
+    def to_sql(column: pa.ChunkedArray) -> list[Any]:
+        if pa.types.is_map(column.type):
+            return [json.dumps(dict(pairs)) for pairs in column.to_pylist()]
+        if not pa.types.is_list(column.type):
+            return list(column.to_pylist())
+        dtype = _DTYPES[column.type.value_type]
+        return [np.asarray(value.values).astype(dtype).tobytes() for value in column]
+
+    columns = {field.name: to_sql(table.column(field.name)) for field in SCHEMA}
     rows = []
     for number, (line, *values) in enumerate(zip(lines.split(b"\n")[:-1], *columns.values(), strict=True)):
         exact = None if all(map(_is_plain, values)) else line
         plain = [value.replace("\0", "") if isinstance(value, str) else value for value in values]
         rows.append({**dict(zip(columns, plain, strict=True)), "row": number, "exact": exact})
     return rows
-
-
-def _to_sql(column: pa.ChunkedArray) -> list[Any]:
-    if pa.types.is_map(column.type):
-        return [json.dumps(dict(pairs)) for pairs in column.to_pylist()]
-    if not pa.types.is_list(column.type):
-        return list(column.to_pylist())
-    dtype = _DTYPES[column.type.value_type]
-    return [np.asarray(value.values).astype(dtype).tobytes() for value in column]
 
 
 def _is_plain(value: Any) -> bool:
@@ -416,21 +398,17 @@ def _is_plain(value: Any) -> bool:
 def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Inverse of `_rows_of`. Raises: ValueError, TypeError, KeyError, AttributeError, ArrowException: it cannot be."""
     exact = [None if row["exact"] is None else json.loads(row["exact"]) for row in rows]
-    columns = {}
-    for field in SCHEMA:
-        values = [
-            _from_sql(row[field.name], field.type) if line is None else _from_line(line.get(field.name), field.type)
-            for row, line in zip(rows, exact, strict=True)
-        ]
-        columns[field.name] = pa.array(values, field.type)
+
+    def from_sql(row: Mapping[str, Any], line: Mapping[str, Any] | None, field: pa.Field) -> Any:
+        value: Any = row[field.name] if line is None else line.get(field.name)
+        if pa.types.is_map(field.type):
+            return list((json.loads(value) if line is None else value).items())
+        if line is None and pa.types.is_list(field.type):
+            return np.frombuffer(value, _DTYPES[field.type.value_type])
+        return value
+
+    columns = {
+        field.name: pa.array([from_sql(row, line, field) for row, line in zip(rows, exact, strict=True)], field.type)
+        for field in SCHEMA
+    }
     return pa.table(columns, schema=SCHEMA)
-
-
-def _from_sql(value: Any, kind: pa.DataType) -> Any:
-    if pa.types.is_map(kind):
-        return list(json.loads(value).items())
-    return np.frombuffer(value, _DTYPES[kind.value_type]) if pa.types.is_list(kind) else value
-
-
-def _from_line(value: Any, kind: pa.DataType) -> Any:
-    return list(value.items()) if pa.types.is_map(kind) else value
