@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 from distributed import Client
 
@@ -78,20 +78,17 @@ def scaled(
         raise UserError(f"cluster: no worker of this run is for role {role!r}, so there is none to add more like it")
     kept = [worker for worker in workers if role in worker.resources][:num_workers]
     others = [worker for worker in workers if role not in worker.resources]
-    placed = [worker for worker in (*others, *kept) if worker.gpu is not None]
-    used = {(worker.gpu or 0) + i for worker in placed for i in range(worker.num_gpus)}
+    used = {w.gpu + i for w in (*others, *kept) if w.gpu is not None for i in range(w.num_gpus)}
     free = [gpu for gpu in range(num_gpus) if gpu not in used]
-    num_new = num_workers - len(kept)
+    num_new = max(0, num_workers - len(kept))
     places = _runs(free, like.num_gpus) if like.gpu is not None else [None] * num_new
     if num_new > len(places):
         raise UserError(
             f"cluster: {num_workers} workers for role {role!r} with {like.num_gpus} GPUs each do not fit beside "
             f"{len(others)} others on {num_gpus} GPUs; ask for {len(kept) + len(places)}"
         )
-    new = (
-        replace(like, name=f"{role}-{unused + i}", resources=(role,), gpu=gpu)
-        for i, gpu in enumerate(places[: max(0, num_new)])
-    )
+    names = (f"{role}-{unused + i}" for i in range(num_new))
+    new = (replace(like, name=name, resources=(role,), gpu=gpu) for name, gpu in zip(names, places, strict=False))
     return [*others, *kept, *new]
 
 
@@ -200,7 +197,13 @@ def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:
     return find_cluster(config.cluster.type, config.explorer.plugin_dirs).start(config, layout, storage)
 
 
-def close_in_turn(*parts: Any) -> None:
+class Closable(Protocol):
+    """A client or a cluster of Dask."""
+
+    def close(self, timeout: float) -> object: ...
+
+
+def close_in_turn(*parts: Closable) -> None:
     """Close Dask's clients and clusters; where that takes too long it is logged, and workers end with this process.
 
     By then all that the run came to is on storage: closing slowly is not a failure of it, nor may it hide one.
@@ -258,13 +261,12 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     check_groups(stages, ranks)
-    threads = max(1, num_cpus // max(1, roles))
-    trainers = tuple(WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads) for i in range(ranks))
-    engines = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads) for i in range(first))
-    if num_gpus:
-        trainers = tuple(replace(worker, gpu=number) for number, worker in enumerate(trainers))
-        engines = tuple(replace(engine, gpu=ranks + i * each, num_gpus=each) for i, engine in enumerate(engines))
-    workers = [*trainers, *engines]
+    threads, has_gpu = max(1, num_cpus // max(1, roles)), num_gpus > 0
+    workers = [WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads, i if has_gpu else None) for i in range(ranks)]
+    for i in range(first):
+        # The GPUs after the ranks' own, each engine's side by side.
+        gpu, num = (ranks + i * each, each) if has_gpu else (None, 1)
+        workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num))
     workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     return Layout(tuple(workers))
 

@@ -6,7 +6,7 @@ If none does, roles are given out in the order of the workers' names; a worker t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import dask
@@ -56,19 +56,25 @@ class ExistingCluster(Cluster):
             raise UserError("cluster.options: cluster.type existing needs either address or scheduler_file")
         self._layout = layout
         self._restore = dask.config.set(DASK_CONFIG)
+        security = None
+        if "tls_ca_file" in options:
+            security = Security(
+                tls_ca_file=options["tls_ca_file"],
+                tls_client_cert=options.get("tls_cert"),
+                tls_client_key=options.get("tls_key"),
+                require_encryption=True,
+            )
+        address, file = options.get("address"), options.get("scheduler_file")
         try:
             # The default client: actor calls look for it.
-            self.client = Client(
-                options.get("address"),
-                scheduler_file=options.get("scheduler_file"),
-                security=_security(options),
-                timeout=_CONNECT_S,
-            )
+            self.client = Client(address, scheduler_file=file, security=security, timeout=_CONNECT_S)
         except (OSError, ValueError) as error:
             self._restore.__exit__(None, None, None)
-            raise UserError(f"cluster.options: no Dask scheduler answers at {_where(options)}: {error}") from error
+            raise UserError(f"cluster.options: no Dask scheduler answers at {address or file}: {error}") from error
         try:
-            self._place(layout)
+            workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            for worker, resources in assign(workers, layout).items():
+                self.client.run(_set_resources, resources, workers=[worker])
         except BaseException:
             self.close()
             raise
@@ -83,11 +89,6 @@ class ExistingCluster(Cluster):
     def close(self) -> None:
         close_in_turn(self.client)
         self._restore.__exit__(None, None, None)
-
-    def _place(self, layout: Layout) -> None:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        for address, resources in assign(workers, layout).items():
-            self.client.run(_set_resources, resources, workers=[address])
 
 
 def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str, dict[str, float]]:
@@ -110,28 +111,13 @@ def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str
             f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers = "
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
-    order: Sequence[str] = [role for role in ROLES for _ in range(needed[role])]
+    order = [role for role in ROLES for _ in range(needed[role])]
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
-    given: dict[str, dict[str, float]] = {}
-    for address, role in zip(addresses, order, strict=False):
-        given[address] = {role: 1.0, **({} if given else {CONTROL_RESOURCE: 1.0})}
+    given = {address: {role: 1.0} for address, role in zip(addresses, order, strict=False)}
+    # The light control role shares the first of them, which only watches its child.
+    given[addresses[0]][CONTROL_RESOURCE] = 1.0
     return given
 
 
 async def _set_resources(resources: dict[str, float], dask_worker: Worker) -> None:
     await dask_worker.set_resources(**resources)
-
-
-def _security(options: Mapping[str, Any]) -> Security | None:
-    if "tls_ca_file" not in options:
-        return None
-    return Security(
-        tls_ca_file=options["tls_ca_file"],
-        tls_client_cert=options.get("tls_cert"),
-        tls_client_key=options.get("tls_key"),
-        require_encryption=True,
-    )
-
-
-def _where(options: Mapping[str, Any]) -> str:
-    return str(options.get("address") or options.get("scheduler_file"))

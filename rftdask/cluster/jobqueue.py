@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from distributed import SchedulerPlugin
+from distributed import Scheduler, SchedulerPlugin
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import ROLES, Cluster, Layout, find_cluster, plan_jobs
@@ -63,8 +63,20 @@ class _OnLoss(SchedulerPlugin):
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         self._call()
+
+
+class BatchJob(Protocol):
+    """The part of a job of dask-jobqueue that is used here."""
+
+    cancel_command: ClassVar[str]
+    job_id: str
+
+    def __init__(self, **options: Any) -> None: ...
+
+    async def start(self) -> object:
+        """Write its script and submit it."""
 
 
 class JobQueueCluster(RemoteWorkersCluster):
@@ -105,10 +117,11 @@ class JobQueueCluster(RemoteWorkersCluster):
         slurm.call(*cls.load_job_class().cancel_command.split(), job_id)
 
     @classmethod
-    def load_job_class(cls) -> Any:
+    def load_job_class(cls) -> type[BatchJob]:
         """dask-jobqueue's class of a job. Imported late: an extra, and it reads its configuration when imported."""
         module, _, name = cls.job_class.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
+        return job_class
 
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
@@ -133,15 +146,9 @@ class JobQueueCluster(RemoteWorkersCluster):
             "nanny": True,
             "death_timeout": _DEATH_TIMEOUT_S,
             "local_directory": "${TMPDIR:-/tmp}",
+            # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
             "worker_extra_args": [
-                "--resources",
-                f"{role}=1",
-                "--no-dashboard",
-                # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
-                "--nthreads",
-                "1",
-                "--memory-limit",
-                "0",
+                *f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split(),
                 *LEAVING,
             ],
             # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
@@ -152,6 +159,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._config = config
         self._storage = storage
         self._file = jobs_file(config.mode)
+        self._logs = log_folder(storage, folder)
         self._asked = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
         self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
         self._failed_starts = dict.fromkeys(ROLES, 0)
@@ -163,10 +171,14 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._closed = threading.Event()
         self._job_class = self.load_job_class()
         slurm.forget_restarts()
-        self._cancel_left_over()
+        # Jobs of an earlier start, whose scheduler is no more; it was killed, or it would have cancelled them.
+        for job in read_jobs(storage, self._file):
+            log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
+            system_of(job).cancel(job.job_id)
         super().__init__(config, layout, folder)
-        cluster: Any = self._cluster
-        cluster.loop.add_callback(cluster.scheduler.add_plugin, _OnLoss(self._hurry))
+        scheduler, loop = self._cluster.scheduler, self._cluster.loop
+        assert isinstance(scheduler, Scheduler) and loop is not None
+        loop.add_callback(scheduler.add_plugin, _OnLoss(self._on_loss))
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
         self._thread.start()
 
@@ -188,7 +200,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             self._closed.set()
             self._wake.set()
             self._thread.join(_SUBMIT_S)
-            self._cancel([job for jobs in self._jobs.values() for job in jobs])
+            for job in (job for jobs in self._jobs.values() for job in jobs):
+                self.cancel(job.job_id)
             self._jobs = {role: [] for role in ROLES}
             self._note()
             super().close()
@@ -211,7 +224,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
             self._wake.clear()
 
-    def _hurry(self) -> None:
+    def _on_loss(self) -> None:
         self._pause_s = _SOON_S
         self._wake.set()
 
@@ -224,15 +237,26 @@ class JobQueueCluster(RemoteWorkersCluster):
                 note_workers(job, any(name.startswith(f"{job.name}-{job.job_id}-") for name in names), now_s)
                 for job in self._jobs[role]
             ]
-            change = plan_change(jobs, self._alive(jobs, now_s), self._asked[role], self._failed_starts[role])
+            states = self.states([job.job_id for job in jobs])
+            if states is None:
+                missing_s = {job.job_id: now_s - (job.missing_since_s or now_s) for job in jobs}
+                states = {job_id: "" for job_id, seconds in missing_s.items() if seconds < _MISSING_S}
+            change = plan_change(jobs, frozenset(states), self._asked[role], self._failed_starts[role])
             for job in change.lost:
                 log.warning("job %s (%s) ended: %s", job.job_id, job.name, self.reason(job.job_id) or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}
             self._jobs[role] = [job for job in jobs if job.job_id not in gone]
             self._failed_starts[role] = change.num_failed_starts
-            self._cancel(change.cancel)
+            for job in change.cancel:
+                self.cancel(job.job_id)
             if change.num_failed_starts >= MAX_FAILED_STARTS:
-                raise_failed(role, change.lost, self._log_folder())
+                last = change.lost[-1].job_id if change.lost else "?"
+                found = sorted(self._logs.glob(f"*{last}.[el]*")) if change.lost else []
+                tails = (path.read_text(errors="replace").splitlines()[-10:] for path in found)
+                raise _GivenUp(
+                    f"cluster: {MAX_FAILED_STARTS} {role} jobs in a row ended before their worker had joined; the "
+                    f"last one, {last}, wrote to {self._logs}:\n" + "\n".join("\n".join(tail) for tail in tails)
+                )
             for _ in range(change.num_new):
                 if not self._closed.is_set():
                     self._jobs[role].append(self._submit(role))
@@ -240,18 +264,10 @@ class JobQueueCluster(RemoteWorkersCluster):
         if self._jobs != before:
             self._note()
 
-    def _alive(self, jobs: list[JobRecord], now_s: float) -> frozenset[str]:
-        states = self.states([job.job_id for job in jobs])
-        if states is not None:
-            return frozenset(states)
-        return frozenset(
-            job.job_id for job in jobs if job.missing_since_s is None or now_s - job.missing_since_s < _MISSING_S
-        )
-
     def _submit(self, role: str) -> JobRecord:
         name = f"{role}-{self._number}"
         self._number += 1
-        job = self._job_class(**self.job_options(self._config, role, name, self._folder, self._log_folder()))
+        job = self._job_class(**self.job_options(self._config, role, name, self._folder, self._logs))
         # Its script is written and submitted in the loop of the cluster, as its class wants it.
         try:
             self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
@@ -263,21 +279,8 @@ class JobQueueCluster(RemoteWorkersCluster):
         log.info("submitted job %s (%s)", job.job_id, name)
         return JobRecord(role, name, str(job.job_id), self.cluster_type, time.time())
 
-    def _cancel(self, jobs: list[JobRecord] | tuple[JobRecord, ...]) -> None:
-        for job in jobs:
-            self.cancel(job.job_id)
-
-    def _cancel_left_over(self) -> None:
-        """Jobs of an earlier start, whose scheduler is no more; it was killed, or it would have cancelled them."""
-        for job in read_jobs(self._storage, self._file):
-            log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
-            system_of(job).cancel(job.job_id)
-
     def _note(self) -> None:
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
-
-    def _log_folder(self) -> Path:
-        return log_folder(self._storage, self._folder)
 
 
 class PbsCluster(JobQueueCluster):
@@ -330,13 +333,3 @@ def system_of(job: JobRecord) -> type[JobQueueCluster]:
 def log_folder(storage: Storage, folder: PrivateFolder) -> Path:
     """Where jobs log: beside the other logs of the run, or in the private folder where that is no local path."""
     return folder.base / "log" if "://" in storage.url else Path(storage.url).absolute() / "log"
-
-
-def raise_failed(role: str, lost: tuple[JobRecord, ...], logs: Path) -> None:
-    """Raises: RoleError: that no worker of a role comes up."""
-    tail: Callable[[Path], str] = lambda path: "\n".join(path.read_text(errors="replace").splitlines()[-10:])  # noqa: E731
-    told = [tail(path) for job in lost[-1:] for path in sorted(logs.glob(f"*{job.job_id}.[el]*"))]
-    raise _GivenUp(
-        f"cluster: {MAX_FAILED_STARTS} {role} jobs in a row ended before their worker had joined; the last one, "
-        f"{lost[-1].job_id if lost else '?'}, wrote to {logs}:\n" + "\n".join(told)
-    )

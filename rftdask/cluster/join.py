@@ -83,13 +83,10 @@ def _command(config: Config, folder: PrivateFolder, role: str, number: int, pati
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
     name = f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}-{number}"
     cluster = config.cluster
-    command = [
-        sys.executable,
-        "-m",
-        "distributed.cli.dask_worker",
+    return [
+        *(sys.executable, "-m", "distributed.cli.dask_worker"),
         *folder.worker_options(cluster.tls, cluster.interface),
+        *f"--name {name} --resources {role}=1 --nthreads 1 --memory-limit 0 --no-dashboard".split(),
+        *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
+        *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
     ]
-    command += ["--name", name, "--resources", f"{role}=1", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]
-    command += [*LEAVING, "--death-timeout", f"{patience_s:.0f}"]
-    command += ["--local-directory", os.environ.get("TMPDIR", "/tmp")]
-    return command

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.security import Security
 
 from rftdask.cluster import preloads
 from rftdask.cluster.base import (
@@ -52,6 +53,34 @@ def grace(resources: Collection[str]) -> dict[str, str]:
     return {preloads.GRACE_VARIABLE: "0" if EXPLORER_RESOURCE in resources else str(preloads.GRACE_S)}
 
 
+def worker_spec(name: str, resources: Collection[str], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """A worker in its nanny, as SpecCluster starts it. options: host, and what more of a nanny's is not the default."""
+    own = {
+        "name": name,
+        "nthreads": 1,
+        "dashboard": False,
+        "dashboard_address": None,
+        # The data is in child processes, which the nanny does not see.
+        "memory_limit": 0,
+        "silence_logs": logging.CRITICAL,
+        "preload": [preloads.MODULE],
+        "resources": dict.fromkeys(resources, 1),
+        "env": {**grace(resources), **env},
+    }
+    return {"cls": Nanny, "options": {**own, **options}}
+
+
+def start_dask(
+    workers: Mapping[str, dict[str, Any]], dashboard_address: str | None, security: Security | None, **options: Any
+) -> SpecCluster:
+    """A scheduler in this process, and the workers. dashboard_address: as in the config; options: host, protocol."""
+    dashboard = {"dashboard": dashboard_address is not None, "dashboard_address": dashboard_address or "127.0.0.1:0"}
+    scheduler = {"cls": Scheduler, "options": {"security": security, **dashboard, **options}}
+    return SpecCluster(
+        scheduler=scheduler, workers=dict(workers), security=security, silence_logs=40, shutdown_on_close=True
+    )
+
+
 class LocalCluster(Cluster):
     """Scheduler and workers on this machine.
 
@@ -87,40 +116,16 @@ class LocalCluster(Cluster):
             self.close()
             raise WaitTimeout(f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s") from error
 
-    def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
-        scheduler = {
-            "cls": Scheduler,
-            "options": {
-                "host": "127.0.0.1",
-                "dashboard": dashboard_address is not None,
-                "dashboard_address": dashboard_address or "127.0.0.1:0",
-            },
-        }
+    def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
-        return SpecCluster(scheduler=scheduler, workers=workers, silence_logs=40, shutdown_on_close=True)
+        return start_dask(workers, dashboard_address, None, host="127.0.0.1")
 
     @staticmethod
     def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
         # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
-        env = grace(worker.resources)
-        if worker.gpu is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus])
-        return {
-            "cls": Nanny,
-            "options": {
-                "name": worker.name,
-                "nthreads": 1,
-                "host": "127.0.0.1",
-                "dashboard": False,
-                "dashboard_address": None,
-                # The data is in child processes, which the nanny does not see.
-                "memory_limit": 0,
-                "silence_logs": logging.CRITICAL,
-                "preload": [preloads.MODULE],
-                "resources": dict.fromkeys(worker.resources, 1),
-                "env": env,
-            },
-        }
+        gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
+        env = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        return worker_spec(worker.name, worker.resources, env, host="127.0.0.1")
 
     def scale(self, role: str, num_workers: int) -> None:
         with self._scaling:
@@ -129,18 +134,18 @@ class LocalCluster(Cluster):
             self._plans = scaled(self._plans, self._layout, role, num_workers, num_gpus, self._num_named)
             self._num_named += sum(plan.name not in before for plan in self._plans)
             spec = {plan.name: self._worker_spec(plan) for plan in self._plans}
-            loop: Any = self._cluster.loop
-            loop.add_callback(self._apply, spec)
+            assert self._cluster.loop is not None
+            self._cluster.loop.add_callback(self._apply, spec)
 
     def num_asked(self, role: str) -> int:
         return sum(role in plan.resources for plan in self._plans)
 
     def _apply(self, spec: dict[str, Any]) -> None:
         """In the loop of the cluster, which reads the dict there."""
-        for name in self._cluster.worker_spec.keys() - spec.keys():
-            del self._cluster.worker_spec[name]
-        for name in spec.keys() - self._cluster.worker_spec.keys():
-            self._cluster.worker_spec[name] = spec[name]
+        there = self._cluster.worker_spec
+        for name in there.keys() - spec.keys():
+            del there[name]
+        there.update({name: spec[name] for name in spec.keys() - there.keys()})
         self._cluster._correct_state()
 
     def close(self) -> None:

@@ -6,16 +6,14 @@ workers nor where; see jobqueue.py for jobs, join.py for workers that a script s
 
 from __future__ import annotations
 
-import logging
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client
 from distributed.utils import get_ip, get_ip_interface
 
-from rftdask.cluster import preloads
 from rftdask.cluster.base import CONTROL_RESOURCE, ROLES, Cluster, Layout, close_in_turn, plan_jobs
-from rftdask.cluster.local import DASK_CONFIG, grace
+from rftdask.cluster.local import DASK_CONFIG, start_dask, worker_spec
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
@@ -50,39 +48,9 @@ class RemoteWorkersCluster(Cluster):
         self.security = folder.make_keys() if cluster.tls else None
         folder.make()
         self._restore = dask.config.set(DASK_CONFIG)
-        host = _host(cluster.interface)
-        protocol = "tls://" if cluster.tls else "tcp://"
-        common: dict[str, Any] = {"host": host, "protocol": protocol, "security": self.security}
-        scheduler = {
-            "cls": Scheduler,
-            "options": {
-                **common,
-                "dashboard": cluster.dashboard_address is not None,
-                "dashboard_address": cluster.dashboard_address or "127.0.0.1:0",
-            },
-        }
-        control = {
-            "cls": Nanny,
-            "options": {
-                **common,
-                "name": "control-0",
-                "nthreads": 1,
-                "dashboard": False,
-                "dashboard_address": None,
-                "memory_limit": 0,
-                "silence_logs": logging.CRITICAL,
-                "preload": [preloads.MODULE],
-                "env": grace((CONTROL_RESOURCE,)),
-                "resources": {CONTROL_RESOURCE: 1},
-            },
-        }
-        self._cluster = SpecCluster(
-            scheduler=scheduler,
-            workers={"control-0": control},
-            security=self.security,
-            silence_logs=40,
-            shutdown_on_close=True,
-        )
+        options = {"host": _host(cluster.interface), "protocol": "tls://" if cluster.tls else "tcp://"}
+        control = worker_spec("control-0", (CONTROL_RESOURCE,), {}, security=self.security, **options)
+        self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it
         self.address = str(self._cluster.scheduler_address)
         folder.write_address(self.address)

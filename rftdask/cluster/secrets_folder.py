@@ -85,9 +85,8 @@ class PrivateFolder:
         paths = self._key_paths()
         if not all(map(os.path.exists, paths.values())):
             raise UserError(f"{self.path} has no TLS keys: the run has no cluster, or it is another user's")
-        both = {
-            f"tls_{role}_{part}": paths[part] for role in ("scheduler", "worker", "client") for part in ("cert", "key")
-        }
+        roles, parts = ("scheduler", "worker", "client"), ("cert", "key")
+        both = {f"tls_{role}_{part}": paths[part] for role in roles for part in parts}
         return Security(tls_ca_file=paths["ca"], require_encryption=True, **both)
 
     def worker_options(self, tls: bool, interface: str | None) -> list[str]:
