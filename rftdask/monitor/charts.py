@@ -108,15 +108,15 @@ def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
         axes = figure.add_subplot(num_rows, 3, number)
         _draw(axes, chart, curves, stages)
         axes.set_title(chart.title, loc="left", fontsize=10, color=_TEXT, pad=6 if len(stages) < 2 else 26)
+
+    def svg() -> str:
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg")
+        return buffer.getvalue()
+
     # A bare Figure shows itself in a notebook only after pyplot was set up there; this one always does.
-    setattr(figure, "_repr_svg_", lambda: _svg(figure))  # noqa: B010 -- no attribute that matplotlib declares
+    setattr(figure, "_repr_svg_", svg)  # noqa: B010 -- no attribute that matplotlib declares
     return figure
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    return buffer.getvalue()
 
 
 def chart_svg(chart: Chart, stages: Stages) -> str:
@@ -135,10 +135,19 @@ def chart_svg(chart: Chart, stages: Stages) -> str:
         figure.savefig(
             buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
-    return _for_page(buffer.getvalue(), chart)
+    # The file as an element: no prolog, no metadata, ids of its own, colors and font of the page.
+    svg = buffer.getvalue()
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{chart.metric}-", svg)
+    for color, variable in _CSS.items():
+        svg = svg.replace(color, variable)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{chart.title}"', 1)
 
 
 def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None:
+    import pandas as pd
     from matplotlib.ticker import MaxNLocator
 
     for curve, color in zip(curves, itertools.cycle(_SERIES), strict=False):
@@ -147,11 +156,14 @@ def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None
         for number, (x, y) in enumerate(curve.segments):
             if num_points > _SMOOTH_FROM:
                 axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
-                y = _smooth(y)
+                # Over it the mean of the tenth of the points around each.
+                window = max(2, len(y) // 10)
+                y = pd.Series(y).rolling(window, min_periods=1, center=True).mean().tolist()
             axes.plot(x, y, color=color, linewidth=1.8, label=curve.label if number == 0 else None, **marks)
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=_TEXT)
-    _mark_stages(axes, stages)
+    if len(stages) > 1:
+        _mark_stages(axes, stages)
     if chart.metric == "accuracy":
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel(chart.x_label, fontsize=8, color=_TEXT)
@@ -167,8 +179,6 @@ def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None
 
 def _mark_stages(axes: Axes, stages: Stages) -> None:
     """A dashed line where a stage begins, and the names of the stages above; all charts then span all stages."""
-    if len(stages) < 2:
-        return
     edges = stage_edges(stages)
     axes.set_xlim(-0.02 * edges[-1], 1.02 * max(1, edges[-1]))
     for number, ((name, _), start) in enumerate(zip(stages, edges, strict=False)):
@@ -184,24 +194,3 @@ def _mark_stages(axes: Axes, stages: Stages) -> None:
             color=_TEXT,
             parse_math=False,
         )
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Mean over the tenth of the points around each."""
-    import pandas as pd
-
-    window = max(2, len(values) // 10)
-    smoothed: list[float] = pd.Series(values).rolling(window, min_periods=1, center=True).mean().tolist()
-    return smoothed
-
-
-def _for_page(svg: str, chart: Chart) -> str:
-    """The figure's SVG file as an element: no prolog, no metadata, ids of its own, colors and font of the page."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{chart.metric}-", svg)
-    for color, variable in _CSS.items():
-        svg = svg.replace(color, variable)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{chart.title}"', 1)

@@ -52,15 +52,16 @@ class Progress:
 
     def columns(self) -> list[tuple[str, str]]:
         """(label, text) of what is shown, in order; the text is "-" for what is not known."""
-        step = f"{self.step}" if self.total_steps is None else f"{self.step}/{self.total_steps}"
-        rate = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        numbers = {
+            "reward": (self.reward, ".3g"),
+            "accuracy": (self.accuracy, ".1%"),
+            "loss": (self.loss, ".3g"),
+            "tokens/s": (self.tokens_per_s, ",.0f"),
+            "staleness": (self.staleness, ".1f"),
+        }
         return [
-            ("step", step),
-            ("reward", _number(self.reward)),
-            ("accuracy", "-" if _is_unknown(self.accuracy) else f"{self.accuracy:.1%}"),
-            ("loss", _number(self.loss)),
-            ("tokens/s", rate),
-            ("staleness", "-" if _is_unknown(self.staleness) else f"{self.staleness:.1f}"),
+            ("step", f"{self.step}" if self.total_steps is None else f"{self.step}/{self.total_steps}"),
+            *((k, "-" if v is None or math.isnan(v) else format(v, form)) for k, (v, form) in numbers.items()),
             ("workers", str(self.workers)),
             ("elapsed", duration(self.elapsed_s)),
             ("left", "-" if self.eta_s is None else duration(self.eta_s)),
@@ -99,14 +100,6 @@ class Progress:
         return f'<div style="{style}">{title}{bar}<div style="display:flex;flex-wrap:wrap">{cells}</div>{notes}</div>'
 
 
-def _is_unknown(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
-
-
 def duration(seconds: float) -> str:
     """Example: "0:42", "12:05", "3:10:00", "2d 03:10"."""
     whole = max(0, round(seconds))
@@ -138,7 +131,12 @@ class ProgressView:
     def create(kind: ViewKind = "auto") -> ProgressView:
         """The view of that kind; "auto" looks at where the output goes. Raises: ValueError."""
         if kind == "auto":
-            kind = "jupyter" if _in_jupyter() else "terminal" if _in_terminal() else "plain"
+            # The kernel of a notebook (Jupyter, Colab); IPython on a terminal has none.
+            ipython = sys.modules.get("IPython")
+            kernel = getattr(ipython.get_ipython() if ipython else None, "kernel", None)
+            # On a terminal that can move its cursor.
+            can_redraw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            kind = "jupyter" if kernel is not None else "terminal" if can_redraw else "plain"
         views: dict[str, type[ProgressView]] = {
             "terminal": TerminalView,
             "plain": PlainView,
@@ -281,15 +279,3 @@ class _Page:
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return self.progress._repr_html_() + (f"<ul>{notes}</ul>" if notes else "")
-
-
-def _in_terminal() -> bool:
-    """True where output goes to a terminal that can move its cursor."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def _in_jupyter() -> bool:
-    """True in a notebook kernel (Jupyter, Colab); False in IPython on a terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None) is not None

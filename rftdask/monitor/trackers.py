@@ -15,7 +15,7 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -91,9 +91,7 @@ class TensorBoardTracker(Tracker):
         if role not in self._writers:
             self._writers[role] = self._open(str(self.folder / role))
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writers[role].add_event(
-            self._event(wall_time=time_s, step=step, summary=self._summary(value=values)),
-        )
+        self._writers[role].add_event(self._event(wall_time=time_s, step=step, summary=self._summary(value=values)))
 
     def flush(self) -> None:
         for writer in self._writers.values():
@@ -164,10 +162,8 @@ class MlflowTracker(Tracker):
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         now_ms = int(1000 * (time_s or 0))
-        rows = [
-            self._metric(re.sub(r"[^\w\-. /]", "_", f"{role}/{key}"), value, now_ms, step)
-            for key, value in metrics.items()
-        ]
+        names = {key: re.sub(r"[^\w\-. /]", "_", f"{role}/{key}") for key in metrics}
+        rows = [self._metric(names[key], value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
     def close(self) -> None:
@@ -201,12 +197,13 @@ def make_tracker(
     tracker = find_part("monitor", monitor_type, registered_trackers(), plugin_dirs)
     bind_arguments("monitor.monitor_args", tracker, args or {}, supplied=1)
     is_temporary = folder is None
+    if tracker is NoTracker:
+        return NoTracker(TrackedRun(Path(), project, name, {}))
     if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-")) if tracker is not NoTracker else Path()
-        if tracker is not NoTracker:
-            logger.warning(
-                "the run is not on a local file system: files of monitor_type %s are in %s", monitor_type, folder
-            )
+        folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-"))
+        logger.warning(
+            "the run is not on a local file system: files of monitor_type %s are in %s", monitor_type, folder
+        )
     made: Tracker = tracker(TrackedRun(folder, project, name, config or {}, is_temporary), **(args or {}))
     return made
 
@@ -226,7 +223,11 @@ class TrackerFeed:
     def __init__(self, storage: Storage, tracker: Tracker, monitor_type: str) -> None:
         self._storage, self._tracker = storage, tracker
         self._path = f"monitor/{monitor_type}_cursor.json"
-        self._follower = MetricsFollower(storage, self._read_cursor() if tracker.keeps_history else None)
+        cursor: dict[str, int] = {}
+        if tracker.keeps_history:
+            with suppress(NotFoundError):
+                cursor = {path: int(count) for path, count in json.loads(storage.get(self._path)).items()}
+        self._follower = MetricsFollower(storage, cursor)
         self.error: Exception | None = None
 
     def poll(self) -> int:
@@ -257,12 +258,6 @@ class TrackerFeed:
             self.error = self.error or error
             logger.warning("%s failed and is not fed any more: %s", type(self._tracker).__name__, error, exc_info=True)
         return self.error is None
-
-    def _read_cursor(self) -> dict[str, int]:
-        try:
-            return {path: int(count) for path, count in json.loads(self._storage.get(self._path)).items()}
-        except NotFoundError:
-            return {}
 
 
 @contextmanager

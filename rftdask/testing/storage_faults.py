@@ -86,46 +86,40 @@ class FaultyStorage(Storage):
         self.url = inner.url  # opens the tree without the faults
         self.has_create_only = inner.has_create_only
 
+    @contextmanager
+    def _around(self, verb: str, path: str) -> Iterator[None]:
+        self.hook(verb, path, "before")
+        yield
+        self.hook(verb, path, "after")  # not where the verb has raised: nothing was done then
+
     def put(self, path: str, data: bytes) -> None:
-        self.hook("put", path, "before")
-        self.inner.put(path, data)
-        self.hook("put", path, "after")
+        with self._around("put", path):
+            self.inner.put(path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        self.hook("put_new", path, "before")
-        created = self.inner.put_new(path, data)
-        self.hook("put_new", path, "after")
-        return created
+        with self._around("put_new", path):
+            return self.inner.put_new(path, data)
 
     def get(self, path: str) -> bytes:
-        self.hook("get", path, "before")
-        data = self.inner.get(path)
-        self.hook("get", path, "after")
-        return data
+        with self._around("get", path):
+            return self.inner.get(path)
 
     def list(self, folder: str = "") -> list[str]:
-        self.hook("list", folder, "before")
-        names = self.inner.list(folder)
-        self.hook("list", folder, "after")
-        return names
+        with self._around("list", folder):
+            return self.inner.list(folder)
 
     def remove(self, path: str) -> None:
-        self.hook("remove", path, "before")
-        self.inner.remove(path)
-        self.hook("remove", path, "after")
+        with self._around("remove", path):
+            self.inner.remove(path)
 
     def exists(self, path: str) -> bool:
-        self.hook("exists", path, "before")
-        found = self.inner.exists(path)
-        self.hook("exists", path, "after")
-        return found
+        with self._around("exists", path):
+            return self.inner.exists(path)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
-        self.hook("local_copy", path, "before")
-        with self.inner.local_copy(path) as local:
+        with self._around("local_copy", path), self.inner.local_copy(path) as local:
             yield local
-        self.hook("local_copy", path, "after")
 
 
 class SteppedPosix(Posix):
