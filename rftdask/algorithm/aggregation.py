@@ -18,7 +18,6 @@ def token_weights(
     mode: str,
     *,
     max_tokens: int | None = None,
-    sequence_BT: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights of the tokens in the loss, float32, for the four aggregations.
@@ -34,10 +33,8 @@ def token_weights(
     Args:
         loss_mask_BT: [B, T] bool, True where the token is trained, of the WHOLE batch (all ranks, all micro-batches).
         mode: one of `AGGREGATIONS`.
-        max_tokens: longest response that may be sampled, in tokens; needed by seq-mean-token-sum-norm only. The
-        width T is
-            no substitute, since it depends on who else is in the batch.
-        sequence_BT: [B, T] int64, index of the sequence each token belongs to when rows are packed; None: one per row.
+        max_tokens: longest response that may be sampled, in tokens; needed by seq-mean-token-sum-norm only. The width T
+            is no substitute, since it depends on who else is in the batch.
         dtype: of the result; float64 for comparisons beyond seven digits.
     Returns: [B, T] of `dtype`. All 0 when nothing is trained.
     Raises: ValueError: unknown mode, or max_tokens missing where it is needed.
@@ -46,8 +43,8 @@ def token_weights(
     mask = loss_mask_BT.to(dtype)
     if mode == "token-mean":
         return mask / mask.sum().clamp(min=1.0)
-    lengths_S = sequence_sums(mask, sequence_BT)
-    num_sequences = (lengths_S > 0).sum().clamp(min=1)
+    lengths_B1 = mask.sum(-1, keepdim=True)
+    num_sequences = (lengths_B1 > 0).sum().clamp(min=1)
     if mode == "seq-mean-token-sum":
         return mask / num_sequences
     if mode == "seq-mean-token-sum-norm":
@@ -56,21 +53,4 @@ def token_weights(
                 f"{mode} divides by the longest possible response: max_tokens must be > 0, got {max_tokens}"
             )
         return mask / (num_sequences * max_tokens)
-    return mask / spread(lengths_S.clamp(min=1.0) * num_sequences, mask, sequence_BT)
-
-
-def sequence_sums(values_BT: Tensor, sequence_BT: Tensor | None, num_sequences: int | None = None) -> Tensor:
-    """Sums over each sequence: [S] of the dtype of `values_BT`. S = B when each row is one sequence (sequence_BT
-    None)."""
-    if sequence_BT is None:
-        return values_BT.sum(-1)
-    if num_sequences is None:
-        num_sequences = int(sequence_BT.max()) + 1 if sequence_BT.numel() else 0
-    return values_BT.new_zeros(num_sequences).index_add(0, sequence_BT.flatten(), values_BT.flatten())
-
-
-def spread(values_S: Tensor, like_BT: Tensor, sequence_BT: Tensor | None) -> Tensor:
-    """The value of its sequence at each token: [B, T]. The inverse direction of `sequence_sums`."""
-    if sequence_BT is None:
-        return values_S[:, None].expand_as(like_BT)
-    return values_S[sequence_BT]
+    return mask / (lengths_B1.clamp(min=1.0) * num_sequences)

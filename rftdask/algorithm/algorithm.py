@@ -71,7 +71,6 @@ class Algorithm:
         *,
         max_tokens: int | None = None,
         expert_mask_B: Tensor | None = None,
-        sequence_BT: Tensor | None = None,
         step: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
@@ -80,20 +79,13 @@ class Algorithm:
         Args:
             loss_mask_BT: [B, T] bool, all rows of all ranks and micro-batches.
             max_tokens: longest response that may be sampled; for seq-mean-token-sum-norm.
-            expert_mask_B: [S] bool, demonstrations; for the mixtures.
-            sequence_BT: [B, T] int64, sequence of each token if rows are packed.
+            expert_mask_B: [B] bool, demonstrations; for the mixtures.
             step: training step; for schedules of the mixture.
         Raises: ValueError: something the mode or the loss needs is missing.
         """
-        return self.policy_loss_fn.token_weights(
-            loss_mask_BT,
-            self.loss_agg_mode,
-            max_tokens=max_tokens,
-            expert_mask_B=expert_mask_B,
-            sequence_BT=sequence_BT,
-            step=step,
-            dtype=dtype,
-        )
+        weights = self.policy_loss_fn.token_weights
+        more: dict[str, Any] = {"expert_mask_B": expert_mask_B, "step": step, "dtype": dtype}
+        return weights(loss_mask_BT, self.loss_agg_mode, max_tokens=max_tokens, **more)
 
     def compute_advantages(self, inputs: AdvantageInputs, *, kl_coef: float | None = None) -> AdvantageResult:
         """Advantages of a whole batch, the KL penalty taken off the rewards first (`kl_coef`: its adaptive

@@ -5,7 +5,7 @@
     imitation/  log pi of what somebody else wrote: SFT, mixtures with rollouts, preferences
 
 Every file reads alike. Symbols: pi the policy that is trained, pi_old the policy that sampled (or the trainer's before
-the step), A the advantage, sg() stops the gradient. Suffixes are shapes: B rows of T tokens, S sequences, P pairs. A
+the step), A the advantage, sg() stops the gradient. Suffixes are shapes: B sequences of T tokens, P pairs. A
 loss gives one number per token, [B, T]; what stands outside the loss mask weighs 0 later, and log-ratios are held
 within +-20. Gradients are autograd's. `base.py` has what all of them take.
 

@@ -1,6 +1,4 @@
-"""The tensors that a loss takes, and the base class of the policy losses.
-
-Shapes: B rows of T scored positions; S sequences (S = B unless rows are packed).
+"""The tensors that a loss takes, and the base class of the policy losses. Shapes: B sequences of T scored positions.
 
 Knows nothing of models, batches on storage or optimizers. Invariant: after `cleaned()` every trained position is
 finite and every other position is 0 in all tensors, so no loss needs to think of padding or garbage.
@@ -11,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -33,11 +30,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch: B rows of T scored positions. A position is aligned with the token it scores; padding has
-    loss_mask False.
-
-    Rows are sequences, unless `sequence_BT` says that rows are packed. Position (b, t) of every tensor is about the
-    same token.
+    """One micro-batch: B sequences of T scored positions. Position (b, t) of every tensor is about the same token;
+    padding has loss_mask False.
     """
 
     policy_logprobs_BT: Tensor
@@ -55,22 +49,13 @@ class LossInputs:
     entropy_BT: Tensor | None = None
     """[B, T] float, entropy of the policy's next-token distribution in nats; may require grad."""
     expert_mask_B: Tensor | None = None
-    """[S] bool per sequence, True for a demonstration (MIX, CHORD); None: no demonstrations."""
+    """[B] bool, True for a demonstration (MIX, CHORD); None: no demonstrations."""
     proximal_logprobs_BT: Tensor | None = None
     """[B, T] float, under the trainer's weights before this batch's first update; None: not recomputed."""
-    sequence_BT: Tensor | None = None
-    """[B, T] int64, sequence of each token, 0..S-1, when rows are packed; None: row b is sequence b."""
     kl_coef: float | None = None
     """Current coefficient of the adaptive KL controller; None: the KL part's own."""
     uids: Sequence[str] | None = None
-    """[S] names of the experiences, for error messages; None: row numbers are used."""
-
-    @cached_property
-    def num_sequences(self) -> int:
-        """S, the number of sequences in this micro-batch."""
-        if self.sequence_BT is None:
-            return self.policy_logprobs_BT.shape[0]
-        return int(self.sequence_BT.max()) + 1 if self.sequence_BT.numel() else 0
+    """[B] names of the experiences, for error messages; None: row numbers are used."""
 
     @property
     def old_logprobs_BT(self) -> Tensor:
@@ -88,17 +73,17 @@ class LossInputs:
         return (self.policy_logprobs_BT - self.old_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_sums(self, values_BT: Tensor) -> Tensor:
-        """[S] sums over the trained tokens of each sequence."""
-        return aggregation.sequence_sums(values_BT * self.loss_mask_BT, self.sequence_BT, self.num_sequences)
+        """[B] sums over the trained tokens of each sequence."""
+        return (values_BT * self.loss_mask_BT).sum(-1)
 
     def sequence_means(self, values_BT: Tensor) -> Tensor:
-        """[S] means over the trained tokens of each sequence; 0 for a sequence without any."""
-        lengths_S = self.sequence_sums(torch.ones_like(values_BT))
-        return self.sequence_sums(values_BT) / lengths_S.clamp(min=1.0)
+        """[B] means over the trained tokens of each sequence; 0 for a sequence without any."""
+        lengths_B = self.sequence_sums(torch.ones_like(values_BT))
+        return self.sequence_sums(values_BT) / lengths_B.clamp(min=1.0)
 
-    def spread(self, values_S: Tensor) -> Tensor:
+    def spread(self, values_B: Tensor) -> Tensor:
         """[B, T] view of a value per sequence."""
-        return aggregation.spread(values_S, self.loss_mask_BT, self.sequence_BT)
+        return values_B[:, None].expand_as(self.loss_mask_BT)
 
     def weighted(self, values_BT: Tensor) -> Tensor:
         """Scalar sum(values * token_weights), detached: a metric that adds over micro-batches to the batch's value."""
@@ -109,55 +94,33 @@ class LossInputs:
 
         Raises: ValueError: shapes that do not fit; nan or infinity at a trained position, naming tensor and experience.
         """
-        shape = self.policy_logprobs_BT.shape
-        require(self.loss_mask_BT.dtype == torch.bool, f"loss_mask_BT must be bool, not {self.loss_mask_BT.dtype}")
-        require(
-            self.loss_mask_BT.shape == shape, f"loss_mask_BT is {tuple(self.loss_mask_BT.shape)}, not {tuple(shape)}"
-        )
-        require(
-            self.token_weights_BT.shape == shape,
-            f"token_weights_BT is {tuple(self.token_weights_BT.shape)}, policy_logprobs_BT {tuple(shape)}",
-        )
-        given: dict[str, Tensor] = {}
-        for name in _PER_TOKEN:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if value.shape != shape:
-                require(
-                    name == "advantages_BT" and value.shape == (shape[0], 1),
-                    f"{name} is {tuple(value.shape)}, policy_logprobs_BT {tuple(shape)}",
-                )
-                value = value.expand(shape)
-            given[name] = value
-        return dataclasses.replace(self, **self._masked(given))
-
-    def _masked(self, given: dict[str, Tensor]) -> dict[str, Any]:
-        """The tensors with 0 outside the loss mask. Raises: ValueError: nan or infinity inside."""
-        kept_BT = self.loss_mask_BT.to(self.policy_logprobs_BT.dtype)
-        clean = {name: value * kept_BT for name, value in given.items()}
+        shape, mask_BT = self.policy_logprobs_BT.shape, self.loss_mask_BT
+        require(mask_BT.dtype == torch.bool, f"loss_mask_BT must be bool, not {mask_BT.dtype}")
+        require(mask_BT.shape == shape, f"loss_mask_BT is {tuple(mask_BT.shape)}, not {tuple(shape)}")
+        given = {name: value for name in _PER_TOKEN if (value := getattr(self, name)) is not None}
+        for name, value in {"token_weights_BT": self.token_weights_BT, **given}.items():
+            fits = value.shape == shape or (name == "advantages_BT" and value.shape == (shape[0], 1))
+            require(fits, f"{name} is {tuple(value.shape)}, policy_logprobs_BT {tuple(shape)}")
+        given = {name: value.expand(shape) for name, value in given.items()}
+        kept_BT = mask_BT.to(self.policy_logprobs_BT.dtype)
+        clean: dict[str, Any] = {name: value * kept_BT for name, value in given.items()}
         # One number shows whether all is finite (a sum with nan or infinity never is): one device sync, not one a
         # tensor. Usually all is, outside of the mask too, and a product takes a tenth of the time of a fill.
         if math.isfinite(float(sum(value.detach().sum() for value in clean.values()))):
-            return clean
+            return dataclasses.replace(self, **clean)
         # nan * 0 is nan, in the value and in the gradient; a fill removes what is outside the mask.
-        clean = {name: value.masked_fill(~self.loss_mask_BT, 0.0) for name, value in given.items()}
-        self._raise_if_not_finite(clean)
-        return clean
-
-    def _raise_if_not_finite(self, clean: dict[str, Tensor]) -> None:
+        clean = {name: value.masked_fill(~mask_BT, 0.0) for name, value in given.items()}
         for name, value in clean.items():
             bad = (~torch.isfinite(value)).nonzero()
-            if len(bad) == 0:
-                continue
-            row, position = (int(index) for index in bad[0])
-            sequence = row if self.sequence_BT is None else int(self.sequence_BT[row, position])
-            who = f"row {row}" if self.sequence_BT is None else f"row {row}, sequence {sequence}"
-            uid = f" (experience {self.uids[sequence]})" if self.uids is not None else ""
-            raise ValueError(
-                f"{name} is {float(value[row, position])} at {who}, position {position}{uid}; {len(bad)} such trained "
-                "positions in this micro-batch. Drop the experience or repair what produced it; it is not trained"
-            )
+            if len(bad):
+                row, position = (int(index) for index in bad[0])
+                uid = f" (experience {self.uids[row]})" if self.uids is not None else ""
+                raise ValueError(
+                    f"{name} is {float(value[row, position])} at row {row}, position {position}{uid}; {len(bad)} such "
+                    "trained positions in this micro-batch. Drop the experience or repair what produced it; it is not "
+                    "trained"
+                )
+        return dataclasses.replace(self, **clean)
 
 
 class PolicyLoss(ABC):
@@ -204,15 +167,12 @@ class PolicyLoss(ABC):
         *,
         max_tokens: int | None = None,
         expert_mask_B: Tensor | None = None,
-        sequence_BT: Tensor | None = None,
         step: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Weights of the whole batch's tokens in this loss, [B, T]; see `aggregation.token_weights`."""
         del expert_mask_B, step
-        return aggregation.token_weights(
-            loss_mask_BT, mode, max_tokens=max_tokens, sequence_BT=sequence_BT, dtype=dtype
-        )
+        return aggregation.token_weights(loss_mask_BT, mode, max_tokens=max_tokens, dtype=dtype)
 
 
 @dataclass(frozen=True)

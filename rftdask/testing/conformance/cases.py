@@ -5,17 +5,18 @@ result.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
-from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.losses.base import LossInputs
 
+NOT_EXTREME = ("padded", "holes", "short", "empty")
+"""Kinds of batches on which peers that do not bound log-ratios agree with us."""
 MAX_TOKENS = 12
 """Width of the batches, and the longest response."""
 
@@ -99,7 +100,7 @@ class Case:
     what: str
     ours: Callable[[Batch], Tensor]
     theirs: Callable[[Batch], Tensor]
-    kinds: tuple[str, ...] = ("padded", "holes", "short", "empty", "extreme")
+    kinds: tuple[str, ...] = (*NOT_EXTREME, "extreme")
     differs: str = ""
     """How the peer differs; empty: the two must agree."""
     tolerance_64: float = 1e-10
@@ -117,42 +118,18 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
     algorithm = make_algorithm(algorithm_type, **{"kl_loss_fn": "none", **parts})
 
     def ours(batch: Batch) -> Tensor:
-        return algorithm.compute_loss(loss_inputs(batch, algorithm, correct=correct))[0]
-
-    return ours
-
-
-def loss_inputs(batch: Batch, algorithm: Algorithm, *, correct: bool = False, **more: Any) -> LossInputs:
-    """The batch as LossInputs with the algorithm's weights."""
-    inputs = LossInputs(
-        policy_logprobs_BT=batch.policy,
-        rollout_logprobs_BT=batch.sampler if correct else batch.old,
-        loss_mask_BT=batch.mask,
-        token_weights_BT=algorithm.token_weights(batch.mask, max_tokens=MAX_TOKENS, dtype=batch.policy.dtype),
-        advantages_BT=batch.advantages,
-        ref_logprobs_BT=batch.ref,
-        proximal_logprobs_BT=batch.old if correct else None,
-    )
-    return replace(inputs, **more)
-
-
-def packed(algorithm: Algorithm) -> Callable[[Batch], Tensor]:
-    """Our loss with two sequences packed into a row, to be compared with a peer's padded one."""
-
-    def loss(batch: Batch) -> Tensor:
-        width = batch.mask.shape[1]
-        sequence = torch.arange(8)[:, None].expand(8, width).reshape(4, -1)
-        reshaped = {
-            name: value.reshape(4, -1) for name, value in vars(batch).items() if value.shape == batch.mask.shape
-        }
-        two = replace(batch, **reshaped)
-        weights = algorithm.token_weights(
-            two.mask, max_tokens=MAX_TOKENS, sequence_BT=sequence, dtype=batch.policy.dtype
+        inputs = LossInputs(
+            policy_logprobs_BT=batch.policy,
+            rollout_logprobs_BT=batch.sampler if correct else batch.old,
+            loss_mask_BT=batch.mask,
+            token_weights_BT=algorithm.token_weights(batch.mask, max_tokens=MAX_TOKENS, dtype=batch.policy.dtype),
+            advantages_BT=batch.advantages,
+            ref_logprobs_BT=batch.ref,
+            proximal_logprobs_BT=batch.old if correct else None,
         )
-        inputs = loss_inputs(two, algorithm, sequence_BT=sequence, token_weights_BT=weights)
         return algorithm.compute_loss(inputs)[0]
 
-    return loss
+    return ours
 
 
 def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[[Batch], Tensor]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftdask.algorithm.compose import make_algorithm
-from rftdask.testing.conformance.cases import Batch, Case, loss_inputs, loss_of
+from rftdask.testing.conformance.cases import Batch, Case, loss_of
 
 UNUSED_BY_THE_LOSSES = ("deepspeed",)
 
@@ -43,48 +42,33 @@ def cases() -> list[Case]:
 
     no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
     by_sequence: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
-    tis: dict[str, Any] = {"method": "truncate", "low": 0.5, "high": 5.0}
-    icepop: dict[str, Any] = {"method": "mask", "low": 0.5, "high": 5.0}
+    loose: dict[str, Any] = {"tolerance_64": 1e-7}
+    holes = ("padded", "holes")
+
+    def corrected(method: str) -> Callable[[Batch], Tensor]:
+        return loss_of(**no_dual, correct=True, rollout_correction={"method": method, "low": 0.5, "high": 5.0})
+
+    def is_ppo(mode: str) -> Callable[[Batch], Tensor]:
+        return ppo(is_correction_level="token", is_correction_mode=mode)
+
+    def our_dpo(**args: Any) -> Callable[[Batch], Tensor]:
+        return loss_of("dpo", policy_loss_fn_args=args)
+
+    gspo = loss_of("gspo", policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.2})
+    by_sum = "log-ratios are summed; ours are means over tokens, as in TRL"
     return [
         Case("ppo loss, token mean", loss_of(**no_dual), ppo()),
-        Case(
-            "ppo loss, sequence mean", loss_of(**no_dual, **by_sequence), ppo(token_level_loss=False), tolerance_64=1e-7
-        ),
+        Case("ppo loss, sequence mean", loss_of(**no_dual, **by_sequence), ppo(token_level_loss=False), **loose),
         Case("ppo loss, dual clip 3", loss_of(), ppo(dual_clip=3.0)),
-        Case(
-            "ppo loss with TIS (token, clipped to a band)",
-            loss_of(**no_dual, correct=True, rollout_correction=tis),
-            ppo(is_correction_level="token", is_correction_mode="clip"),
-        ),
-        Case(
-            "ppo loss with IcePop",
-            loss_of(**no_dual, correct=True, rollout_correction=icepop),
-            ppo(is_correction_level="token", is_correction_mode="mask"),
-        ),
-        Case(
-            "gspo loss",
-            loss_of("gspo", policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.2}),
-            ppo(policy_loss_type="gspo"),
-            ("padded", "holes", "short"),
-            tolerance_64=1e-7,
-        ),
+        Case("ppo loss with TIS (token, clipped to a band)", corrected("truncate"), is_ppo("clip")),
+        Case("ppo loss with IcePop", corrected("mask"), is_ppo("mask")),
+        Case("gspo loss", gspo, ppo(policy_loss_type="gspo"), ("padded", "holes", "short"), **loose),
         Case("sft loss, token mean", loss_of("sft"), sft(True)),
-        Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), tolerance_64=1e-7),
-        Case("dpo loss", _dpo(), dpo(), ("padded", "holes", "short", "extreme")),
-        Case("dpo loss, label smoothing 0.1", _dpo(label_smoothing=0.1), dpo(label_smoothing=0.1), ("padded", "holes")),
-        Case(
-            "ipo loss",
-            _dpo(loss_type="ipo"),
-            dpo(ipo=True),
-            ("padded", "holes"),
-            differs="log-ratios are summed; ours are means over tokens, as in TRL",
-        ),
+        Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), **loose),
+        Case("dpo loss", our_dpo(), dpo(), ("padded", "holes", "short", "extreme")),
+        Case("dpo loss, label smoothing 0.1", our_dpo(label_smoothing=0.1), dpo(label_smoothing=0.1), holes),
+        Case("ipo loss", our_dpo(loss_type="ipo"), dpo(ipo=True), holes, differs=by_sum),
     ]
-
-
-def _dpo(**args: Any) -> Callable[[Batch], Tensor]:
-    algorithm = make_algorithm("dpo", policy_loss_fn_args=args)
-    return lambda batch: algorithm.compute_loss(loss_inputs(batch, algorithm))[0]
 
 
 def _import_losses() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Trinity-RFT: its policy loss classes, KL functions and trainer-side advantage functions."""
+"""Trinity-RFT: its policy loss classes and trainer-side advantage functions."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,84 +6,53 @@ from typing import Any
 
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import Batch, Case, advantages_of, loss_of, token_rewards
-
-LOOSE = 1e-7
-"""Its means add 1e-8 to the denominator."""
+from rftdask.testing.conformance.cases import NOT_EXTREME, Batch, Case, advantages_of, loss_of, token_rewards
 
 
 def cases() -> list[Case]:
     """Raises: ImportError: Trinity-RFT or what its algorithm package imports (verl, ray) is not installed."""
     from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN  # heavy and optional
 
-    def loss(name: str, **settings: Any) -> Callable[[Batch], Tensor]:
+    def case(what: str, name: str, kinds: tuple[str, ...] = NOT_EXTREME, differs: str = "", **args: Any) -> Case:
+        """The loss of this name here and there, with the same arguments."""
         cls = POLICY_LOSS_FN.get(name)
-        module = cls(**{**cls.default_args(), **settings})
-        return lambda b: module(
-            log_prob=b.policy,
-            old_log_probs=b.old,
-            ref_log_prob=b.ref,
-            response_mask=b.float_mask,
-            advantages=b.advantages,
-        )[0]
+        module = cls(**{**cls.default_args(), **args})
 
-    near = ("padded", "holes", "short", "empty")
-    same = [
-        Case(f"{name} loss", loss_of(policy_loss_fn=name), loss(name), near, tolerance_64=LOOSE)
-        for name in ("ppo", "cispo", "topr", "opmd", "sppo", "rec", "importance_sampling")
-    ]
-    rec = [
-        Case(
-            f"rec loss, {clip} clip, weight {weight}, {regularizer}",
-            loss_of(policy_loss_fn="rec", policy_loss_fn_args=args),
-            loss("rec", **args),
-            near,
-            tolerance_64=LOOSE,
-        )
-        for clip, weight, regularizer in (
-            ("one-side", "importance_sampling", "k2"),
-            ("two-side", "advantage", "forward-kl"),
-            ("ring", "none", "none"),
-        )
-        for args in [{"clip_mode": clip, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.1}]
-    ]
-    sft = [
-        Case(f"{name} loss", loss_of("sft", policy_loss_fn=name), loss(name), tolerance_64=LOOSE) for name in ("sft",)
-    ]
-    masking = {"enable_sequence_masking": True}
+        def theirs(b: Batch) -> Tensor:
+            given = {"log_prob": b.policy, "old_log_probs": b.old, "ref_log_prob": b.ref, "advantages": b.advantages}
+            loss: Tensor = module(**given, response_mask=b.float_mask)[0]
+            return loss
+
+        kind = name if name in ("gspo", "dpo", "sft") else "grpo"
+        ours = loss_of(kind, policy_loss_fn=name, policy_loss_fn_args=args)
+        # Its means add 1e-8 to the denominator. Where it differs, it does so by far more.
+        return Case(what, ours, theirs, kinds, differs=differs, tolerance_64=1e-10 if differs else 1e-7)
+
+    def rec(clip: str, weight: str, regularizer: str) -> Case:
+        args: dict[str, Any] = {
+            "clip_mode": clip,
+            "weight": weight,
+            "regularizer": regularizer,
+            "regularizer_coef": 0.1,
+        }
+        return case(f"rec loss, {clip} clip, weight {weight}, {regularizer}", "rec", **args)
+
+    same = ("ppo", "cispo", "topr", "opmd", "sppo", "rec", "importance_sampling")
+    detached = "the gate is detached and multiplies log p: its gradient grows with the ratio, nothing is clipped"
+    one_logit = "all pairs of a micro-batch are summed into one logit; ours has one per pair"
+    by_width = "divides by the padded width, not also by the number of sequences"
+    norm = "seq-mean-token-sum-norm"
     return [
-        *same,
-        *rec,
-        *sft,
-        Case(
-            "ppo loss, sequence masking",
-            loss_of(policy_loss_fn_args=masking),
-            loss("ppo", **masking),
-            near,
-            tolerance_64=LOOSE,
-        ),
-        Case("gspo loss", loss_of("gspo"), loss("gspo"), ("padded", "holes", "short"), tolerance_64=LOOSE),
-        Case(
-            "sapo loss",
-            loss_of(policy_loss_fn="sapo"),
-            loss("sapo"),
-            near,
-            differs="the gate is detached and multiplies log p: its gradient grows with the ratio, nothing is clipped",
-        ),
-        Case(
-            "dpo loss",
-            loss_of("dpo", kl_loss_fn="none"),
-            loss("dpo"),
-            ("padded", "holes"),
-            differs="all pairs of a micro-batch are summed into one logit; ours has one per pair",
-        ),
-        Case(
-            "seq-mean-token-sum-norm",
-            loss_of(loss_agg_mode="seq-mean-token-sum-norm"),
-            loss("ppo", loss_agg_mode="seq-mean-token-sum-norm"),
-            ("padded",),
-            differs="divides by the padded width, not also by the number of sequences",
-        ),
+        *(case(f"{name} loss", name) for name in same),
+        rec("one-side", "importance_sampling", "k2"),
+        rec("two-side", "advantage", "forward-kl"),
+        rec("ring", "none", "none"),
+        case("sft loss", "sft", (*NOT_EXTREME, "extreme")),
+        case("ppo loss, sequence masking", "ppo", enable_sequence_masking=True),
+        case("gspo loss", "gspo", ("padded", "holes", "short")),
+        case("sapo loss", "sapo", differs=detached),
+        case("dpo loss", "dpo", ("padded", "holes"), one_logit),
+        case(norm, "ppo", ("padded",), by_width, loss_agg_mode=norm),
         *_advantage_cases(),
     ]
 
@@ -98,8 +67,12 @@ def _advantage_cases() -> list[Case]:
     from trinity.algorithm.advantage_fn.reinforce_plus_plus_advantage import REINFORCEPLUSPLUSAdvantageFn
     from trinity.algorithm.advantage_fn.rloo_advantage import RLOOAdvantageFn
 
-    def theirs(function: Any) -> Callable[[Batch], Tensor]:
-        def advantages(b: Batch) -> Tensor:
+    def case(
+        what: str, name: str, cls: Callable[..., Any], kinds: tuple[str, ...], differs: str = "", **args: Any
+    ) -> Case:
+        function = cls(**args)
+
+        def theirs(b: Batch) -> Tensor:
             batch = {
                 "token_level_rewards": token_rewards(b),
                 "response_mask": b.float_mask,
@@ -115,50 +88,20 @@ def _advantage_cases() -> list[Case]:
             advantages_NT: Tensor = after["advantages"] * after["response_mask"]  # which some take tokens out of
             return advantages_NT
 
-        return advantages
+        return Case(what, advantages_of(name, args), theirs, kinds, differs=differs, float32_only=True)
 
-    whole = ("padded", "short")
+    whole, holes = ("padded", "short"), ("padded", "holes")
+    enters = "tool output and padding enter the recursion; ours steps over them"
     return [
-        Case("grpo advantage", advantages_of("grpo"), theirs(GRPOAdvantageFn()), whole, float32_only=True),
-        Case("rloo advantage", advantages_of("rloo"), theirs(RLOOAdvantageFn()), whole, float32_only=True),
-        Case(
-            "reinforceplusplus advantage",
-            advantages_of("reinforceplusplus"),
-            theirs(REINFORCEPLUSPLUSAdvantageFn()),
-            whole,
-            float32_only=True,
-        ),
-        Case(
-            "on_policy_distill advantage",
-            advantages_of("on_policy_distill"),
-            theirs(OnPolicyDistillAdvantage()),
-            whole,
-            float32_only=True,
-        ),
-        Case("jsd advantage", advantages_of("jsd"), theirs(JSDAdvantage()), whole, float32_only=True),
-        Case(
-            "clipb advantage, mu 0.5",
-            advantages_of("clipb", {"mu": 0.5}),
-            theirs(ClipBAdvantageFn(mu=0.5)),
-            ("padded", "holes"),
-            float32_only=True,
-        ),
+        case("grpo advantage", "grpo", GRPOAdvantageFn, whole),
+        case("rloo advantage", "rloo", RLOOAdvantageFn, whole),
+        case("reinforceplusplus advantage", "reinforceplusplus", REINFORCEPLUSPLUSAdvantageFn, whole),
+        case("on_policy_distill advantage", "on_policy_distill", OnPolicyDistillAdvantage, whole),
+        case("jsd advantage", "jsd", JSDAdvantage, whole),
+        case("clipb advantage, mu 0.5", "clipb", ClipBAdvantageFn, holes, mu=0.5),
         *(
-            Case(
-                f"clipv advantage, mu 0.1, at most {share} of the tokens",
-                advantages_of("clipv", {"mu": 0.1, "max_frac": share}),
-                theirs(ClipVAdvantageFn(mu=0.1, max_frac=share)),
-                ("padded", "holes"),
-                float32_only=True,
-            )
-            for share in (0.1, 1.0)
+            case(f"clipv advantage, {args}", "clipv", ClipVAdvantageFn, holes, mu=0.1, max_frac=share)
+            for share, args in ((x, f"mu 0.1, at most {x} of the tokens") for x in (0.1, 1.0))
         ),
-        Case(
-            "GAE advantage",
-            advantages_of("ppo", {"gamma": 0.9}),
-            theirs(PPOAdvantageFn(gamma=0.9)),
-            ("holes",),
-            float32_only=True,
-            differs="tool output and padding enter the recursion; ours steps over them",
-        ),
+        case("GAE advantage", "ppo", PPOAdvantageFn, ("holes",), enters, gamma=0.9),
     ]

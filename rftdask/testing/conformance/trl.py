@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.compose import make_algorithm
-from rftdask.testing.conformance.cases import MAX_TOKENS, Batch, Case, loss_of, packed
+from rftdask.testing.conformance.cases import MAX_TOKENS, NOT_EXTREME, Batch, Case, loss_of
 
 TRL_SETTINGS: dict[str, Any] = {
     "delta": None,
@@ -32,44 +31,27 @@ def cases() -> list[Case]:
     def trl(loss_type: str, **settings: Any) -> Callable[[Batch], Tensor]:
         return lambda batch: GRPOTrainer._compute_loss(_trainer(batch, loss_type, **settings), None, _inputs(batch))
 
-    by_sequence: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
     not_empty = ("padded", "holes", "short", "extreme")
-    grpo = make_algorithm("grpo", kl_loss_fn="none", policy_loss_fn_args={"clip_ratio_c": None}, **by_sequence)
     no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
     clip: dict[str, Any] = {"policy_loss_fn_args": {"clip_range_low": 0.2, "clip_range_high": 0.2}}
+    k3: dict[str, Any] = {"kl_loss_fn": "k3", "kl_loss_fn_args": {"kl_coef": 0.1}}
+    grpo = loss_of(**no_dual, loss_agg_mode="seq-mean-token-mean")
+    cispo = loss_of("cispo", policy_loss_fn_args={"clip_range_low": 1.0, "clip_range_high": 0.28})
+    cap = "epsilon_high is the cap itself, not a distance from 1; give ours 1 less"
+    counted = "a row without trained tokens counts in the mean over sequences; ours does not"
     return [
-        Case("grpo loss", loss_of(**no_dual, **by_sequence), trl("grpo"), not_empty),
-        Case("grpo loss, ours packed", packed(grpo), trl("grpo"), not_empty),
+        Case("grpo loss", grpo, trl("grpo"), not_empty),
         Case("bnpo loss", loss_of("bnpo", **no_dual), trl("bnpo")),
         Case("dapo loss", loss_of("dapo", **no_dual), trl("dapo", high=0.28)),
         Case("dr_grpo loss", loss_of("dr_grpo", **no_dual), trl("dr_grpo"), not_empty),
         Case("two-sided clip (delta) is our dual clip", loss_of("bnpo"), trl("bnpo", delta=3.0)),
-        Case(
-            "cispo loss, cap 1.28",
-            loss_of("cispo", policy_loss_fn_args={"clip_range_low": 1.0, "clip_range_high": 0.28}),
-            trl("cispo", high=1.28),
-        ),
-        Case(
-            "cispo loss, epsilon_high 0.28 as a distance",
-            loss_of("cispo"),
-            trl("cispo", high=0.28),
-            differs="epsilon_high is the cap itself, not a distance from 1; give ours 1 less",
-        ),
+        Case("cispo loss, cap 1.28", cispo, trl("cispo", high=1.28)),
+        Case("cispo loss, epsilon_high 0.28 as a distance", loss_of("cispo"), trl("cispo", high=0.28), differs=cap),
         Case("sapo loss", loss_of("sapo"), trl("sapo"), not_empty, tolerance_64=1e-7),  # its 1.05 is a float32
-        Case("vespo loss", loss_of("vespo"), trl("vespo"), ("padded", "holes", "short", "empty")),
+        Case("vespo loss", loss_of("vespo"), trl("vespo"), NOT_EXTREME),
         Case("gspo loss (sequence level)", loss_of("gspo", **clip), trl("grpo", level="sequence"), not_empty),
-        Case(
-            "grpo loss with empty rows",
-            loss_of(**no_dual, **by_sequence),
-            trl("grpo"),
-            ("empty",),
-            differs="a row without trained tokens counts in the mean over sequences; ours does not",
-        ),
-        Case(
-            "k3 penalty in the loss",
-            loss_of("bnpo", **no_dual, kl_loss_fn="k3", kl_loss_fn_args={"kl_coef": 0.1}),
-            trl("bnpo", beta=0.1),
-        ),
+        Case("grpo loss with empty rows", grpo, trl("grpo"), ("empty",), differs=counted),
+        Case("k3 penalty in the loss", loss_of("bnpo", **no_dual, **k3), trl("bnpo", beta=0.1)),
     ]
 
 
@@ -91,13 +73,8 @@ def _trainer(
     batch: Batch, loss_type: str, *, high: float = 0.2, beta: float = 0.0, level: str = "token", **settings: Any
 ) -> Any:
     """What `_compute_loss` reads of its trainer."""
-    accelerator = SimpleNamespace(
-        num_processes=1,
-        sync_gradients=True,
-        gather=lambda value: value,
-        gather_for_metrics=lambda value: value,
-        reduce=lambda value, reduction: value,
-    )
+    alone = {name: lambda value, *_, **__: value for name in ("gather", "gather_for_metrics", "reduce")}
+    accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, **alone)
     return SimpleNamespace(
         args=SimpleNamespace(**{**TRL_SETTINGS, **settings}),
         accelerator=accelerator,

@@ -99,7 +99,6 @@ def with_weights(batch: LossInputs, algorithm: Any, max_tokens: int = 16) -> Los
         batch.loss_mask_BT,
         max_tokens=max_tokens,
         expert_mask_B=batch.expert_mask_B,
-        sequence_BT=batch.sequence_BT,
         dtype=batch.policy_logprobs_BT.dtype,
     )
     return replace(batch, token_weights_BT=weights)

@@ -1,4 +1,4 @@
-"""What every policy loss promises, for each by name: split = whole, packed = padded, first step exact, garbage and
+"""What every policy loss promises, for each by name: split = whole, first step exact, garbage and
 order harmless, gradients right, nothing that is not finite ever trained, little memory kept."""
 
 import math
@@ -61,21 +61,6 @@ def test_losses_gradients_and_metrics_of_any_split_add_up_to_the_whole(
     torch.testing.assert_close(got, expected)
     for key, value in metrics.items():
         torch.testing.assert_close(sum(part[1][key] for part in parts), value)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_packed_rows_equal_padded_rows(name: str) -> None:
-    algorithm, batch = whole(name, 3, "seq-mean-token-mean")
-    loss, grad = gradient(batch, algorithm)
-    num_rows, width = batch.loss_mask_BT.shape
-    changes: dict[str, Any] = {"sequence_BT": torch.arange(num_rows)[:, None].expand(num_rows, width).reshape(2, -1)}
-    for key, value in vars(batch).items():
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            changes[key] = value.reshape(2, -1)
-    packed = replace(batch, **changes)
-    packed_loss, packed_grad = gradient(with_weights(packed, algorithm), algorithm)
-    torch.testing.assert_close(packed_loss, loss)
-    torch.testing.assert_close(packed_grad.reshape_as(grad), grad)
 
 
 # Their weights are detached by definition, so the gradient is not the value's; it is checked by its formula further

@@ -29,10 +29,16 @@ def golden_batch(name: str) -> tuple[LossInputs, Any]:
     algorithm = loss_only(name, **({"clip_ratio_c": None} if name in ("ppo", "mix") else {}))
     if name == "gspo":
         algorithm = replace(algorithm, loss_agg_mode="seq-mean-token-mean")
-    sequence = (torch.arange(5) % 2)[:, None].expand(shape) if name == "dpo" else None
-    weights = algorithm.token_weights(mask, expert_mask_B=expert, sequence_BT=sequence)
-    batch = LossInputs(policy, rollout, mask, weights, advantages, ref, None, expert, sequence_BT=sequence)
-    return batch, algorithm
+    if name == "dpo":
+        pair = (policy, rollout, mask, advantages, ref)
+        policy, rollout, mask, advantages, ref = (chosen_and_rejected(tensor) for tensor in pair)
+    weights = algorithm.token_weights(mask, expert_mask_B=expert)
+    return LossInputs(policy, rollout, mask, weights, advantages, ref, None, expert), algorithm
+
+
+def chosen_and_rejected(rows: torch.Tensor) -> torch.Tensor:
+    """Two rows: the even ones one after another, then the odd ones and padding."""
+    return torch.stack([rows[0::2].flatten(), torch.cat([rows[1::2], torch.zeros_like(rows[:1])]).flatten()])
 
 
 def close(expected: float) -> Any:

@@ -1,16 +1,16 @@
 """DPO and its kin: the chosen response of a pair is to be likelier than the rejected one, seen from the reference.
 
-Shapes: [B, T] tokens, [S] sequences, [P] pairs. Sequences 2i and 2i + 1 are one pair, chosen first. Invariant: one
+Shapes: [B, T] tokens of B sequences, [P] pairs. Sequences 2i and 2i + 1 are one pair, chosen first. Invariant: one
 logit per pair, so the loss of a pair does not depend on the others; a pair with an empty side weighs 0 as a whole.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rftdask.algorithm import aggregation
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
@@ -49,27 +49,17 @@ class Dpo(PolicyLoss):
             self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing belongs to loss_type 'sigmoid'"
         )
 
-    def token_weights(
-        self,
-        loss_mask_BT: Tensor,
-        mode: str,
-        *,
-        max_tokens: int | None = None,
-        expert_mask_B: Tensor | None = None,
-        sequence_BT: Tensor | None = None,
-        step: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        lengths_S = aggregation.sequence_sums(loss_mask_BT.to(dtype), sequence_BT)
-        require(len(lengths_S) % 2 == 0, f"pairs need an even number of sequences, got {len(lengths_S)}")
-        whole_S = (lengths_S.view(-1, 2) > 0).all(-1).repeat_interleave(2)
-        mask_BT = loss_mask_BT & aggregation.spread(whole_S, loss_mask_BT, sequence_BT)
-        return aggregation.token_weights(mask_BT, mode, sequence_BT=sequence_BT, dtype=dtype)
+    def token_weights(self, loss_mask_BT: Tensor, mode: str, **more: Any) -> Tensor:
+        num_rows = len(loss_mask_BT)
+        require(num_rows % 2 == 0, f"pairs need an even number of sequences, got {num_rows}")
+        whole_B = loss_mask_BT.any(-1).view(-1, 2).all(-1).repeat_interleave(2)
+        return super().token_weights(loss_mask_BT & whole_B[:, None], mode, **more)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         if inputs.ref_logprobs_BT is None:
             raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
-        require(inputs.num_sequences % 2 == 0, f"pairs need an even number of sequences, got {inputs.num_sequences}")
+        num_rows = len(inputs.policy_logprobs_BT)
+        require(num_rows % 2 == 0, f"pairs need an even number of sequences, got {num_rows}")
         difference_BT = inputs.policy_logprobs_BT - inputs.ref_logprobs_BT
         summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
         ratios_P2 = summed(difference_BT).view(-1, 2)

@@ -1,16 +1,16 @@
 """MIX: rollouts and demonstrations in one batch, each part with the loss that is its own.
 
-Shapes: [B, T] tokens, [S] sequences. Invariant: a mixture is a matter of weights: its parts are normalized each over
+Invariant: a mixture is a matter of weights: its parts are normalized each over
 its own tokens of the whole batch, so any cut of the batch gives the same loss.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from rftdask.algorithm import aggregation
+from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
@@ -43,7 +43,7 @@ class Mixture(Ppo, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sft_loss_agg_mode is not None:
-            one_of("sft_loss_agg_mode", self.sft_loss_agg_mode, aggregation.AGGREGATIONS)
+            one_of("sft_loss_agg_mode", self.sft_loss_agg_mode, AGGREGATIONS)
 
     @abstractmethod
     def mu_at(self, step: int) -> float:
@@ -58,21 +58,14 @@ class Mixture(Ppo, ABC):
         loss_mask_BT: Tensor,
         mode: str,
         *,
-        max_tokens: int | None = None,
         expert_mask_B: Tensor | None = None,
-        sequence_BT: Tensor | None = None,
         step: int = 0,
-        dtype: torch.dtype = torch.float32,
+        **more: Any,
     ) -> Tensor:
-        expert_BT = aggregation.spread(expert_mask(expert_mask_B), loss_mask_BT, sequence_BT)
+        expert_B1 = expert_mask(expert_mask_B)[:, None]
         mu = self.mu_at(step)
-        own_BT, shown_BT = (
-            aggregation.token_weights(mask, how, max_tokens=max_tokens, sequence_BT=sequence_BT, dtype=dtype)
-            for mask, how in (
-                (loss_mask_BT & ~expert_BT, mode),
-                (loss_mask_BT & expert_BT, self.sft_loss_agg_mode or mode),
-            )
-        )
+        own_BT = super().token_weights(loss_mask_BT & ~expert_B1, mode, **more)
+        shown_BT = super().token_weights(loss_mask_BT & expert_B1, self.sft_loss_agg_mode or mode, **more)
         return (1.0 - mu) * own_BT + mu * shown_BT
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,7 +100,7 @@ class Mix(Mixture):
 
 
 def expert_mask(expert_mask_B: Tensor | None) -> Tensor:
-    """[S] bool, True for a demonstration. Raises: ValueError: the batch does not tell."""
+    """[B] bool, True for a demonstration. Raises: ValueError: the batch does not tell."""
     if expert_mask_B is None:
         raise ValueError("a mixture needs expert_mask_B: which sequences are demonstrations (all False if none)")
     return expert_mask_B

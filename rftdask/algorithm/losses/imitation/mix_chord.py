@@ -1,7 +1,4 @@
-"""CHORD: a mixture that begins with much imitation and ends with little, on the tokens that can still be learned.
-
-Shapes: [B, T] tokens.
-"""
+"""CHORD: a mixture that begins with much imitation and ends with little, on the tokens that can still be learned."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""SFT: maximum likelihood of given responses. CPT and RAFT are the same loss on other rows.
-
-Shapes: [B, T] tokens.
-"""
+"""SFT: maximum likelihood of given responses. CPT and RAFT are the same loss on other rows."""
 
 from dataclasses import dataclass
 

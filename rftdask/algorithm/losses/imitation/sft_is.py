@@ -1,7 +1,4 @@
-"""DFT: SFT whose unlikely tokens do not dominate.
-
-Shapes: [B, T] tokens.
-"""
+"""DFT: SFT whose unlikely tokens do not dominate."""
 
 from dataclasses import dataclass
 

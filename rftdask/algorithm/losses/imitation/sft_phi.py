@@ -1,7 +1,4 @@
-"""CHORD-phi: SFT on the tokens of which the policy is neither sure nor hopeless.
-
-Shapes: [B, T] tokens.
-"""
+"""CHORD-phi: SFT on the tokens of which the policy is neither sure nor hopeless."""
 
 import math
 from dataclasses import dataclass

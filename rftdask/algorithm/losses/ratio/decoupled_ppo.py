@@ -1,7 +1,4 @@
-"""Decoupled PPO: the clip is around a recent policy, the correction is for the stale one that sampled.
-
-Shapes: [B, T] tokens.
-"""
+"""Decoupled PPO: the clip is around a recent policy, the correction is for the stale one that sampled."""
 
 import math
 from dataclasses import dataclass

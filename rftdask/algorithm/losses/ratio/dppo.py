@@ -1,7 +1,4 @@
-"""DPPO: a token is dropped by how far its probability moved, not by its ratio, which is wild for rare tokens.
-
-Shapes: [B, T] tokens.
-"""
+"""DPPO: a token is dropped by how far its probability moved, not by its ratio, which is wild for rare tokens."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""GSPO: one ratio for a whole sequence, since its reward is one for the sequence.
-
-Shapes: [B, T] tokens.
-"""
+"""GSPO: one ratio for a whole sequence, since its reward is one for the sequence."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Importance sampling: the ratio as it is, without a clip.
-
-Shapes: [B, T] tokens.
-"""
+"""Importance sampling: the ratio as it is, without a clip."""
 
 from dataclasses import dataclass
 

@@ -45,11 +45,8 @@ class M2po(PolicyLoss):
     def dropped(self, inputs: LossInputs, log_r_BT: Tensor, A_BT: Tensor) -> Tensor:
         """[B, T] bool, True for tokens over the second-moment budget of their sequence (or batch)."""
         clippable_BT = (A_BT * log_r_BT > 0) & inputs.loss_mask_BT
-        rows_B = torch.arange(len(A_BT), device=A_BT.device)
-        sequence_BT = rows_B[:, None].expand_as(A_BT) if inputs.sequence_BT is None else inputs.sequence_BT
-        if self.scope == "batch":
-            sequence_BT = torch.zeros_like(sequence_BT)
-        flat = log_r_BT.flatten(), clippable_BT.flatten(), sequence_BT.flatten()
+        sequence_B = torch.arange(len(A_BT), device=A_BT.device) * (self.scope == "sequence")
+        flat = log_r_BT.flatten(), clippable_BT.flatten(), inputs.spread(sequence_B).flatten()
         return over_budget(*flat, self.m2_threshold).view_as(A_BT)
 
 

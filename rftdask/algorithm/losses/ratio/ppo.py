@@ -1,7 +1,4 @@
-"""PPO: a token whose probability has moved far enough gives no gradient any more.
-
-Shapes: [B, T], one row a sequence (or several, packed), one column a token.
-"""
+"""PPO: a token whose probability has moved far enough gives no gradient any more."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""SAPO: a smooth gate in place of the clip, and a steeper one for tokens that are to become rarer.
-
-Shapes: [B, T] tokens.
-"""
+"""SAPO: a smooth gate in place of the clip, and a steeper one for tokens that are to become rarer."""
 
 from dataclasses import dataclass
 

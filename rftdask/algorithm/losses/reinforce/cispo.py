@@ -1,7 +1,4 @@
-"""CISPO: the importance weight is clipped, and no token loses its gradient.
-
-Shapes: [B, T] tokens.
-"""
+"""CISPO: the importance weight is clipped, and no token loses its gradient."""
 
 from dataclasses import dataclass
 

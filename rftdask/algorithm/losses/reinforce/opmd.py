@@ -1,7 +1,4 @@
-"""OPMD: no ratio at all, so rollouts of any age and source are as good as others.
-
-Shapes: [B, T] tokens.
-"""
+"""OPMD: no ratio at all, so rollouts of any age and source are as good as others."""
 
 from dataclasses import dataclass
 

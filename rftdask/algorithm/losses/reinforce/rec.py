@@ -1,7 +1,4 @@
-"""REC: REINFORCE with the two ways of taming stale rollouts, clipping and reweighting, each to be chosen.
-
-Shapes: [B, T] tokens.
-"""
+"""REC: REINFORCE with the two ways of taming stale rollouts, clipping and reweighting, each to be chosen."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""sPPO: the logarithm of the ratio takes the ratio's place, within a band around 1.
-
-Shapes: [B, T] tokens.
-"""
+"""sPPO: the logarithm of the ratio takes the ratio's place, within a band around 1."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""TOPR: successes are imitated whoever produced them, failures only as far as the policy would still produce them.
-
-Shapes: [B, T] tokens.
-"""
+"""TOPR: successes are imitated whoever produced them, failures only as far as the policy would still produce them."""
 
 from dataclasses import dataclass
 

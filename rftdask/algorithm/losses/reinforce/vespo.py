@@ -1,7 +1,4 @@
-"""VESPO: a smooth weight of the whole sequence, without a clip and without dividing by its length.
-
-Shapes: [B, T] tokens.
-"""
+"""VESPO: a smooth weight of the whole sequence, without a clip and without dividing by its length."""
 
 from dataclasses import dataclass
 
