@@ -88,25 +88,13 @@ class TrainingBatch:
         return np.split(self.loss_mask, np.cumsum(self.response_lengths)[:-1])
 
 
+GROUP_KEY = ("taskset", "epoch", "task_index")
+"""Columns in which the rows of a group are equal, and those of two groups are not."""
 BATCH_COLUMNS = (
-    "uid",
-    "taskset",
-    "epoch",
-    "task_index",
-    "rollout",
-    "turn",
-    "tokens",
-    "prompt_length",
-    "rollout_logprobs",
-    "loss_mask_runs",
-    "reward",
-    "min_policy_version",
-    "temperature",
-    "env_state",
-    "turn_reward",
+    *("uid", *GROUP_KEY, "rollout", "turn", "tokens", "prompt_length", "rollout_logprobs", "loss_mask_runs"),
+    *("reward", "min_policy_version", "temperature", "env_state", "turn_reward"),
 )
 """Columns of the schema of experiences that a batch is made of."""
-_GROUP_KEY = ("taskset", "epoch", "task_index")
 
 
 def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> TrainingBatch:
@@ -118,11 +106,11 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     tokens = _array(table.column("tokens"))
     lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
-    groups = _numbers(table, _GROUP_KEY, np.zeros(len(table), np.int64))
+    groups = _numbers(table, GROUP_KEY, np.zeros(len(table), np.int64))
 
     baseline_rewards = None
     if baselines is not None:
-        keys = [zip(*(t.column(c).to_pylist() for c in _GROUP_KEY), strict=True) for t in (baselines, table)]
+        keys = [zip(*(t.column(c).to_pylist() for c in GROUP_KEY), strict=True) for t in (baselines, table)]
         reward_of_group = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
         # nan marks a group without a baseline; filters have dropped its rows before anything is computed of it.
         baseline_rewards = np.array([reward_of_group.get(key, np.nan) for key in keys[1]], dtype=np.float32)

@@ -46,6 +46,38 @@ class RowOrder:
         return int(self._order[within])
 
 
+class Demonstrations:
+    """`per_batch` rows of a dataset for every step, trained beside the rollouts (sample strategy mix) or alone."""
+
+    def __init__(
+        self, read: ReadRows, fingerprint: str, order: RowOrder, per_batch: int, sequences_per_row: int = 1
+    ) -> None:
+        """sequences_per_row: those that `read` gives for each row; 2 for pairs."""
+        self.source = f"dataset:{fingerprint}"
+        self._read = read
+        self._order = order
+        self._per_batch = per_batch
+        self._sequences_per_row = sequences_per_row
+
+    def rows(self, step: int) -> Rows:
+        """The rows of a step, to be written into the ledger."""
+        first = (step - 1) * self._per_batch
+        return Rows(self.source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
+
+    def batch(self, rows: Rows, step: int, places: Sequence[int] | None = None) -> TrainingBatch:
+        """Read the rows that the ledger names, or those at `places` of them. Raises: DataError: of another dataset."""
+        if rows.source != self.source:
+            raise DataError(f"the ledger has demonstrations of {rows.source}, the dataset is {self.source} now")
+        first = (step - 1) * self._per_batch  # a row of another epoch is another uid
+        places = range(len(rows.rows)) if places is None else places
+        numbers = [rows.rows[i] for i in places]
+        uids = [f"{self.source}/{first + i}/{n}" for i, n in zip(places, numbers, strict=True)]
+        count = self._sequences_per_row
+        if count > 1:
+            uids = [f"{uid}/{sequence}" for uid in uids for sequence in range(count)]
+        return supervised_batch(self._read(numbers), uids, count)
+
+
 class DatasetSource(BatchSource):
     """Batches of supervised rows: batch k is the k-th run of `batch_size` rows of the walk over the dataset.
 
@@ -65,72 +97,30 @@ class DatasetSource(BatchSource):
         group_size: int = 1,
     ) -> None:
         """`shuffle_seed` None keeps the order of the dataset; group_size: sequences that `rows` gives for each row."""
-        self._rows = rows
-        self._order = RowOrder(num_rows, shuffle_seed)
-        self._group_size = group_size
-        self._source = f"dataset:{fingerprint}"
+        self._rows = Demonstrations(rows, fingerprint, RowOrder(num_rows, shuffle_seed), batch_size, group_size)
         self._ledger = ledger
         self._fence = Fence(ledger)
-        self._batch_size = batch_size
-        self._total_rows = num_rows * total_epochs
+        self._num_steps = num_rows * total_epochs // batch_size
 
     def state_dict(self) -> dict[str, object]:
         """The dataset's fingerprint: a checkpoint does not go on with another one."""
-        return {"source": self._source}
+        return {"source": self._rows.source}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        if state["source"] != self._source:
-            raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {self._source}")
+        now = self._rows.source
+        if state["source"] != now:
+            raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {now}")
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         entry = self._fence.read(step)
-        if entry is None:
-            first, end = (step - 1) * self._batch_size, step * self._batch_size
-            if end > self._total_rows:
-                return None
-            numbers = tuple(self._order.at(place) for place in range(first, end))
-            entry = LedgerEntry(step, self._ledger.lineage, (Rows(self._source, numbers),))
+        if entry is None and step <= self._num_steps:
+            entry = LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
             self._ledger.write(entry)
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """`places`: of rows of the dataset; each gives `group_size` sequences."""
-        if any(rows.source != self._source for rows in entry.use):
-            raise DataError(
-                f"{self._ledger.path(entry.step)} was written for {entry.use[0].source}, the dataset is "
-                f"{self._source} now"
-            )
-        first = (entry.step - 1) * self._batch_size
-        numbers = entry.use[0].rows
-        places = range(len(numbers)) if places is None else places
-        uids = [
-            f"{self._source}/{first + i}/{numbers[i]}" + (f"/{part}" if self._group_size > 1 else "")
-            for i in places
-            for part in range(self._group_size)
-        ]
-        return supervised_batch(self._rows([numbers[i] for i in places]), uids, self._group_size)
-
-
-class Demonstrations:
-    """`per_batch` rows of a dataset for every step, trained beside the rollouts (sample strategy mix)."""
-
-    def __init__(self, read: ReadRows, fingerprint: str, order: RowOrder, per_batch: int) -> None:
-        self._read = read
-        self._source = f"dataset:{fingerprint}"
-        self._order = order
-        self._per_batch = per_batch
-
-    def rows(self, step: int) -> Rows:
-        """The rows of a step, to be written into the ledger."""
-        first = (step - 1) * self._per_batch
-        return Rows(self._source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
-
-    def batch(self, rows: Rows, step: int, places: Sequence[int] | None = None) -> TrainingBatch:
-        """Read the rows that the ledger names, or those at `places` of them. Raises: DataError: of another dataset."""
-        if rows.source != self._source:
-            raise DataError(f"the ledger has demonstrations of {rows.source}, the dataset is {self._source} now")
-        first = (step - 1) * self._per_batch
-        places = range(len(rows.rows)) if places is None else places
-        numbers = [rows.rows[i] for i in places]
-        uids = [f"{self._source}/{first + i}/{n}" for i, n in zip(places, numbers, strict=True)]
-        return supervised_batch(self._read(numbers), uids)
+        if any(rows.source != self._rows.source for rows in entry.use):
+            path, was = self._ledger.path(entry.step), entry.use[0].source
+            raise DataError(f"{path} was written for {was}, the dataset is {self._rows.source} now")
+        return self._rows.batch(entry.use[0], entry.step, places)

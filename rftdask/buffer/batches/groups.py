@@ -11,12 +11,11 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
+from rftdask.buffer.batches.batch import GROUP_KEY
 from rftdask.buffer.batches.selection import Group
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
 
-_RowsByReason = tuple[tuple[str, tuple[int, ...]], ...]
-_NO_ROWS: _RowsByReason = ()
 _TRAINABLE = frozenset(status.value for status in Status if status.trainable)
 
 
@@ -38,7 +37,8 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
     for slot, start, end, count, version in zip(
         slots, starts.tolist(), ends.tolist(), num_good.tolist(), oldest.tolist(), strict=True
     ):
-        rows, others = tuple(range(start, end)), _NO_ROWS
+        rows = tuple(range(start, end))
+        others: tuple[tuple[str, tuple[int, ...]], ...] = ()
         if count < end - start:  # rare: most groups have no failed rollout
             is_good, own = good[start:end], codes[start:end]
             bad = sorted((names[code], code) for code in np.unique(own[~is_good]).tolist())
@@ -53,7 +53,7 @@ def _group_starts(table: pa.Table) -> np.ndarray:
     """Number of the first row of each group."""
     changes = np.zeros(len(table), bool)
     changes[:1] = True
-    for name in ("taskset", "epoch", "task_index"):
+    for name in GROUP_KEY:
         codes = table.column(name).combine_chunks().dictionary_encode().indices.to_numpy()
         changes[1:] |= codes[1:] != codes[:-1]
     return np.flatnonzero(changes)

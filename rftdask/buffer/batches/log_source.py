@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
@@ -148,7 +149,7 @@ class LogSource(BatchSource):
         Raises: NotYet: they did not come in `patience_s`; WaitTimeout: `max_read_timeout_s` has passed, and nothing can
         be trained of what is there.
         """
-        rule = self._rule
+        rule, slots = self._rule, range(self._rule.tasks_per_step)
         reuses_alone = self._replay is not None and self._replay.after_the_end
         began = time.monotonic()
         if self._asked_s[0] != step:
@@ -159,7 +160,10 @@ class LogSource(BatchSource):
             # The seal is read before the listing: what was committed before the seal is then listed.
             sealed_at = self._log.sealed_at()
             self._index_new_shards()
-            is_complete = sealed_at is not None and self._is_complete_until(sealed_at)
+            open_positions = ((s, slot) for s in range(self._cursor.low, (sealed_at or 0) + 1) for slot in slots)
+            is_complete = sealed_at is not None and all(
+                position in self._waiting or position in self._cursor for position in open_positions
+            )
             # Used groups alone make no batch when the explorers have ended, unless the trainer was given its steps.
             reuse_is_over = self._replay is not None and not reuses_alone and not self._waiting
             if not (is_complete and reuse_is_over):
@@ -175,8 +179,11 @@ class LogSource(BatchSource):
                 return self._select(step, left) if 0 < left <= len(self._waiting) else None
             now = time.monotonic()
             if now > deadline:
-                partial = self._select_partial(step)
-                if partial is None:
+                # All the groups that are there, if one of them can be trained. Not in order: a late one is next.
+                num_there = len(self._waiting) + len(self._uses.ready(step - 1, self._clock()))
+                count = 0 if rule.ordered else min(num_there, rule.groups_per_batch)
+                partial = self._select(step, count) if count else None
+                if partial is None or not (partial.use or partial.reuse):
                     raise WaitTimeout(
                         f"batch {step} did not come in {self._max_read_timeout_s:.0f} s: {len(self._waiting)} groups "
                         f"are waiting, {rule.groups_per_batch} are needed, the oldest open explore step is "
@@ -194,23 +201,6 @@ class LogSource(BatchSource):
             return select_groups(self._waiting, self._cursor, step - 1, self._rule, count)
         used = self._uses.ready(step - 1, self._clock())
         return select_with_reuse(self._waiting, used, self._cursor, step - 1, self._rule, self._replay, count)
-
-    def _select_partial(self, step: int) -> Selection | None:
-        """All the groups that are there, if one of them can be trained; None in order."""
-        if self._rule.ordered:
-            return None
-        num_there = len(self._waiting) + len(self._uses.ready(step - 1, self._clock()))
-        selection = self._select(step, min(num_there, self._rule.groups_per_batch)) if num_there else None
-        return selection if selection is not None and (selection.use or selection.reuse) else None
-
-    def _is_complete_until(self, explore_step: int) -> bool:
-        """True if every group up to this explore step is waiting or settled."""
-        open_positions = (
-            (step, slot)
-            for step in range(self._cursor.low, explore_step + 1)
-            for slot in range(self._rule.tasks_per_step)
-        )
-        return all(p in self._waiting or p in self._cursor for p in open_positions)
 
     def _index_new_shards(self) -> None:
         """Take up the groups of shards that were not seen before; set damaged ones aside."""
@@ -253,7 +243,16 @@ class LogSource(BatchSource):
         for group in selection.use + selection.stale + selection.empty:
             drop.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
         drop.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
-        use, filtered = self._apply_filter(step, selection.use)
+        table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in selection.use])
+        reasons = iter(self._filter.reasons(table, step))
+        use: list[Rows] = []
+        for group in selection.use:
+            # By reason, in the order of the rows: a group that is kept whole is one run of rows.
+            by_reason: dict[str, list[int]] = defaultdict(list)
+            for row in group.trainable_rows:
+                by_reason[next(reasons)].append(row)
+            for reason, numbers in by_reason.items():
+                (drop if reason else use).append(Rows(group.source, tuple(numbers), reason))
         use.extend(Rows(group.source, group.rows) for group in selection.reuse)
         if self._demonstrations is not None:
             use.append(self._demonstrations.rows(step))
@@ -268,26 +267,7 @@ class LogSource(BatchSource):
             notes[TIME_NOTE] = self._clock()
         if self._notes_settled:
             notes[SETTLED_NOTE] = self._cursor.num_settled(self._rule.tasks_per_step) + len(selection.settled)
-        return LedgerEntry(step, self._ledger.lineage, tuple(use), (*drop, *filtered), selection.settled, notes)
-
-    def _apply_filter(self, step: int, groups: Sequence[Group]) -> tuple[list[Rows], list[Rows]]:
-        """Split the rows of the groups into those trained and those dropped, by reason."""
-        table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in groups])
-        reasons = self._filter.reasons(table, step)
-        use: list[Rows] = []
-        drop: list[Rows] = []
-        end = 0
-        for group in groups:
-            begin, end = end, end + len(group.trainable_rows)
-            if not any(reasons[begin:end]):
-                use.append(Rows(group.source, group.trainable_rows))
-                continue
-            by_reason: dict[str, list[int]] = {}
-            for row, reason in zip(group.trainable_rows, reasons[begin:end], strict=True):
-                by_reason.setdefault(reason, []).append(row)
-            for reason, rows in by_reason.items():
-                (drop if reason else use).append(Rows(group.source, tuple(rows), reason))
-        return use, drop
+        return LedgerEntry(step, self._ledger.lineage, tuple(use), tuple(drop), selection.settled, notes)
 
 
 class EntryReader:
@@ -316,17 +296,27 @@ class EntryReader:
 
         Raises: DamagedError: a shard it names; DataError: rows of a dataset that is not there.
         """
-        parts = _parts_at(entry.use, places)
-        rollouts = self._trained_rows([Rows(rows.source, numbers) for rows, numbers, _ in parts if not rows.of_dataset])
-        baselines = [rows for rows in entry.drop if rows.reason == BASELINE]
-        batch = batch_from_table(rollouts, self._trained_rows(baselines) if baselines else None)
-        for rows, _, within in parts:
-            if rows.of_dataset:
-                if self._demonstrations is None:
-                    raise DataError(
-                        f"ledger entry {entry.step} names {rows.source}, and no demonstrations are configured"
-                    )
-                batch = join_batches(batch, self._demonstrations.batch(rows, entry.step, within))
+        rollouts: list[Rows] = []
+        shown: list[tuple[Rows, Sequence[int]]] = []  # rows of a dataset, and which of them
+        begin = 0
+        for part in entry.use:
+            end = begin + len(part.rows)
+            within: Sequence[int] = range(len(part.rows))
+            if places is not None:
+                within = [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]
+            if not within and places is not None:
+                pass  # nothing of this part
+            elif part.of_dataset:
+                shown.append((part, within))
+            else:
+                rollouts.append(Rows(part.source, tuple(part.rows[i] for i in within)))
+            begin = end
+        baselines = [part for part in entry.drop if part.reason == BASELINE]
+        batch = batch_from_table(self._trained_rows(rollouts), self._trained_rows(baselines) if baselines else None)
+        for part, within in shown:
+            if self._demonstrations is None:
+                raise DataError(f"ledger entry {entry.step} names {part.source}, and no demonstrations are configured")
+            batch = join_batches(batch, self._demonstrations.batch(part, entry.step, within))
         return batch
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:
@@ -353,39 +343,22 @@ class EntryReader:
             name = ShardName.try_parse(source)
             if name is None:
                 raise DamagedError(f"the ledger names {source!r}, which is no shard")
-            self._add(source, self._log.read(name, self.columns))
+            self._tables[source] = self._log.read(name, self.columns)
+            self._num_bytes += self._tables[source].nbytes
         return self._tables[source]
 
     def keep(self, name: ShardName, table: pa.Table) -> None:
         """Hold a shard that was read for another reason and will be needed, while there is room."""
         if name.text not in self._tables and self._num_bytes + table.nbytes <= MAX_KEPT_BYTES:
-            self._add(name.text, table)
+            self._tables[name.text] = table
+            self._num_bytes += table.nbytes
 
     def forget_all_but(self, sources: Collection[str]) -> None:
         """Free the memory of all other shards."""
         for source in [source for source in self._tables if source not in sources]:
             self._num_bytes -= self._tables.pop(source).nbytes
 
-    def _add(self, source: str, table: pa.Table) -> None:
-        self._tables[source] = table
-        self._num_bytes += table.nbytes
-
     def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
         """The rows of the log with the rewards they are trained with."""
         table = self.rows(parts)
         return with_rewards(table, self._filter.rewards(table))
-
-
-def _parts_at(use: Sequence[Rows], places: Sequence[int] | None) -> list[tuple[Rows, tuple[int, ...], Sequence[int]]]:
-    """(part, its rows at `places`, where in the part these are), without the parts that have none."""
-    if places is None:
-        return [(rows, rows.rows, range(len(rows.rows))) for rows in use]
-    parts: list[tuple[Rows, tuple[int, ...], Sequence[int]]] = []
-    begin = 0
-    for rows in use:
-        end = begin + len(rows.rows)
-        within = [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]
-        if within:
-            parts.append((rows, tuple(rows.rows[i] for i in within), within))
-        begin = end
-    return parts

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +18,10 @@ import torch
 from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import ExperienceTable, Operator
-from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.batches.batch import GROUP_KEY, batch_from_table
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import Config
+from rftdask.config.base import plain
 from rftdask.errors import OperatorError, UserError
 
 UNSHAPED_REWARD = "unshaped_reward"
@@ -38,7 +38,7 @@ def operators_of(config: Config) -> list[Operator]:
             raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
         try:
             operators.append(
-                make_part("operator", entry["name"], _plain(entry.get("args") or {}), config.explorer.plugin_dirs)
+                make_part("operator", entry["name"], plain(entry.get("args") or {}), config.explorer.plugin_dirs)
             )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
@@ -57,7 +57,18 @@ def run_pipeline(operators: Sequence[Operator], table: pa.Table) -> tuple[Experi
         try:
             current, _ = operator(current)
         except Exception as error:
-            raise _failure(operator, table, error) from error
+            # The first task on which the operator fails by itself, or else all of them.
+            keys = list(zip(*(table.column(name).to_pylist() for name in GROUP_KEY), strict=True))
+            what, cause = f"the {len(set(keys))} tasks together, none alone", error
+            for key in dict.fromkeys(keys):
+                try:
+                    operator(experience_table(table.filter(pa.array([other == key for other in keys]))))
+                except Exception as alone:
+                    what, cause = f"task {'/'.join(map(str, key))}", alone
+                    break
+            raise OperatorError(
+                f"operator {operator_name(operator)} failed on {what}: {type(cause).__name__}: {cause}"
+            ) from error
         for row in (was & ~current.keep_N).nonzero().flatten().tolist():
             dropped_by[row] = operator_name(operator)
     return current, dropped_by
@@ -105,28 +116,3 @@ def experience_table(table: pa.Table) -> ExperienceTable:
         truncated_N=torch.tensor(truncated, dtype=torch.bool),
         stats={name: torch.tensor([row.get(name, float("nan")) for row in rows]) for name in names},
     )
-
-
-def _failure(operator: Operator, table: pa.Table, error: Exception) -> OperatorError:
-    """The error that names the first task on which the operator fails by itself, or else all of them."""
-    groups = batch_from_table(table).groups
-    keys = [f"{t}/{e}/{i}" for t, e, i in zip(*(table.column(c).to_pylist() for c in _TASK), strict=True)]
-    what = f"the {int(groups.max()) + 1 if len(groups) else 0} tasks together, none alone"
-    for group in range(int(groups.max()) + 1 if len(groups) else 0):
-        rows = np.flatnonzero(groups == group)
-        try:
-            operator(experience_table(table.take(pa.array(rows))))
-        except Exception as alone:
-            what, error = f"task {keys[rows[0]]}", alone
-            break
-    return OperatorError(f"operator {operator_name(operator)} failed on {what}: {type(error).__name__}: {error}")
-
-
-_TASK = ("taskset", "epoch", "task_index")
-
-
-def _plain(value: Any) -> Any:
-    """Frozen dicts and tuples of a config as the dicts and lists that arguments are checked as."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -58,12 +58,11 @@ class BatchSource(ABC):
         entry = self.entry(step)
         return None if entry is None else (entry, self.read(entry))
 
-    @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """The state that a checkpoint keeps to go on after the last entry handed out; JSON types."""
+        """The state that a checkpoint keeps to go on after the last entry handed out; JSON types. Here none."""
+        return {}
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:  # noqa: B027  # a source without state loads none
         """Go on where `state_dict` was taken."""
 
 
@@ -124,13 +123,6 @@ class ReplayedSource(BatchSource):
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         return self._rows.read(entry, places)
-
-    def state_dict(self) -> dict[str, object]:
-        """Nothing: the next batch follows from the step alone."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        pass
 
 
 def copied_entry(entry: LedgerEntry, lineage: str) -> LedgerEntry:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -110,9 +111,9 @@ class FileLog(ExperienceLog):
 
     def remove(self, names: Sequence[ShardName]) -> None:
         # The names are written down before the first shard goes, so that counts still add up after a kill.
-        buckets: dict[str, set[str]] = {}
+        buckets: dict[str, set[str]] = defaultdict(set)
         for name in names:
-            buckets.setdefault(self._bucket(name.explore_step), set()).add(name.text)
+            buckets[self._bucket(name.explore_step)].add(name.text)
         for bucket, texts in sorted(buckets.items()):
             record = f"{self.folder}/{_REMOVED}/{bucket}.json"
             known = {name.text for name in self._read_removed(record)}
@@ -155,10 +156,8 @@ class FileLog(ExperienceLog):
 
     def _names_in(self, folder: str) -> list[ShardName]:
         before = self._parsed.get(folder, {})
-        parsed = {
-            text: before[text] if text in before else ShardName.try_parse(text)
-            for text in self._storage.list(f"{self.folder}/{folder}")
-        }
+        texts = self._storage.list(f"{self.folder}/{folder}")
+        parsed = {text: before[text] if text in before else ShardName.try_parse(text) for text in texts}
         if len(self._parsed) >= _MAX_PARSED:
             self._parsed.clear()
         self._parsed[folder] = parsed
@@ -219,6 +218,17 @@ class ParquetLog(FileLog):
         super().quarantine(name, reason)
 
     def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        sizes: dict[ShardName, int] = {}
+
+        def read(name: ShardName) -> pa.Table | None:
+            try:
+                data = self._storage.get(self.path(name))
+                table = self._decode(name, data, None)
+            except (DamagedError, NotFoundError, DataError):
+                return None  # it stays as it is
+            sizes[name] = len(data)
+            return table
+
         done = Compaction()
         for bucket, group in groupby(_sorted(names), key=lambda name: self._bucket(name.explore_step)):
             if should_stop():
@@ -227,30 +237,14 @@ class ParquetLog(FileLog):
             # What a pass before this one has merged and not removed is only removed, after another look at the file.
             merged = self._compacted.names(bucket, bucket)
             small = [name for name in shards if name not in merged]
-            sizes: dict[ShardName, int] = {}
             if len(small) > 1:
-                done += self._compacted.write(bucket, self._small_shards(small, sizes))
+                tables = zip(small, in_order(read, small, NUM_THREADS), strict=True)
+                done += self._compacted.write(bucket, ((name, table) for name, table in tables if table is not None))
             self._compacted.check(bucket, merged.intersection(shards))
+            # Only what a record names, which is on storage by now. Killed here: the next pass removes the rest.
             gone = self._compacted.names(bucket, bucket).intersection(shards)
             for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
                 pass
-            num_bytes = sum(size for name, size in sizes.items() if name in gone)
+            num_bytes = sum(sizes.get(name, 0) for name in gone)
             done += Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
         return done
-
-    def _small_shards(
-        self, names: Sequence[ShardName], sizes: dict[ShardName, int]
-    ) -> Iterator[tuple[ShardName, pa.Table]]:
-        """Read the shards that can be read; others stay as they are. sizes: filled with their bytes."""
-
-        def read(name: ShardName) -> tuple[int, pa.Table] | None:
-            try:
-                data = self._storage.get(self.path(name))
-                return len(data), self._decode(name, data, None)
-            except (DamagedError, NotFoundError, DataError):
-                return None
-
-        for name, shard in zip(names, in_order(read, names, NUM_THREADS), strict=True):
-            if shard is not None:
-                sizes[name] = shard[0]
-                yield name, shard[1]

@@ -108,14 +108,13 @@ class Experience:
         """The same values in every field, whether in arrays or in other sequences."""
         if not isinstance(other, Experience):
             return NotImplemented
-        for f in fields(self):
-            own, others = getattr(self, f.name), getattr(other, f.name)
-            if isinstance(own, np.ndarray) or isinstance(others, np.ndarray):
-                if own is None or others is None or not np.array_equal(own, others):
-                    return False
-            elif own != others:
-                return False
-        return True
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(
+            np.array_equal(own, others) and (own is None) == (others is None)
+            if isinstance(own, np.ndarray) or isinstance(others, np.ndarray)
+            else own == others
+            for own, others in pairs
+        )
 
     __hash__ = None  # type: ignore[assignment]  # metrics are a mapping
 
@@ -125,42 +124,35 @@ def _list_of(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-def _column(name: str, kind: pa.DataType, nullable: bool = False) -> pa.Field:
-    return pa.field(name, kind, nullable=nullable)
-
-
+_COLUMNS = {
+    "uid": pa.string(),
+    "taskset": pa.string(),
+    "epoch": pa.int32(),
+    "task_index": pa.int64(),
+    "rollout": pa.int32(),
+    "turn": pa.int32(),
+    "attempt": pa.int32(),
+    "explore_step": pa.int64(),
+    "status": pa.string(),
+    "tokens": _list_of(pa.int32()),
+    "prompt_length": pa.int32(),
+    "rollout_logprobs": _list_of(pa.float32()),
+    # Run lengths, beginning with a trained run: [3, 2, 4] = 3 trained, 2 not, 4 trained. Empty = all trained.
+    "loss_mask_runs": _list_of(pa.int32()),
+    "reward": pa.float32(),
+    "min_policy_version": pa.int64(),
+    "max_policy_version": pa.int64(),
+    "weights_hash": pa.string(),
+    **dict.fromkeys(("temperature", "top_p"), pa.float32()),
+    "top_k": pa.int32(),
+    "seed": pa.int64(),
+    **dict.fromkeys(("prompt_text", "response_text", "truth", "error"), pa.string()),
+    "metrics": pa.map_(pa.string(), pa.float64()),
+    "env_state": pa.string(),
+    "turn_reward": pa.float32(),
+}
 SCHEMA = pa.schema(
-    [
-        _column("uid", pa.string()),
-        _column("taskset", pa.string()),
-        _column("epoch", pa.int32()),
-        _column("task_index", pa.int64()),
-        _column("rollout", pa.int32()),
-        _column("turn", pa.int32()),
-        _column("attempt", pa.int32()),
-        _column("explore_step", pa.int64()),
-        _column("status", pa.string()),
-        _column("tokens", _list_of(pa.int32())),
-        _column("prompt_length", pa.int32()),
-        _column("rollout_logprobs", _list_of(pa.float32())),
-        # Run lengths, beginning with a trained run: [3, 2, 4] = 3 trained, 2 not, 4 trained. Empty = all trained.
-        _column("loss_mask_runs", _list_of(pa.int32())),
-        _column("reward", pa.float32(), nullable=True),
-        _column("min_policy_version", pa.int64()),
-        _column("max_policy_version", pa.int64()),
-        _column("weights_hash", pa.string()),
-        _column("temperature", pa.float32()),
-        _column("top_p", pa.float32()),
-        _column("top_k", pa.int32()),
-        _column("seed", pa.int64()),
-        _column("prompt_text", pa.string()),
-        _column("response_text", pa.string()),
-        _column("truth", pa.string()),
-        _column("error", pa.string()),
-        _column("metrics", pa.map_(pa.string(), pa.float64())),
-        _column("env_state", pa.string(), nullable=True),
-        _column("turn_reward", pa.float32(), nullable=True),
-    ],
+    [pa.field(name, kind, nullable=name in ("reward", *ADDED_COLUMNS)) for name, kind in _COLUMNS.items()],
     metadata={"rftdask.schema": SCHEMA_VERSION},
 )
 
@@ -194,20 +186,18 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     Raises: ValueError: lengths that do not fit, or a trainable row without a reward; OverflowError: a token id that is
     no int32, or more tokens than one shard can address.
     """
-    for experience in experiences:
-        response_length = len(experience.tokens) - experience.prompt_length
-        if len(experience.rollout_logprobs) != response_length:
+    for e in experiences:
+        response_length = len(e.tokens) - e.prompt_length
+        if len(e.rollout_logprobs) != response_length:
             raise ValueError(
-                f"experience {experience.uid}: {len(experience.rollout_logprobs)} rollout_logprobs for "
-                f"{response_length} response tokens"
+                f"experience {e.uid}: {len(e.rollout_logprobs)} rollout_logprobs for {response_length} response tokens"
             )
-        if experience.loss_mask is not None and len(experience.loss_mask) != response_length:
+        if e.loss_mask is not None and len(e.loss_mask) != response_length:
             raise ValueError(
-                f"experience {experience.uid}: loss_mask of {len(experience.loss_mask)} for {response_length} "
-                f"response tokens"
+                f"experience {e.uid}: loss_mask of {len(e.loss_mask)} for {response_length} response tokens"
             )
-        if experience.reward is None and experience.status.trainable:
-            raise ValueError(f"experience {experience.uid}: status {experience.status} without a reward")
+        if e.reward is None and e.status.trainable:
+            raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
     metrics = [experience.metrics for experience in experiences]
     metrics_type = SCHEMA.field("metrics").type
