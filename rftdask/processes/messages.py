@@ -9,13 +9,13 @@ A field may hold a dataclass of its own, None in place of one, or a tuple of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Message = TypeVar("Message")
-_Convert = Callable[[Any], Any]
 
 
 class Codec(Generic[Message]):
@@ -23,61 +23,45 @@ class Codec(Generic[Message]):
 
     def __init__(self, *kinds: type[Message]) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
-        self._ways: dict[type, tuple[_Convert, _Convert]] = {}
-        """encode and decode of each class, made when it is first needed: its types may be defined after the codec."""
 
     def encode(self, message: Message) -> list[Any]:
         """The class's name and the values of its fields, in their order."""
-        encode, _ = self._way_of(type(message))
-        return [type(message).__name__, *encode(message)]
+        return [type(message).__name__, *_to_plain(message)]
 
     def decode(self, plain: Any) -> Message:
         """What `encode` was given. Raises: ValueError, TypeError: no such class, or not its fields."""
         if not isinstance(plain, list | tuple) or not plain or plain[0] not in self._kinds:
             raise ValueError(f"not one of the messages {', '.join(self._kinds)}: {plain!r:.100}")
-        _, decode = self._way_of(self._kinds[plain[0]])
-        message: Message = decode(plain[1:])
+        message: Message = _from_plain(self._kinds[plain[0]], plain[1:])
         return message
 
-    def _way_of(self, kind: type) -> tuple[_Convert, _Convert]:
-        if kind in self._ways:
-            return self._ways[kind]
-        hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
-        ways = [self._way_of_type(hints[name]) for name in names]
-        pairs = [(name, encode) for name, (encode, _) in zip(names, ways, strict=True)]
 
-        def encode_one(value: Any) -> list[Any]:
-            return [encode(getattr(value, name)) for name, encode in pairs]
-
-        def decode_one(plain: Any) -> Any:
-            if not isinstance(plain, list | tuple) or len(plain) != len(ways):
-                raise ValueError(f"not the fields of {kind.__name__}: {plain!r:.100}")
-            return kind(*(decode(value) for (_, decode), value in zip(ways, plain, strict=True)))
-
-        self._ways[kind] = encode_one, decode_one
-        return self._ways[kind]
-
-    def _way_of_type(self, hint: Any) -> tuple[_Convert, _Convert]:
-        if is_dataclass(hint) and isinstance(hint, type):
-            return self._way_of(hint)
-        arguments = get_args(hint)
-        if get_origin(hint) in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
-            encode, decode = self._way_of_type(next(kind for kind in arguments if kind is not type(None)))
-            return (
-                lambda value: None if value is None else encode(value),
-                lambda plain: None if plain is None else decode(plain),
-            )
-        if get_origin(hint) in (tuple, Sequence) and arguments:
-            encode, decode = self._way_of_type(arguments[0])
-            if (encode, decode) == (_same, _same):
-                return _same, tuple  # of token ids there may be thousands: they are not looked at one by one
-            return (
-                lambda values: [encode(value) for value in values],
-                lambda plain: tuple(decode(value) for value in plain),
-            )
-        return _same, _same
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Name -> type of the fields of a dataclass. Asked for with its first message: types may be defined after it."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _same(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_to_plain(getattr(value, name)) for name in _hints(type(value))]
+    # Of token ids there may be thousands: they are not looked at one by one.
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str):
+        return [_to_plain(item) for item in value]
     return value
+
+
+def _from_plain(hint: Any, plain: Any) -> Any:
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = _hints(hint)
+        if not isinstance(plain, list | tuple) or len(plain) != len(hints):
+            raise ValueError(f"not the fields of {hint.__name__}: {plain!r:.100}")
+        return hint(*map(_from_plain, hints.values(), plain))
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
+        return None if plain is None else _from_plain(next(k for k in arguments if k is not type(None)), plain)
+    if get_origin(hint) in (tuple, Sequence) and arguments:
+        is_flat = arguments[0] in (int, float, str, bool, bytes)
+        return tuple(plain) if is_flat else tuple(_from_plain(arguments[0], item) for item in plain)
+    return plain

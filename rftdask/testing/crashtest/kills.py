@@ -10,6 +10,7 @@ places until a crash, since all roles of a short run take turns in one process, 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rftdask.errors import RoleError
@@ -28,7 +29,6 @@ from rftdask.testing.crashtest.figures import Figures
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, Writer, run_all, train
 from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, SteppedPosix
 
-_LIFE_POLL_S = 0.001
 _LIFE_DEADLINE_S = 120.0
 _NUM_WRITERS = 3
 _VICTIMS = ("writer", "writer", "trainer", "trainer", "both")
@@ -39,61 +39,49 @@ _POLL_S = 0.005
 _RUN_DEADLINE_S = 300.0
 
 
-@dataclass
 class Life:
-    """One process. `status` is None while it runs, its exit code when it has ended, minus the signal if killed."""
+    """One process, forked from this one. What it raises goes to a file in `folder`."""
 
-    pid: int
-    error_file: Path
-    status: int | None = None
-
-    @classmethod
-    def start(cls, job: Callable[[], None], folder: Path) -> Life:
-        """Run `job` in a fork of this process. `folder`: where it says what it raised."""
+    def __init__(self, job: Callable[[], None], folder: Path) -> None:
         parent = os.getpid()
-        pid = os.fork()  # not a new interpreter: importing pyarrow takes a second, and there are thousands of lives
-        if pid:
-            return cls(pid, folder / f"error-{pid}.txt")
-        status = 1
-        try:
-            job()
-            status = 0
-        except BaseException:
-            # An orphan's parent has removed the folder, or is about to.
-            if os.getppid() == parent:
-                (folder / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)  # nothing of the parent's: no buffers, no exit handlers
-        raise AssertionError("unreachable")
 
-    def poll(self) -> int | None:
-        """The status, None while it runs."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.status = os.waitstatus_to_exitcode(status)
-        return self.status
+        def live() -> None:
+            try:
+                job()
+            except BaseException:
+                # An orphan's parent has removed the folder, or is about to.
+                if os.getppid() == parent:
+                    (folder / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
+                raise SystemExit(1) from None
+
+        # Not a new interpreter: importing pyarrow takes a second, and there are thousands of lives.
+        self.process = multiprocessing.get_context("fork").Process(target=live, daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+        self._error_file = folder / f"error-{self.pid}.txt"
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs, its exit code when it has ended, minus the signal if killed."""
+        return self.process.exitcode
 
     def wait(self) -> int:
         """Wait for its end; the status. Raises: RoleError: it did not end in time, and was killed."""
-        end = time.monotonic() + _LIFE_DEADLINE_S
-        while (status := self.poll()) is None:
-            if time.monotonic() > end:
-                self.kill()
-                raise RoleError(f"process {self.pid} did not end in {_LIFE_DEADLINE_S:.0f} s")
-            time.sleep(_LIFE_POLL_S)
+        self.process.join(_LIFE_DEADLINE_S)
+        if (status := self.status) is None:
+            self.kill()
+            raise RoleError(f"process {self.pid} did not end in {_LIFE_DEADLINE_S:.0f} s")
         return status
 
     def kill(self) -> bool:
         """SIGKILL, and wait until it is gone; whether it was that which ended it."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.process.kill()
+        self.process.join()
         return self.status == -signal.SIGKILL
 
     def error(self) -> str:
         """Read what it raised, in one line; "" if nothing."""
-        text = self.error_file.read_text() if self.error_file.exists() else ""
+        text = self._error_file.read_text() if self._error_file.exists() else ""
         return text.strip().rpartition("\n")[2]
 
 
@@ -148,7 +136,7 @@ def _kill_at(place: str, folder: Path, plan: Plan, witness: Witness, seed: int) 
         time.sleep(60)  # the signal is on its way
 
     counter = PlaceCounter(folder, place, kill_myself)
-    life = Life.start(lambda: run_all(lambda: _storage(folder, counter), plan, Parts(), witness, seed), folder)
+    life = Life(lambda: run_all(lambda: _storage(folder, counter), plan, Parts(), witness, seed), folder)
     if life.wait() != -signal.SIGKILL:
         raise RoleError(f"was to be killed, and ended with status {life.status}: {life.error()}")
 
@@ -160,7 +148,7 @@ def _finish(folder: Path, plan: Plan, witness: Witness, seed: int) -> Ending:
         ending = go_on(lambda: LocalStorage(folder / "run"), plan, witness, seed)
         (folder / "ending.json").write_text(json.dumps(asdict(ending)))
 
-    life = Life.start(live, folder)
+    life = Life(live, folder)
     if life.wait():
         return Ending([f"the next process ended with status {life.status}: {life.error()}"])
     return Ending(**json.loads((folder / "ending.json").read_text()))
@@ -213,7 +201,7 @@ class _Race:
 
     def live(self, max_kills: int) -> Ending:
         """Kill until the run has ended, or often enough; then let it end, and check it. Raises: RoleError."""
-        while sum(self.num_killed.values()) < max_kills and self._trainer.poll() is None:
+        while sum(self.num_killed.values()) < max_kills and self._trainer.status is None:
             self._kill(self._rng.choice(_VICTIMS))
             self._check()
         self._wait(lambda: False)
@@ -243,7 +231,7 @@ class _Race:
 
     def _wait(self, enough: Callable[[], bool]) -> None:
         """Until it is enough, or the trainer has ended. Raises: RoleError."""
-        while not enough() and self._trainer.poll() is None:
+        while not enough() and self._trainer.status is None:
             time.sleep(_POLL_S)
             self._check()
         self._check()
@@ -251,7 +239,7 @@ class _Race:
     def _check(self) -> None:
         """Raises: RoleError: somebody ended who was not killed, or the run takes too long."""
         for life in (*self._writers, self._trainer):
-            if life.poll() and (text := life.error()):
+            if life.status and (text := life.error()):
                 raise RoleError(f"a process ended by itself: {text}")
         if time.monotonic() > self._deadline:
             raise RoleError(f"the run did not end in {_RUN_DEADLINE_S:.0f} s")
@@ -266,7 +254,7 @@ class _Race:
                 _stop_if_alone(parent)
                 time.sleep(rng.uniform(0, 0.004) if writer.work() else 0.02)
 
-        return Life.start(live, self._place)
+        return Life(live, self._place)
 
     def _start_trainer(self) -> Life:
         parent = os.getpid()
@@ -275,7 +263,7 @@ class _Race:
             storage = LocalStorage(self._place / "run")
             train(storage, self._plan, Parts(), self.witness, lambda: _stop_if_alone(parent))
 
-        return Life.start(live, self._place)
+        return Life(live, self._place)
 
 
 def _stop_if_alone(parent: int) -> bool:
