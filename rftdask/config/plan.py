@@ -82,150 +82,102 @@ def make_plan(config: Config) -> Plan:
 
 
 def _stage_plan(config: Config) -> StagePlan:
+    source, buffer, sync = config.buffer.explorer_input, config.buffer, config.synchronizer
     on_rollouts = config.algorithm.schema_type == "experience"
-    num_tasks = _num_tasks(config) if on_rollouts else _num_rows(config)
-    explore_steps = _explore_steps(config, num_tasks) if on_rollouts and config.mode in ("both", "explore") else None
-    experiences = _num_experiences(config, num_tasks, explore_steps)
-    source = config.buffer.explorer_input
     explores = config.mode in ("both", "explore")
+    trains = config.mode in ("both", "train")
+
+    def rows_of(taskset: TasksetConfig) -> int | None:
+        return count_rows(taskset.path, taskset.split, taskset.dataset_args)
+
+    if on_rollouts:
+        num_tasks = _sum([rows_of(taskset) for taskset in source.train_tasksets])
+    else:
+        rows = buffer.trainer_input.experience_buffer
+        num_tasks = count_rows(rows.path, rows.split, {}) if rows.path else None
+    explore_steps = None
+    if on_rollouts and explores:
+        explore_steps = buffer.total_steps
+        if explore_steps is None and num_tasks is not None:
+            explore_steps = num_tasks * buffer.total_epochs // buffer.batch_size
+    if on_rollouts:
+        made = None if explore_steps is None else explore_steps * buffer.batch_size * config.algorithm.repeat_times
+    elif buffer.total_steps is not None:
+        made = buffer.total_steps * buffer.train_batch_size
+    else:
+        made = None if num_tasks is None else num_tasks * buffer.total_epochs
+    train_steps = None
+    if trains and made is not None:
+        train_steps = made // (config.num_own_rollouts if on_rollouts else buffer.train_batch_size)
+        if config.trainer.total_steps is not None:
+            train_steps = min(train_steps, config.trainer.total_steps)
+
+    roles = []
+    if config.mode != "train":
+        engine = config.explorer.rollout_model
+        what = f"{engine.engine_type} engine, {engine.dtype}, {config.model.model_path}"
+        if config.is_external:
+            what = f"{config.model.external_model.model_name}, behind an API"
+        roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
+    if trains:
+        what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
+        if config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none":
+            what += ", with a frozen reference model unless its coefficient is 0"
+        what += ", with a critic" if config.algorithm.trains_critic else ""
+        if config.algorithm.needs_teacher:
+            what += f", with the teacher {config.explorer.auxiliary_models[0].model_path or ''}"
+        roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
+    if config.mode == "both":
+        intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
+        what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
+        roles.append(RolePlan("synchronizer", 1, what))
     return StagePlan(
         name=config.name,
         mode=config.mode,
         algorithm=config.algorithm.algorithm_type,
         folder=config.checkpoint_job_dir,
-        roles=tuple(_roles(config)),
+        roles=tuple(roles),
         num_tasks=num_tasks,
         explore_steps=explore_steps,
-        train_steps=_train_steps(config, experiences),
+        train_steps=train_steps,
         max_train_steps=config.trainer.total_steps,
-        experiences=experiences,
-        train_batch_size=config.buffer.train_batch_size,
+        experiences=made,
+        train_batch_size=buffer.train_batch_size,
         groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
-        evals=tuple(EvalPlan(t.name, _rows_of(t), t.repeat_times) for t in source.eval_tasksets),
+        evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
         eval_every=config.eval_interval if source.eval_tasksets and explores else None,
     )
 
 
-def _roles(config: Config) -> list[RolePlan]:
-    engine = config.explorer.rollout_model
-    roles = []
-    if config.mode in ("both", "explore", "bench"):
-        what = f"{engine.engine_type} engine, {engine.dtype}, {config.model.model_path}"
-        if config.is_external:
-            what = f"{config.model.external_model.model_name}, behind an API"
-        roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
-    if config.mode in ("both", "train"):
-        reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none"
-        what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
-        what += ", with a frozen reference model unless its coefficient is 0" if reference else ""
-        what += ", with a critic" if config.algorithm.trains_critic else ""
-        what += f", with the teacher {_teacher(config)}" if config.algorithm.needs_teacher else ""
-        roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
-    if config.mode == "both":
-        sync = config.synchronizer
-        what = (
-            f"{sync.sync_style}; intervals: explorer {sync.explorer_sync_interval}, "
-            f"trainer {sync.trainer_sync_interval}; offset {sync.sync_offset}"
-        )
-        roles.append(RolePlan("synchronizer", 1, what))
-    return roles
-
-
-def _teacher(config: Config) -> str:
-    return config.explorer.auxiliary_models[0].model_path or ""
-
-
-def _rows_of(taskset: TasksetConfig) -> int | None:
-    return count_rows(taskset.path, taskset.split, taskset.dataset_args)
-
-
-def _num_tasks(config: Config) -> int | None:
-    counts = [_rows_of(taskset) for taskset in config.buffer.explorer_input.train_tasksets]
-    known = [count for count in counts if count is not None]
-    return sum(known) if counts and len(known) == len(counts) else None
-
-
-def _num_rows(config: Config) -> int | None:
-    buffer = config.buffer.trainer_input.experience_buffer
-    return count_rows(buffer.path, buffer.split, {}) if buffer.path else None
-
-
-def _explore_steps(config: Config, num_tasks: int | None) -> int | None:
-    if config.buffer.total_steps is not None:
-        return config.buffer.total_steps
-    if num_tasks is None:
-        return None
-    return num_tasks * config.buffer.total_epochs // config.buffer.batch_size
-
-
-def _num_experiences(config: Config, num_tasks: int | None, explore_steps: int | None) -> int | None:
-    if config.algorithm.schema_type == "experience":
-        return (
-            None if explore_steps is None else explore_steps * config.buffer.batch_size * config.algorithm.repeat_times
-        )
-    if config.buffer.total_steps is not None:
-        return config.buffer.total_steps * config.buffer.train_batch_size
-    return None if num_tasks is None else num_tasks * config.buffer.total_epochs
-
-
-def _train_steps(config: Config, experiences: int | None) -> int | None:
-    """min(trainer.total_steps, experiences / train_batch_size rounded down), where the experiences are known."""
-    if config.mode not in ("both", "train"):
-        return None
-    if experiences is None:
-        return None
-    on_rollouts = config.algorithm.schema_type == "experience"
-    steps = experiences // (config.num_own_rollouts if on_rollouts else config.buffer.train_batch_size)
-    return steps if config.trainer.total_steps is None else min(steps, config.trainer.total_steps)
-
-
 def _render(stage: StagePlan) -> str:
-    rows = [
-        ("stage", stage.name),
-        ("mode", stage.mode),
-        ("algorithm", stage.algorithm),
-        ("folder", stage.folder),
-        *((role.name, f"{role.num_workers} x {role.what}") for role in stage.roles),
-        *_size_rows(stage),
-        *((f"eval {item.name}", _eval_text(item)) for item in stage.evals),
-    ]
+    def number(count: int | None) -> str:
+        return _UNKNOWN if count is None else str(count)
+
+    on_rollouts = stage.groups_per_batch is not None
+    rows = [("stage", stage.name), ("mode", stage.mode), ("algorithm", stage.algorithm), ("folder", stage.folder)]
+    rows += [(role.name, f"{role.num_workers} x {role.what}") for role in stage.roles]
+    if stage.mode in ("both", "explore"):
+        rows.append(("tasks per epoch", number(stage.num_tasks)))
+        rows.append(("explore steps", number(stage.explore_steps)))
+        rows.append(("experiences", number(stage.experiences)))
+    elif stage.mode == "train" and not on_rollouts:
+        rows.append(("rows per epoch", number(stage.num_tasks)))
+    if stage.mode in ("both", "train"):
+        groups = f" experiences = {stage.groups_per_batch} groups" if on_rollouts else " rows"
+        rows.append(("train batch", f"{stage.train_batch_size}{groups}"))
+        steps = str(stage.train_steps)
+        if stage.train_steps is None:
+            steps = "" if stage.max_train_steps is None else f"at most {stage.max_train_steps}, "
+            steps += "until the experience log ends" if stage.mode == "train" and on_rollouts else _UNKNOWN
+        rows.append(("train steps", steps))
+    for item in stage.evals:
+        tasks = _UNKNOWN if item.num_tasks is None else f"{item.num_tasks} tasks"
+        times = f" x {item.repeat_times} rollouts" if item.repeat_times > 1 else ""
+        rows.append((f"eval {item.name}", tasks + times))
     if stage.eval_every is not None:
         rows.append(("eval interval", f"{stage.eval_every} explore steps"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def _size_rows(stage: StagePlan) -> list[tuple[str, str]]:
-    rows = []
-    on_rollouts = stage.groups_per_batch is not None
-    if stage.mode in ("both", "explore"):
-        rows.append(("tasks per epoch", _number(stage.num_tasks)))
-        rows.append(("explore steps", _number(stage.explore_steps)))
-        rows.append(("experiences", _number(stage.experiences)))
-    elif stage.mode == "train" and not on_rollouts:
-        rows.append(("rows per epoch", _number(stage.num_tasks)))
-    if stage.mode in ("both", "train"):
-        batch = f"{stage.train_batch_size} experiences" if on_rollouts else f"{stage.train_batch_size} rows"
-        batch += f" = {stage.groups_per_batch} groups" if on_rollouts else ""
-        rows.append(("train batch", batch))
-        rows.append(("train steps", _train_steps_text(stage, on_rollouts)))
-    return rows
-
-
-def _train_steps_text(stage: StagePlan, on_rollouts: bool) -> str:
-    if stage.train_steps is not None:
-        return str(stage.train_steps)
-    bound = "" if stage.max_train_steps is None else f"at most {stage.max_train_steps}, "
-    return bound + ("until the experience log ends" if stage.mode == "train" and on_rollouts else _UNKNOWN)
-
-
-def _eval_text(item: EvalPlan) -> str:
-    times = f" x {item.repeat_times} rollouts" if item.repeat_times > 1 else ""
-    return f"{_number(item.num_tasks)}{times}" if item.num_tasks is None else f"{item.num_tasks} tasks{times}"
-
-
-def _number(count: int | None) -> str:
-    return _UNKNOWN if count is None else str(count)
 
 
 # ---- the size of a dataset, where it can be told quickly: local files and generated ones
@@ -244,16 +196,15 @@ def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | 
     place = Path(path).expanduser()
     if place.is_file():
         return _count_file(place)
-    if place.is_dir():
-        return _count_folder(place, split)
-    return None
+    if not place.is_dir():
+        return None
+    files = sorted(file for file in place.iterdir() if file.suffix in _COUNTERS)
+    # Those of the split are named after it; where none is, all are of it.
+    return _sum([_count_file(file) for file in [f for f in files if f.name.startswith(split)] or files])
 
 
-def _count_folder(folder: Path, split: str) -> int | None:
-    """All files of the split: those named after it, or every data file when none is."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in _COUNTERS)
-    files = [file for file in files if file.name.startswith(split)] or files
-    counts = [_count_file(file) for file in files]
+def _sum(counts: list[int | None]) -> int | None:
+    """None where there are none, or one is not known."""
     known = [count for count in counts if count is not None]
     return sum(known) if counts and len(known) == len(counts) else None
 
