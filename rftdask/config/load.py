@@ -4,7 +4,7 @@ Knows the order of these steps and no key beyond `stages` and `name`. Invariant:
 or one ConfigError with all mistakes; nothing is created or changed anywhere.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rftdask.config.check import Checker
 from rftdask.config.cross_checks import data, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
-from rftdask.config.parts import argument_problems_of
+from rftdask.config.parts import named_parts
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, escape, read_tree
 from rftdask.errors import ConfigError
@@ -76,7 +76,9 @@ def _complete(cleaned: dict[str, Any], checker: Checker[Config], unreadable: set
     for reads, rule in RULES:
         if not any(_touches(path, key) for path in broken for key in reads):
             checker.problems.extend(rule(config))
-    checker.problems.extend(argument_problems_of(config))
+    for use in named_parts(config):
+        if use.registered is not None:  # plug-ins are imported by `check_plugins` alone
+            checker.problems.extend(use.problems(use.registered))
     if not checker.problems:
         checker.warnings.extend(warn(config))
     config._warnings = _lines(checker.warnings)
@@ -98,20 +100,16 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker[Config
         new = [warning for warning in own.warnings if warning not in inherited]
         checker.warnings.extend((f"{where}: {path}", message) for path, message in new)
         stages[-1]._warnings = _lines([*inherited, *new])
-    checker.problems.extend(_same_names(draft))
+    names = [stage.stage_name for stage in draft.stages]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        told = f"{names.count(name)} stages are named {name!r}; each needs a name of its own"
+        checker.problems.append(("stages", told))
     _set(cleaned, fill(draft))
     config = checker.validate(cleaned)
     config._stages = tuple(stages)
     config._unfilled = plain(draft)
     config._warnings = _lines(checker.warnings)
     return config
-
-
-def _same_names(config: Config) -> Iterator[Problem]:
-    """(path, message) of stages that would share a folder."""
-    names = [stage.stage_name for stage in config.stages]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield "stages", f"{names.count(name)} stages are named {name!r}; each needs a name of its own"
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

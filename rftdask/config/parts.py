@@ -55,57 +55,39 @@ def named_parts(section: Section, path: str = "") -> Iterator[NamedPart]:
     """Every part that a section and those below it name."""
     for key, named in _keys(type(section)):
         value, where = getattr(section, key), f"{path}.{key}" if path else key
-        if isinstance(value, Section):
-            yield from named_parts(value, where)
-        elif named is not None:
-            yield from _uses(section, key, value, named, where, path)
-        elif isinstance(value, tuple):
+        if named is None:  # a section, or a list or dict of them
+            items: list[tuple[str, Any]] = [(where, value)]
+            if isinstance(value, tuple):
+                items = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+            elif isinstance(value, dict):
+                items = [(f"{where}.{name}", item) for name, item in value.items()]
+            for at, item in items:
+                if isinstance(item, Section):
+                    yield from named_parts(item, at)
+        elif isinstance(value, tuple):  # of {name, args}
             for index, item in enumerate(value):
-                if isinstance(item, Section):
-                    yield from named_parts(item, f"{where}[{index}]")
-        elif isinstance(value, dict):
-            for name, item in value.items():
-                if isinstance(item, Section):
-                    yield from named_parts(item, f"{where}.{name}")
+                at = f"{where}[{index}]"
+                yield NamedPart(f"{at}.name", named, str(item.get("name", "")), item.get("args") or {}, f"{at}.args")
+        else:
+            if value is None and named.default_from:
+                owner = dict(_keys(type(section)))[named.default_from]
+                assert owner is not None
+                value = trait(known_part(owner.kind, getattr(section, named.default_from), owner.registered()), key)
+            if value and named.arguments:
+                arguments = getattr(section, named.arguments) or {}
+                yield NamedPart(where, named, value, arguments, f"{path}.{named.arguments}")
+            elif value:
+                yield NamedPart(where, named, value)
 
 
 @cache
 def _keys(cls: type[Section]) -> tuple[tuple[str, Named | None], ...]:
-    """The keys that name a part or hold sections, with their mark."""
-    found = []
-    for key, info in cls.model_fields.items():
-        named = next((mark for mark in marks_of(info) if isinstance(mark, Named)), None)
-        if named or child_of(info):
-            found.append((key, named))
-    return tuple(found)
-
-
-def _uses(section: Section, key: str, value: Any, named: Named, where: str, path: str) -> Iterator[NamedPart]:
-    if isinstance(value, tuple):  # of {name, args}
-        for index, item in enumerate(value):
-            at = f"{where}[{index}]"
-            yield NamedPart(f"{at}.name", named, str(item.get("name", "")), item.get("args") or {}, f"{at}.args")
-        return
-    if value is None and named.default_from:
-        value = trait(_part_at(section, named.default_from), key)
-    if value:
-        if not named.arguments:
-            yield NamedPart(where, named, value)
-        else:
-            yield NamedPart(where, named, value, getattr(section, named.arguments) or {}, f"{path}.{named.arguments}")
-
-
-def _part_at(section: Section, key: str) -> Any:
-    """The part that another key of the section names."""
-    named = next(mark for mark in marks_of(type(section).model_fields[key]) if isinstance(mark, Named))
-    return known_part(named.kind, getattr(section, key), named.registered())
-
-
-def argument_problems_of(config: Config) -> Iterator[Problem]:
-    """(path, message) of arguments that registered parts do not take. Imports nothing."""
-    for use in named_parts(config):
-        if use.registered is not None:
-            yield from use.problems(use.registered)
+    """The keys that name a part, with their mark, and those that hold sections."""
+    marks = {
+        key: next((mark for mark in marks_of(info) if isinstance(mark, Named)), None)
+        for key, info in cls.model_fields.items()
+    }
+    return tuple((key, named) for key, named in marks.items() if named or child_of(cls.model_fields[key]))
 
 
 def check_plugins(config: Config) -> None:

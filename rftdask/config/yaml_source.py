@@ -91,12 +91,11 @@ def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> Di
 
 
 def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
-    key, equals, _ = override.partition("=")
+    key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
         problems.append(("", f"override {override!r} is not of the form key.sub=value"))
         return
-    text = override.partition("=")[2]
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
         OmegaConf.update(root, key, value, merge=True, force_add=True)

@@ -31,8 +31,11 @@ def warn(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type == "experience" and log.path and log.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
     read = config.demonstrations if config.num_demonstrations else None
+    why = f"{config.algorithm.algorithm_type} mixes no data into its own"
+    if read is not None:
+        why = f"sample_strategy mix reads {read}"
     for name in sorted(set(source.auxiliary_buffers) - {read}):
-        yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {_mixes_none(config, read)}"
+        yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {why}"
     interval, wanted = config.eval_interval, config.explorer.eval_interval
     if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
         yield (
@@ -50,18 +53,13 @@ def warn(config: Config) -> Iterator[Problem]:
             "prefetch_layers": trainer.prefetch_layers > 0,
             "reshard_after_forward": not trainer.reshard_after_forward,
         }
-        for name in (name for name, is_chosen in chosen.items() if is_chosen):
-            yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
+        for name, is_chosen in chosen.items():
+            if is_chosen:
+                yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":
         yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
-
-
-def _mixes_none(config: Config, read: str | None) -> str:
-    if read is None:
-        return f"{config.algorithm.algorithm_type} mixes no data into its own"
-    return f"sample_strategy mix reads {read}"
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:
