@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,16 +24,6 @@ from rftdask.storage import Storage, open_storage
 REPORT_NAME = "report.html"
 _NOT_METRICS = {"role", "step", "time_s"}
 _CUSTOM = Metric("", "not explained here: written by a workflow, a reward function or an operator", "", "watch")
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """One chart as the template shows it."""
-
-    title: str
-    unit: str
-    direction: str
-    svg: str
 
 
 def report_run(url: str | Path) -> str:
@@ -53,18 +42,17 @@ def stage_metrics(summary: RunSummary, stages: Sequence[Stage]) -> Stages:
     return [(row.name, stage.metrics) for row, stage in zip(summary.stages, stages, strict=True)]
 
 
-def write_report(storage: Storage, summary: RunSummary, stages: Stages, *, title: str | None = None) -> str:
+def write_report(storage: Storage, summary: RunSummary, stages: Stages) -> str:
     """Write `report.html` at the root of the run and return its URL.
 
     Args: stages: (stage name, metrics as `read_metrics` gives them) in the order they ran.
     Raises: StorageError.
     """
-    page = render_report(summary, stages, title=title)
-    storage.put(REPORT_NAME, page.encode())
+    storage.put(REPORT_NAME, render_report(summary, stages).encode())
     return f"{storage.url.rstrip('/')}/{REPORT_NAME}"
 
 
-def render_report(summary: RunSummary, stages: Stages, *, title: str | None = None) -> str:
+def render_report(summary: RunSummary, stages: Stages) -> str:
     """The page of `write_report`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only reports need it
 
@@ -82,29 +70,24 @@ def render_report(summary: RunSummary, stages: Stages, *, title: str | None = No
     if summary.counts:
         numbers["experiences trained"] = f"{summary.counts['trained']:,}"
     drawings = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
+    frames = [metrics for _, metrics in stages]
+    measured = {str(name) for frame in frames for name in frame.columns if frame[name].dtype.kind == "f"} - _NOT_METRICS
+    known = [(name, metric) for name, metric in METRICS.items() if name in measured]
     total_s = sum(summary.time_split.values())
     began = datetime.fromtimestamp(summary.started_at_s, UTC)
     return environment.get_template("report.html.j2").render(
-        title=title or summary.run_name,
+        title=summary.run_name,
         summary=summary,
         date=began.strftime("%Y-%m-%d %H:%M UTC") if summary.started_at_s else "-",
-        numbers=numbers | dict(summary.numbers),
+        numbers=numbers,
         learned=learned(summary),
-        charts=[_Drawing(m.label, m.unit, DIRECTIONS[m.direction], svg) for m, svg in drawings if svg],
+        charts=[
+            {"title": m.label, "unit": m.unit, "direction": DIRECTIONS[m.direction], "svg": svg}
+            for m, svg in drawings
+            if svg
+        ],
         time_shares=[(name, s, s / total_s if total_s else 0.0) for name, s in summary.time_split.items()],
-        metrics=_explained(stages),
+        metrics=known + [(name, _CUSTOM) for name in sorted(measured - METRICS.keys())],
         directions=DIRECTIONS,
         machine=f"{platform.system()} {platform.machine()}",
     )
-
-
-def _explained(stages: Stages) -> list[tuple[str, Metric]]:
-    """Each metric that somebody measured, the known ones first and in the order of `METRICS`."""
-    measured = {
-        str(name)
-        for _, metrics in stages
-        for name in metrics.columns
-        if name not in _NOT_METRICS and metrics[name].dtype.kind == "f"
-    }
-    known = [(name, metric) for name, metric in METRICS.items() if name in measured]
-    return known + [(name, _CUSTOM) for name in sorted(measured - METRICS.keys())]

@@ -86,8 +86,6 @@ class RunSummary:
     """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
     time_split: Mapping[str, float] = field(default_factory=dict)
     """Seconds of wall time by what they went to: "training", "generating", "both", "neither"."""
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    """More to show in large print: label -> text, such as "tokens per second" -> "5,120"."""
     versions: Mapping[str, str] = field(default_factory=dict)
     config_yaml: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -135,24 +133,23 @@ def summarize(
 
     began_s: when this process began with it, Unix seconds. Raises: DamagedError: the experiences cannot be counted.
     """
-    rows = []
+    rows, counts = [], Counter[str]()
     for stage in stages:
         accuracies = stage.values("eval", "accuracy")
+        steps = stage.rows("trainer")["step"]
         rows.append(
             StageSummary(
                 name=stage.name if config.stages else config.algorithm.algorithm_type,
                 mode=stage.config.mode,
                 algorithm=stage.config.algorithm.algorithm_type,
-                steps=int(stage.rows("trainer")["step"].max()) if len(stage.rows("trainer")) else 0,
+                steps=int(steps.max()) if len(steps) else 0,
                 seconds=stage.seconds,
                 first_accuracy=accuracies[0] if accuracies else None,
                 last_accuracy=accuracies[-1] if accuracies else None,
             )
         )
-    measured = [row for row in rows if row.first_accuracy is not None]
-    counts: Counter[str] = Counter()
-    for stage in stages:
         counts.update(stage.counts)
+    measured = [row for row in rows if row.first_accuracy is not None]
     return RunSummary(
         run_name=config.name,
         run_url=url,
@@ -191,17 +188,17 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
                 {row["task_index"]: row for row in log.read(name).select(columns).to_pylist() if row["rollout"] == 0}
                 for name in (shards[0], shards[-1])
             )
+            pairs = [(before[task], after[task]) for task in list(before)[:NUM_SAMPLES] if task in after]
             return tuple(
                 SampleAnswer(
-                    prompt=before[task]["prompt_text"],
-                    truth=before[task]["truth"],
-                    before=before[task]["response_text"],
-                    after=after[task]["response_text"],
-                    reward_before=before[task]["reward"],
-                    reward_after=after[task]["reward"],
+                    prompt=old["prompt_text"],
+                    truth=old["truth"],
+                    before=old["response_text"],
+                    after=new["response_text"],
+                    reward_before=old["reward"],
+                    reward_after=new["reward"],
                 )
-                for task in list(before)[:NUM_SAMPLES]
-                if task in after
+                for old, new in pairs
             )
     return ()
 
@@ -209,8 +206,6 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
 def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
     """Seconds of wall time in which the trainer trained, engines generated, both, and neither (start-up, waiting)."""
     total = sum(stage.seconds for stage in stages)
-    if total <= 0:
-        return {}
     training: list[Interval] = []
     generating: list[Interval] = []
     for stage in stages:
@@ -221,11 +216,10 @@ def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
         if "generate_s" in explorer:
             # The row is written when the last work unit of the step is in, just after it was generated.
             generating += zip(explorer["time_s"] - explorer["generate_s"], explorer["time_s"], strict=True)
-    either = covered_s(training + generating)
-    train, generate = covered_s(training), covered_s(generating)
+    train, generate, either = covered_s(training), covered_s(generating), covered_s(training + generating)
     both = train + generate - either
-    neither = max(0.0, total - either)
-    return {"training": train - both, "generating": generate - both, "both": both, "neither": neither}
+    split = {"training": train - both, "generating": generate - both, "both": both, "neither": max(0.0, total - either)}
+    return split if total > 0 else {}
 
 
 def covered_s(intervals: Sequence[Interval]) -> float:
@@ -237,71 +231,55 @@ def covered_s(intervals: Sequence[Interval]) -> float:
     return covered
 
 
-def render_summary(summary: RunSummary, max_samples: int = 5) -> RenderableType:
+def render_summary(summary: RunSummary) -> RenderableType:
     """Draw what a terminal shows at the end: what was learned, sample answers, the files, what to type next."""
-    # Late, as below: who reads a summary in a program draws nothing.
+    # Late: who reads a summary in a program draws nothing.
+    from rich import box
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    def pairs(texts: Mapping[str, str]) -> list[RenderableType]:
+    def pairs(texts: Mapping[str, str]) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for left, right in texts.items():
             table.add_row(Text(left, style="cyan"), Text(right, style="dim"))
-        return [Padding(table, (0, 0, 0, 2))] if texts else []
+        return Padding(table, (0, 0, 0, 2))
+
+    def answer(text: str, reward: float | None) -> RenderableType:
+        return Text.assemble(shorten(text), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
 
     color = {"finished": "green", "failed": "red"}.get(summary.status, "yellow")
-    head = Text.assemble(
-        (summary.run_name, "bold"), " ", (summary.status, f"bold {color}"), f" after {duration(summary.seconds)}"
-    )
-    parts: list[RenderableType] = [head]
+    head = (summary.run_name, "bold"), " ", (summary.status, f"bold {color}"), f" after {duration(summary.seconds)}"
+    parts: list[RenderableType] = [Text.assemble(*head)]
     if summary.error:
         parts.append(Text(summary.error, style="red"))
     parts.append(Text(learned(summary)))
     if summary.stages:
-        parts.append(_stage_table(summary.stages))
+        table = Table("stage", "mode", "algorithm", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("steps", "time", "accuracy before", "after"):
+            table.add_column(name, justify="right")
+        for stage in summary.stages:
+            accuracies = percent(stage.first_accuracy), percent(stage.last_accuracy)
+            steps, took = str(stage.steps), duration(stage.seconds)
+            table.add_row(stage.name, stage.mode, stage.algorithm, steps, took, *accuracies)
+        parts.append(table)
     if summary.samples:
-        parts.append(_sample_table(summary.samples[:max_samples]))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
+        for name, ratio in (("task", 4), ("truth", 1), ("before", 4), ("after", 4)):
+            table.add_column(name, ratio=ratio, overflow="fold", min_width=len(name))
+        for sample in summary.samples[:NUM_SAMPLES]:
+            before, after = answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after)
+            table.add_row(Text(shorten(sample.prompt)), Text(shorten(sample.truth, 40)), before, after)
+        parts.append(table)
     if summary.counts:
         dropped = "".join(f", {count:,} dropped ({reason})" for reason, count in summary.dropped.items())
         used = f"{summary.counts['trained']:,} trained{dropped}, {summary.counts['waiting']:,} waiting"
         doubt = "" if summary.adds_up else " (these do NOT add up)"
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
     parts.append(Text(f"Files are in {summary.run_url}", style="bold"))
-    parts += pairs(summary.files)
+    if summary.files:
+        parts.append(pairs(summary.files))
     if summary.next_commands:
-        parts += [Text(""), Text("Next you can type", style="bold"), *pairs(summary.next_commands)]
+        parts += [Text(""), Text("Next you can type", style="bold"), pairs(summary.next_commands)]
     return Group(*parts)
-
-
-def _stage_table(stages: Sequence[StageSummary]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "mode", "algorithm"):
-        table.add_column(name)
-    for name in ("steps", "time", "accuracy before", "after"):
-        table.add_column(name, justify="right")
-    for stage in stages:
-        accuracies = percent(stage.first_accuracy), percent(stage.last_accuracy)
-        table.add_row(stage.name, stage.mode, stage.algorithm, str(stage.steps), duration(stage.seconds), *accuracies)
-    return table
-
-
-def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    def answer(text: str, reward: float | None) -> RenderableType:
-        return Text.assemble(shorten(text), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
-    for name, ratio in (("task", 4), ("truth", 1), ("before", 4), ("after", 4)):
-        table.add_column(name, ratio=ratio, overflow="fold", min_width=len(name))
-    for sample in samples:
-        before, after = answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after)
-        table.add_row(Text(shorten(sample.prompt)), Text(shorten(sample.truth, 40)), before, after)
-    return table
