@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from rftdask.buffer.batches.selection import make_sample_strategy
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, trait
-from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
+from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
@@ -44,7 +44,6 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
     Raises: ConfigError with all problems of the data at once; UserError for storage.
     """
     problems: list[str] = []
-    sizes = []
     for stage in stages:
         with _noted(problems):
             check_plugins(stage)
@@ -52,11 +51,11 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
         _check_engines(stages)
     with _noted(problems):
         _check_model(stages[0])  # later stages train what the one before makes
+    sizes = []
     for stage in stages:
-        with _noted(problems):
-            _check_algorithm(stage)
-        with _noted(problems):
-            _check_staleness(stage)
+        for check in (_check_algorithm, _check_staleness):
+            with _noted(problems):
+                check(stage)
         sizes.append(_check_data(stage, problems))
     storage = _check_storage(stages[0])
     for stage in stages:
@@ -79,55 +78,53 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
+    """Sizes of all datasets, each of which can be read and has workflows and rewards that exist."""
     sizes: dict[str, int] = {}
-    source = stage.buffer.explorer_input
+    source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
+    wanted, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
-    tasksets = (*(source.train_tasksets if explores else ()), *(source.eval_tasksets if stage.mode != "train" else ()))
-    for config in tasksets:
+    for config in (
+        *(source.train_tasksets if explores else ()),
+        *(source.eval_tasksets if stage.mode != "train" else ()),
+    ):
         sizes[config.name] = 0
         with _noted(problems):
-            sizes[config.name] = _check_taskset(config, stage.explorer.plugin_dirs)
+            taskset = Taskset(config)
+            taskset.check()
+            if make_selector(config.data_selector, tuple(folders)).features:
+                taskset.numbers(config.data_selector.feature_keys)
+            load_plugin_folders(folders)
+            workflows, rewards = taskset.plugins()
+            for name in sorted(workflows):
+                get_workflow(name)
+            for name in sorted(rewards):
+                get_reward(name)
+            sizes[config.name] = len(taskset)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
         with _noted(problems):
-            sizes["dataset"] = _check_dataset(stage)
-    elif explores and not problems and (few := _too_few_to_choose_from(stage, sizes)):
-        problems.append(few)
-    elif explores and stage.buffer.total_steps is None and not problems:
-        available = sum(sizes[t.name] for t in source.train_tasksets) * stage.buffer.total_epochs
-        if available < stage.buffer.batch_size:
+            section, needed = stage.buffer.trainer_input.experience_buffer, stage.buffer.train_batch_size
+            sizes["dataset"] = rows = len(_checked_rows(section, stage.algorithm.schema_type))
+            if rows * epochs < needed:
+                raise DataError(
+                    f"dataset {section.path} has {rows} rows, {epochs} epochs of it do not "
+                    f"fill one batch of {needed} (buffer.train_batch_size)"
+                )
+    if not explores or problems:  # the sizes of what cannot be read say nothing
+        return sizes
+    for config in source.train_tasksets:
+        if trait(config.data_selector.selector, "learns") and sizes[config.name] < wanted:
             problems.append(
-                f"buffer.batch_size {stage.buffer.batch_size} exceeds all tasks there are: {available} "
-                f"({stage.buffer.total_epochs} epochs); lower it or raise buffer.total_epochs"
+                f"buffer.batch_size {wanted} exceeds the {sizes[config.name]} tasks that "
+                f"{config.data_selector.selector_type} chooses from for each step; lower it"
             )
+            return sizes
+    available = sum(sizes[config.name] for config in source.train_tasksets) * epochs
+    if stage.buffer.total_steps is None and available < wanted:
+        problems.append(
+            f"buffer.batch_size {wanted} exceeds all tasks there are: {available} "
+            f"({epochs} epochs); lower it or raise buffer.total_epochs"
+        )
     return sizes
-
-
-def _too_few_to_choose_from(stage: Config, sizes: dict[str, int]) -> str:
-    """The problem, or ""."""
-    tasksets, wanted = stage.buffer.explorer_input.train_tasksets, stage.buffer.batch_size
-    for taskset in tasksets:
-        selector = taskset.data_selector
-        if trait(selector.selector, "learns") and sizes[taskset.name] < wanted:
-            return (
-                f"buffer.batch_size {wanted} exceeds the {sizes[taskset.name]} tasks that {selector.selector_type} "
-                "chooses from for each step; lower it"
-            )
-    return ""
-
-
-def _check_taskset(config: TasksetConfig, plugin_dirs: Sequence[str] = ()) -> int:
-    """Tasks of a taskset that can be read, with workflows and rewards that exist."""
-    taskset = Taskset(config)
-    taskset.check()
-    if make_selector(config.data_selector, tuple(plugin_dirs)).features:
-        taskset.numbers(config.data_selector.feature_keys)
-    load_plugin_folders(plugin_dirs)
-    workflows, rewards = taskset.plugins()
-    for name in sorted(workflows):
-        get_workflow(name)
-    for name in sorted(rewards):
-        get_reward(name)
-    return len(taskset)
 
 
 def _check_algorithm(stage: Config) -> None:
@@ -151,17 +148,13 @@ def _check_algorithm(stage: Config) -> None:
     if algorithm.use_critic and stage.model.critic_model_path:
         _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
     if stage.num_demonstrations:
-        section = stage.buffer.trainer_input.auxiliary_buffers[stage.demonstrations]
-        _check_columns(_open_rows(section), section, "sft")
+        _checked_rows(stage.buffer.trainer_input.auxiliary_buffers[stage.demonstrations], "sft")
 
 
-def _open_rows(section: ExperienceBufferConfig) -> Dataset:
-    """The dataset of a buffer. Raises: DataError: there is none."""
-    return open_dataset(section.path or "", split=section.split, subset_name=section.subset_name, table=section.table)
-
-
-def _check_columns(dataset: Dataset, section: ExperienceBufferConfig, schema: str) -> None:
-    fmt = section.format
+def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
+    """The dataset of a buffer. Raises: DataError: there is none, or it lacks a column that the format names."""
+    path, fmt = section.path or "", section.format
+    dataset = open_dataset(path, split=section.split, subset_name=section.subset_name, table=section.table)
     chat = schema == "sft" and fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
     options = {"sft": ("prompt_key", "response_key"), "dpo": ("prompt_key", "chosen_key", "rejected_key")}
     for option in () if chat else options.get(schema, ("prompt_key",)):
@@ -171,6 +164,7 @@ def _check_columns(dataset: Dataset, section: ExperienceBufferConfig, schema: st
                 f"dataset {section.path} has no column {column!r}, which format.{option} names; "
                 f"columns: {', '.join(dataset.columns)}"
             )
+    return dataset
 
 
 def _check_staleness(stage: Config) -> None:
@@ -185,19 +179,6 @@ def _check_staleness(stage: Config) -> None:
             f"{rules.train_batch_size} in a batch, tokens get {rules.smallest_staleness_bound} steps old; "
             "allow that many"
         )
-
-
-def _check_dataset(stage: Config) -> int:
-    section = stage.buffer.trainer_input.experience_buffer
-    dataset = _open_rows(section)
-    _check_columns(dataset, section, stage.algorithm.schema_type)
-    needed = stage.buffer.train_batch_size
-    if len(dataset) * stage.buffer.total_epochs < needed:
-        raise DataError(
-            f"dataset {section.path} has {len(dataset)} rows, {stage.buffer.total_epochs} epochs of it do not "
-            f"fill one batch of {needed} (buffer.train_batch_size)"
-        )
-    return len(dataset)
 
 
 def _check_model(stage: Config) -> None:
@@ -268,19 +249,13 @@ def _check_storage(stage: Config) -> Storage:
         storage.remove(_PROBE)
     except StorageError as error:
         raise UserError(f"checkpoint_root_dir: cannot write to {url}: {error}") from error
-    _check_space(storage, stage)
+    folder, root = Path(stage.model.model_path).expanduser(), Path(storage.url)
+    if root.is_dir():
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+        needed, free = weights * _CHECKPOINT_FACTOR + _SPARE_BYTES, shutil.disk_usage(root).free
+        if free < needed:
+            raise UserError(
+                f"checkpoint_root_dir: {root} has {free / 1e9:.2f} GB free, a checkpoint and its weights need about "
+                f"{needed / 1e9:.2f} GB; free some space or choose another folder"
+            )
     return storage
-
-
-def _check_space(storage: Storage, stage: Config) -> None:
-    folder = Path(stage.model.model_path).expanduser()
-    root = Path(storage.url)
-    if not root.is_dir():
-        return
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    needed, free = weights * _CHECKPOINT_FACTOR + _SPARE_BYTES, shutil.disk_usage(root).free
-    if free < needed:
-        raise UserError(
-            f"checkpoint_root_dir: {root} has {free / 1e9:.2f} GB free, a checkpoint and its weights need about "
-            f"{needed / 1e9:.2f} GB; free some space or choose another folder"
-        )

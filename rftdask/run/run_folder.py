@@ -27,6 +27,8 @@ from rftdask.storage import Storage
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
+CONFIG_FILE = "control/config-{}.json"
+"""Of a config, by its fingerprint."""
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
@@ -114,10 +116,11 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
     except (KeyError, TypeError) as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: it holds no config") from error
     config = _with_batches(config, was)
+    free = {*_FREE_SECTIONS, *_FREE_KEYS, *free}
     differing = [
         f"{key}: was {old!r}, is {new!r}"
         for key, old, new in _differences(was.to_dict(), config.to_dict())
-        if not _is_free(key) and key not in free
+        if not any(key == other or key.startswith(f"{other}.") for other in free)
     ]
     if differing:
         raise DataError(
@@ -152,7 +155,7 @@ def record_config(storage: Storage, config: Config) -> str:
     """
     data = json.dumps(config.to_dict(), sort_keys=True).encode()
     fingerprint = hashlib.sha256(data).hexdigest()[:32]
-    path = _config_path(fingerprint)
+    path = CONFIG_FILE.format(fingerprint)
     # What a crash or a disk left of it is put right: who knows the config can write the very same bytes again.
     if not storage.put_new(path, data) and storage.get(path) != data:
         storage.put(path, data)
@@ -164,7 +167,7 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
 
     Raises: DataError: the folder has none such; DamagedError: the file is not what was written.
     """
-    path = _config_path(fingerprint)
+    path = CONFIG_FILE.format(fingerprint)
     try:
         data = storage.get(path)
     except NotFoundError:
@@ -175,10 +178,6 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
     if hashlib.sha256(data).hexdigest()[:32] != fingerprint:
         raise DamagedError(f"{storage.url}/{path} is damaged: its content does not fit its name; start the run again")
     return load_config(json.loads(data))
-
-
-def _config_path(fingerprint: str) -> str:
-    return f"control/config-{fingerprint}.json"
 
 
 def note_end(storage: Storage, status: str, error: str) -> None:
@@ -228,10 +227,6 @@ def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
         yield key, was, now
 
 
-def _is_free(key: str) -> bool:
-    return key.split(".")[0] in _FREE_SECTIONS or any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
-
-
 class Lease:
     """Ownership of one role of a run, renewed by a heartbeat until `release`.
 
@@ -259,11 +254,11 @@ class Lease:
         self._ended = threading.Event()
         self.lost = False
         """True once somebody else took the role over: stop at once."""
-        last = self._last_number()
+        last = _last_lease(self._storage, self._role)
         if last:
             self._check_free(last)
         self._number = last + 1
-        if not storage.put_new(self._path(self._number), self._content(released=False)):
+        if not storage.put_new(_lease_path(self._role, self._number), self._content(released=False)):
             raise FencedError(f"another process has just started as {role} of {storage.url}; this one stops")
         self._thread = threading.Thread(target=self._beat, name=f"lease-{role}", daemon=True)
         self._thread.start()
@@ -274,19 +269,13 @@ class Lease:
             self._ended.set()
             self._thread.join(_HEARTBEAT_S)
             if not self.lost:
-                self._storage.put(self._path(self._number), self._content(released=True))
+                self._storage.put(_lease_path(self._role, self._number), self._content(released=True))
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-    def _path(self, number: int) -> str:
-        return _lease_path(self._role, number)
-
-    def _last_number(self) -> int:
-        return _last_lease(self._storage, self._role)
 
     def _content(self, released: bool) -> bytes:
         process = psutil.Process()
@@ -299,7 +288,9 @@ class Lease:
             holder = json.loads(data)
         except ValueError:
             return  # a lease nobody could finish writing is nobody's
-        if holder["released"] or _is_gone(holder):
+        # Of an owner on this machine nothing can be left without its process, whatever any clock says.
+        is_gone = holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"])
+        if holder["released"] or is_gone:
             return
         if not _is_alive(holder, self._clock()):
             # Either it is dead, or a clock jumped: of the other machine, of this one, or under the start times of its
@@ -311,18 +302,18 @@ class Lease:
 
     def _read(self, number: int) -> bytes:
         try:
-            return self._storage.get(self._path(number))
+            return self._storage.get(_lease_path(self._role, number))
         except NotFoundError:
             return b""
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             try:
-                if self._last_number() > self._number:
+                if _last_lease(self._storage, self._role) > self._number:
                     self.lost = True
                     self._ended.set()
                     return
-                self._storage.put(self._path(self._number), self._content(released=False))
+                self._storage.put(_lease_path(self._role, self._number), self._content(released=False))
             except StorageError:
                 continue  # the next beat tries again; others wait _STALE_S before they take over
 
@@ -353,11 +344,6 @@ def _last_lease(storage: Storage, role: str) -> int:
     prefix = f"lease-{role}-"
     names = (n.removeprefix(prefix).removesuffix(".json") for n in storage.list("control") if n.startswith(prefix))
     return max((int(n) for n in names if n.isdecimal()), default=0)
-
-
-def _is_gone(holder: Mapping[str, Any]) -> bool:
-    """Whether nothing can be left of the owner, whatever any clock says."""
-    return bool(holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"]))
 
 
 def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
