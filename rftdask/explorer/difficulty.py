@@ -45,13 +45,11 @@ class ChosenTasks:
         never guessed, for some of its tasks may have been run.
         """
         try:
-            data = self._storage.get(self.path(step))
-        except NotFoundError:
-            return None
-        try:
-            tree = json.loads(data)
+            tree = json.loads(self._storage.get(self.path(step)))
             tasks = [TaskRef(int(taskset), int(epoch), int(index)) for taskset, epoch, index in tree["tasks"]]
             written_for = int(tree["step"])
+        except NotFoundError:
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{self.path(step)} is damaged ({error}); restore it from a backup") from error
         if written_for != step:
@@ -129,13 +127,10 @@ class LearnedOrder:
 
     def _learn(self, known: int) -> bool:
         """Fold the results of the steps up to `known`; False if some of them are missing."""
-        shards: dict[int, list[ShardName]] = {}
-        if known > self._folded:
-            for name in self._log.shards(self._folded + 1):
-                shards.setdefault(name.explore_step, []).append(name)
+        names = self._log.shards(self._folded + 1) if known > self._folded else []
         for step in range(self._folded + 1, known + 1):
             tables: list[tuple[ShardName, pa.Table]] = []
-            for name in shards.get(step, []):
+            for name in [name for name in names if name.explore_step == step]:
                 try:
                     tables.append((name, self._log.read(name)))
                 except DamagedError as error:
@@ -143,9 +138,8 @@ class LearnedOrder:
             if len(done_units(name for name, _ in tables)) < self._units_per_step:
                 return False
             rates = pass_rates(first_copies(tables), self._repeat_times)
-            self._state = self._selector.updated(
-                self._state, torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
-            )
+            rows, values = torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
+            self._state = self._selector.updated(self._state, rows, values)
             self._folded = step
         return True
 

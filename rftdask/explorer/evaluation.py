@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
@@ -22,8 +23,6 @@ from rftdask.explorer.worker_task import TURN_METRICS, RolloutTask
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
 from rftdask.weights.published import published_versions
-
-_COLUMNS = ["task_index", "rollout", "turn", "reward", "metrics"]
 
 MakeUnit = Callable[[str, int, int, Sequence[TaskRef], int, WeightRequirement], RolloutTask]
 """(folder of the log, policy version, unit_index, tasks, repeat_times, weights) -> the work unit."""
@@ -100,13 +99,12 @@ class EvaluationQueue:
         """Find what was evaluated before; older versions whose weights are gone stay as they are."""
         self._oldest = min(published_versions(self._storage), default=0)
         for taskset in self._tasksets:
-            num_units = -(-taskset.size // self._tasks_per_unit(taskset))
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 units.setdefault(name.explore_step, set()).add(name.unit)
-            complete = sorted(version for version, indices in units.items() if len(indices) == num_units)
-            self._done.update((version, taskset.number) for version in complete)
-            for version in complete:
+            num_units = -(-taskset.size // self._tasks_per_unit(taskset))
+            for version in sorted(version for version, indices in units.items() if len(indices) == num_units):
+                self._done.add((version, taskset.number))
                 if version in self._versions:
                     self._record_from_log(taskset, version)  # bench reports also what was evaluated before
 
@@ -118,12 +116,10 @@ class EvaluationQueue:
         for version, taskset in list(self._due(newest, ended_at)):
             tasks = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
             size = self._tasks_per_unit(taskset)
-            num_units = -(-taskset.size // size)
-            self._num_open[version, taskset.number] = num_units
-            for unit_index in range(num_units):
-                part = tasks[unit_index * size : (unit_index + 1) * size]
-                weights = WeightRequirement(version, exact=True)
-                folder = f"eval/{taskset.name}"
+            parts = [tasks[start : start + size] for start in range(0, taskset.size, size)]
+            self._num_open[version, taskset.number] = len(parts)
+            weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
+            for unit_index, part in enumerate(parts):
                 self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
 
     def take(self) -> RolloutTask:
@@ -187,7 +183,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
     num_turns = 0
     turn_sums: dict[str, float] = {}
     for name in shards.values():
-        for row in log.read(name).select(_COLUMNS).to_pylist():
+        for row in log.read(name).select(["task_index", "rollout", "turn", "reward", "metrics"]).to_pylist():
             num_turns += 1
             metrics = dict(row["metrics"])
             # A rollout's metrics stand in each of its turns and count once; those of turns are summed over all of them.
@@ -222,13 +218,13 @@ def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict
     if not num_rollouts:
         return {}
     metrics = {
-        f"{name}/mean@{num_rollouts}": _mean([_mean(values) for values in values_by_task]),
-        f"{name}/std@{num_rollouts}": _mean([_std(values) for values in values_by_task]),
+        f"{name}/mean@{num_rollouts}": fmean(map(fmean, values_by_task)),
+        f"{name}/std@{num_rollouts}": fmean(map(pstdev, values_by_task)),
     }
     sizes = [2**power for power in range(1, num_rollouts.bit_length()) if 2**power < num_rollouts]
     for k in [*sizes, num_rollouts] if num_rollouts > 1 else []:
-        metrics[f"{name}/best@{k}"] = _mean([expected_best(values, k) for values in values_by_task])
-        metrics[f"{name}/worst@{k}"] = -_mean([expected_best([-v for v in values], k) for values in values_by_task])
+        metrics[f"{name}/best@{k}"] = fmean(expected_best(values, k) for values in values_by_task)
+        metrics[f"{name}/worst@{k}"] = -fmean(expected_best([-v for v in values], k) for values in values_by_task)
     return metrics
 
 
@@ -237,12 +233,3 @@ def expected_best(values: Sequence[float], k: int) -> float:
     count = len(values)
     shares = [(rank / count) ** k for rank in range(count + 1)]
     return sum(value * (shares[i + 1] - shares[i]) for i, value in enumerate(sorted(values)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _std(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))

@@ -27,7 +27,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -186,9 +185,13 @@ class Explorer:
         self._look_for_weights()
         if self._complete < self._num_steps:
             self._log.unseal()
-        with self._listening_to_workers():
+        # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
+        self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
+        self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
+        try:
             while not self._cancelled():
-                num_engines = self._num_engines()
+                workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+                num_engines = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
                 window = math.ceil(1.5 * num_engines) + 1
 
                 # Choose what enters the window. Evaluations first, on half of the engines at most while there is
@@ -222,6 +225,12 @@ class Explorer:
 
                 if time.monotonic() - self._audited_s > _AUDIT_EVERY_S:
                     self._audit()
+        finally:  # leave nothing running and no number unwritten
+            self._client.unsubscribe_topic(BEGAN_TOPIC)
+            self._client.unsubscribe_topic(LEAVING_TOPIC)
+            self._client.cancel([future for _, future in self._under_way.values()], force=True)
+            for writer in self._metrics.values():
+                writer.flush()
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
 
@@ -229,20 +238,6 @@ class Explorer:
         """Look again, for something happened: `version` was published. From any thread."""
         self._newest = max(self._newest, version)
         self._ended.put("")
-
-    @contextmanager
-    def _listening_to_workers(self) -> Iterator[None]:
-        """Take in what workers report of themselves; in the end, leave nothing running and no number unwritten."""
-        self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
-        self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
-        try:
-            yield
-        finally:
-            self._client.unsubscribe_topic(BEGAN_TOPIC)
-            self._client.unsubscribe_topic(LEAVING_TOPIC)
-            self._client.cancel([future for _, future in self._under_way.values()], force=True)
-            for writer in self._metrics.values():
-                writer.flush()
 
     # ---- what is done, and what is next
 
@@ -285,9 +280,8 @@ class Explorer:
         step, unit_index = upcoming
         weights = self._weights_for(step)
         steps_needed = self._rules.explore_steps_for(weights.version)
-        if self._follows_trainer and steps_needed > self._complete:
-            return None
-        if not self._has_room(step, unit_index):
+        # A unit that waits for weights must not block the units that these are trained from.
+        if (self._follows_trainer and steps_needed > self._complete) or not self._has_room(step, unit_index):
             return None
         if self._rules.style is SyncStyle.EXPLORER_DRIVEN and weights.version > self._newest:
             # Not before its experiences are complete: it would replace the request that the step before waits for.
@@ -297,9 +291,9 @@ class Explorer:
         tasks = self._order.tasks(step, known=steps_needed if fixed else self._complete)
         if tasks is None:
             return None
-        part = tasks[unit_index * self._config.tasks_per_unit : (unit_index + 1) * self._config.tasks_per_unit]
-        repeat_times = self._config.algorithm.repeat_times
-        return self._make_unit("experiences", step, unit_index, part, repeat_times, weights)
+        size = self._config.tasks_per_unit
+        part = tasks[unit_index * size : (unit_index + 1) * size]
+        return self._make_unit("experiences", step, unit_index, part, self._config.algorithm.repeat_times, weights)
 
     def _weights_for(self, step: int) -> WeightRequirement:
         """Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is."""
@@ -380,11 +374,6 @@ class Explorer:
         self._under_way[key] = (unit, future)
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
-    def _num_engines(self) -> int:
-        """Count the work units that the workers which are there can run at once."""
-        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-        return sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
-
     def _num_under_way(self, is_eval: bool) -> int:
         return sum(unit.is_eval == is_eval for unit, _ in self._under_way.values())
 
@@ -418,18 +407,17 @@ class Explorer:
 
         error: None: the worker was lost after the unit had ended, so nothing of the unit is to blame.
         """
-        name = f"work unit {unit.key}"
+        name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | FencedError):
             raise error
-        # A lost worker, or a lost engine (RoleError itself, none of its kinds), which is as good as that.
-        if error is None or isinstance(error, KilledWorker | ProcessLostError) or type(error) is RoleError:
-            was_running, cause = error is not None, f"{type(error).__name__}: {error}"
+        # The loss of an engine's process is as good as that of its worker. Any other error of an engine is none: it
+        # says nothing of the task that ran, and may come again.
+        if error is None or isinstance(error, KilledWorker | ProcessLostError):
+            was_running = error is not None
             if isinstance(error, KilledWorker):
                 address = error.last_worker.address
-                was_running, cause = (
-                    self._poison.was_running(str(future.key), on=address),
-                    f"its worker {address} was lost",
-                )
+                was_running = self._poison.was_running(str(future.key), on=address)
+                cause = f"its worker {address} was lost"
             elif error is None:
                 finished = future.status == "finished"
                 cause = "its worker was lost with the result" if finished else f"the task is {future.status}"
@@ -440,19 +428,18 @@ class Explorer:
                 what = name if trial.is_whole else f"a task of {name}, alone,"
                 self._emit(Note(f"{what} runs again ({trial.strikes} of {STRIKES} losses in a row): {first_line}"))
             elif was_running and not trial.poisonous:
-                text = f"{name} runs task by task, to find out whether one of them ends workers: {first_line}"
-                self._emit(Note(text))
+                self._emit(
+                    Note(f"{name} runs task by task, to find out whether one of them ends workers: {first_line}")
+                )
             self._roll_out_rest(unit, trial)
             return
-        cause = f"{type(error).__name__}: {error}"
         if not isinstance(error, RftError | OSError):
             raise RoleError(f"{name} failed: {cause}") from error  # a fault of code: it would fail again
         attempts = self._num_attempts[unit.key] = self._num_attempts.get(unit.key, 0) + 1
         if attempts >= MAX_ATTEMPTS:
             raise RoleError(f"{name} failed {attempts} times; the last time: {cause}") from error
         log.warning("%s failed: %s", name, cause)
-        first_line = cause.partition("\n")[0]
-        self._emit(Note(f"{name} runs again ({attempts} of {MAX_ATTEMPTS}): {first_line}"))
+        self._emit(Note(f"{name} runs again ({attempts} of {MAX_ATTEMPTS}): {cause.splitlines()[0]}"))
         self._retry.append(unit)
 
     # ---- record
@@ -467,19 +454,17 @@ class Explorer:
 
     def _complete_unit(self, unit: RolloutTask) -> None:
         """Record the explore step, or the evaluation, of which this was the last unit."""
-        step = unit.explore_step
         if unit.is_eval:
             self._evals.finish(unit)
             return
+        step = unit.explore_step
         self._begun.discard((step, unit.unit_index))
         self._done.add((step, unit.unit_index))
         self._advance()
-        if self._is_complete(step):
-            results = self._results.pop(step, [])
-            if results:
-                metrics = step_metrics(results)
-                self._metrics["explorer"].write(step, metrics)
-                self._emit(Step("explorer", step, metrics))
+        if self._is_complete(step) and (results := self._results.pop(step, [])):
+            metrics = step_metrics(results)
+            self._metrics["explorer"].write(step, metrics)
+            self._emit(Step("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
         prefixed = {f"bench/{name}": v for name, v in metrics.items()} if self._config.mode == "bench" else {}
@@ -545,9 +530,7 @@ class UnitFuture(Protocol):
     """The part of a distributed.Future that the loop uses."""
 
     @property
-    def key(self) -> object:
-        """The key that `submit` was given."""
-        ...
+    def key(self) -> object: ...
 
     @property
     def status(self) -> str | None:
@@ -567,16 +550,7 @@ class DaskClient(Protocol):
     """The part of a distributed.Client that the loop uses."""
 
     def submit(
-        self,
-        func: Callable[[RolloutTask], RolloutResult],
-        unit: RolloutTask,
-        /,
-        *,
-        key: str,
-        resources: dict[str, int],
-        priority: int,
-        pure: bool,
-        retries: int,
+        self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: Any
     ) -> UnitFuture: ...
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object: ...

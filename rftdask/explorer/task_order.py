@@ -53,26 +53,21 @@ class FixedOrder:
         Raises: DataError: a column of `feature_keys` is missing or holds something else than numbers.
         """
         selectors = [make_selector(taskset.data_selector, plugin_dirs) for taskset in tasksets]
-        self._batch_size = batch_size
-        self._sizes = tuple(sizes[taskset.name] for taskset in tasksets)
-        self._orders = tuple(
-            partial(selector.order, selector_features(taskset, selector, size))
-            for taskset, selector, size in zip(tasksets, selectors, self._sizes, strict=True)
+        self._tasks_of = partial(
+            explore_tasks,
+            sizes=tuple(sizes[taskset.name] for taskset in tasksets),
+            batch_size=batch_size,
+            orders=tuple(
+                partial(selector.order, selector_features(taskset, selector, sizes[taskset.name]))
+                for taskset, selector in zip(tasksets, selectors, strict=True)
+            ),
+            # One seed and one answer for all of them, by the config's rules.
+            seed=next((t.data_selector.seed for t, s in zip(tasksets, selectors, strict=True) if s.seeded), 0),
+            epoch_each_step=any(selector.epoch_each_step for selector in selectors),
         )
-        # One seed and one answer for all of them, by the config's rules.
-        seeded = zip(tasksets, selectors, strict=True)
-        self._seed = next((taskset.data_selector.seed for taskset, selector in seeded if selector.seeded), 0)
-        self._epoch_each_step = any(selector.epoch_each_step for selector in selectors)
 
     def tasks(self, step: int, known: int) -> list[TaskRef]:
-        return explore_tasks(
-            step,
-            sizes=self._sizes,
-            batch_size=self._batch_size,
-            orders=self._orders,
-            seed=self._seed,
-            epoch_each_step=self._epoch_each_step,
-        )
+        return self._tasks_of(step)
 
 
 def make_task_order(storage: Storage, log: ExperienceLog, config: Config, sizes: Mapping[str, int]) -> TaskOrder:

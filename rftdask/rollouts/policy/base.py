@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 from rftdask.rollouts.policy.openai_client import OpenAIClient
-from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
+from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Response
 
+T = TypeVar("T")
 Method = Literal["chat", "generate", "logprobs"]
 POLICY = ""
 """Name of the policy among the models that can be asked."""
@@ -45,12 +46,8 @@ class PolicyHandle(_Asking):
 
     def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
         self.times: dict[str, float] = {}
-        self._auxiliary_names = tuple(auxiliary_names)
+        self.auxiliary_names = tuple(auxiliary_names)
         self._state: dict[str, Any] = {}
-
-    @property
-    def auxiliary_names(self) -> tuple[str, ...]:
-        return self._auxiliary_names
 
     @abstractmethod
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
@@ -75,7 +72,7 @@ class PolicyHandle(_Asking):
             self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
-        names = self._auxiliary_names
+        names = self.auxiliary_names
         if not name and len(names) == 1:
             name = names[0]
         if name not in names:
@@ -104,12 +101,12 @@ class _Auxiliary(_Asking):
 class BlockingModel:
     """A handle for code that blocks and runs in another thread than the event loop `loop`."""
 
-    def __init__(self, handle: PolicyHandle | AuxiliaryModel, loop: asyncio.AbstractEventLoop) -> None:
-        self._handle: Any = handle
+    def __init__(self, handle: PolicyModel, loop: asyncio.AbstractEventLoop) -> None:
+        self._handle = handle
         self._loop = loop
 
-    def wait(self, answer: Any) -> Any:
-        """The result of a coroutine, run on the event loop. Raises: RuntimeError: called on the loop itself."""
+    def wait(self, answer: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine, run on the event loop. Raises: BlockedLoopError: called on the loop itself."""
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 answer.close()
@@ -117,30 +114,27 @@ class BlockingModel:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        answer: Response = self.wait(self._handle.chat(messages, **options))
-        return answer
+        return self.wait(self._handle.chat(messages, **options))
 
     def generate(self, prompt: str, **sampling: Any) -> Response:
-        answer: Response = self.wait(self._handle.generate(prompt, **sampling))
-        return answer
+        return self.wait(self._handle.generate(prompt, **sampling))
 
     def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        return tuple(self.wait(self._handle.logprobs(prompt, response)))
+        return self.wait(self._handle.logprobs(prompt, response))
 
     @property
     def state(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._handle.state
-        return state
+        return self._handle.state
 
     def set_state(self, **values: Any) -> None:
         self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        timer: contextlib.AbstractContextManager[None] = self._handle.timer(name)
-        return timer
+        return self._handle.timer(name)
 
     def auxiliary(self, name: str = "") -> BlockingModel:
-        return BlockingModel(self._handle.auxiliary(name), self._loop)
+        # Of an auxiliary model only the questions are of use.
+        return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 
     def openai_client(self) -> OpenAIClient:
         """An object like `openai.OpenAI()`."""

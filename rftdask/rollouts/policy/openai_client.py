@@ -1,6 +1,6 @@
 """OpenAI client: `client.chat.completions.create(...)` over a workflow's model. No HTTP, no package `openai`.
 
-For agents written against that interface. The types below have the names and fields of openai's that such code reads.
+For agents written against that interface. Its answers have the fields of openai's that such code reads.
 Every call is one of the model's own, so it is recorded with the tokens that were sampled; an answer is complete before
 a stream begins. A parameter that would change what is sampled and is not known here is refused, not ignored.
 """
@@ -12,8 +12,8 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 from rftdask.rollouts.workflows.base import Response
 
@@ -42,97 +42,28 @@ _PIECE_LENGTH = 32
 """Characters in one chunk of a stream."""
 
 
-class _Data:
-    """Methods that openai's types offer beside their fields, as far as agents use them."""
+class OpenAIObject(SimpleNamespace):
+    """An object of openai's, such as a ChatCompletion: its fields are attributes."""
 
     def model_dump(self, *, exclude_none: bool = False, **_formats: Any) -> dict[str, Any]:
-        def kept(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {key: value for key, value in items if not (exclude_none and value is None)}
+        """The fields as plain data, in their order."""
 
-        plain: dict[str, Any] = asdict(self, dict_factory=kept)  # type: ignore[call-overload]  # a dataclass
-        return plain
+        def plain(value: Any) -> Any:
+            if isinstance(value, OpenAIObject):
+                return value.model_dump(exclude_none=exclude_none)
+            return [plain(item) for item in value] if isinstance(value, list) else value
+
+        return {name: plain(value) for name, value in vars(self).items() if not (exclude_none and value is None)}
 
     def model_dump_json(self, *, exclude_none: bool = False, **_formats: Any) -> str:
         return json.dumps(self.model_dump(exclude_none=exclude_none))
 
 
-@dataclass(frozen=True)
-class Function(_Data):
+class ToolCall(NamedTuple):
+    """A call of a tool as a policy writes it."""
+
     name: str
-    arguments: str
-    """JSON text of the call's arguments."""
-
-
-@dataclass(frozen=True)
-class ToolCall(_Data):
-    id: str
-    function: Function
-    type: str = "function"
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class ChatCompletionMessage(_Data):
-    role: str | None = "assistant"
-    content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: str | None = None
-
-
-@dataclass(frozen=True)
-class TokenLogprob(_Data):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-    top_logprobs: list[Any] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Logprobs(_Data):
-    content: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True)
-class Choice(_Data):
-    message: ChatCompletionMessage
-    finish_reason: str
-    index: int = 0
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True)
-class DeltaChoice(_Data):
-    delta: ChatCompletionMessage
-    index: int = 0
-    finish_reason: str | None = None
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True)
-class Usage(_Data):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-@dataclass(frozen=True)
-class ChatCompletion(_Data):
-    id: str
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    object: str = "chat.completion"
-    created: int = 0
-
-
-@dataclass(frozen=True)
-class ChatCompletionChunk(_Data):
-    id: str
-    model: str
-    choices: list[DeltaChoice]
-    usage: Usage | None = None
-    object: str = "chat.completion.chunk"
-    created: int = 0
+    arguments: Any
 
 
 class ChatModel(Protocol):
@@ -146,15 +77,12 @@ class OpenAIClient:
 
     def __init__(self, model: ChatModel, wait: Callable[[Any], Any] | None = None) -> None:
         """wait: gives the result of a coroutine, for code that blocks; None: `create` is awaited."""
-        self.chat = _Chat(Completions(model, wait))
-
-
-class _Chat:
-    def __init__(self, completions: Completions) -> None:
-        self.completions = completions
+        self.chat = SimpleNamespace(completions=Completions(model, wait))
 
 
 class Completions:
+    """The `completions` of a client."""
+
     def __init__(self, model: ChatModel, wait: Callable[[Any], Any] | None) -> None:
         self._model = model
         self._wait = wait
@@ -183,14 +111,15 @@ class Completions:
 class CompletionStream:
     """The chunks of one answer, for `async for`."""
 
-    def __init__(self, chunks: Sequence[ChatCompletionChunk]) -> None:
+    def __init__(self, chunks: Sequence[OpenAIObject]) -> None:
         self._chunks = chunks
 
-    async def __aiter__(self) -> AsyncIterator[ChatCompletionChunk]:
+    async def __aiter__(self) -> AsyncIterator[OpenAIObject]:
         for chunk in self._chunks:
             yield chunk
 
-    def blocking(self) -> Iterator[ChatCompletionChunk]:
+    def blocking(self) -> Iterator[OpenAIObject]:
+        """The chunks for code that does not await."""
         return iter(self._chunks)
 
 
@@ -211,38 +140,64 @@ def chat_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def as_completion(response: Response, model: str, *, parses_tools: bool, with_logprobs: bool) -> ChatCompletion:
-    calls = parse_tool_calls(response.text) if parses_tools else []
-    text = _TOOL_CALL.sub("", response.text).strip() if calls else response.text
-    message = ChatCompletionMessage(content=text or None if calls else text, tool_calls=calls or None)
-    finish_reason = "tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason
-    tokens = [TokenLogprob(token=f"token_id:{t}", logprob=p) for t, p in zip(response.tokens, response.logprobs)]  # noqa: B905
-    usage = Usage(
-        prompt_tokens=len(response.prompt_tokens),
-        completion_tokens=len(response.tokens),
-        total_tokens=len(response.prompt_tokens) + len(response.tokens),
+def as_completion(response: Response, model: str, *, parses_tools: bool, with_logprobs: bool) -> OpenAIObject:
+    """The response as a ChatCompletion; `parses_tools`: calls of tools in its text become its `tool_calls`."""
+    text, finish_reason = response.text, response.finish_reason
+    calls = [
+        OpenAIObject(
+            id=f"call_{index}",
+            function=OpenAIObject(name=call.name, arguments=json.dumps(call.arguments)),
+            type="function",
+            index=index,
+        )
+        for index, call in enumerate(parse_tool_calls(text) if parses_tools else [])
+    ]
+    if calls:
+        text = _TOOL_CALL.sub("", text).strip()
+        finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+    tokens = [
+        OpenAIObject(token=f"token_id:{token}", logprob=logprob, bytes=None, top_logprobs=[])
+        for token, logprob in zip(response.tokens, response.logprobs, strict=True)
+    ]
+    num_prompt, num_response = len(response.prompt_tokens), len(response.tokens)
+    choice = OpenAIObject(
+        message=_message("assistant", text or None if calls else text, calls or None),
+        finish_reason=finish_reason,
+        index=0,
+        logprobs=OpenAIObject(content=tokens) if with_logprobs else None,
     )
-    choice = Choice(
-        message=message, finish_reason=finish_reason, logprobs=Logprobs(content=tokens) if with_logprobs else None
+    return OpenAIObject(
+        id=f"chatcmpl-{uuid.uuid4().hex[:12]}",
+        model=model,
+        choices=[choice],
+        usage=OpenAIObject(
+            prompt_tokens=num_prompt, completion_tokens=num_response, total_tokens=num_prompt + num_response
+        ),
+        object="chat.completion",
+        created=0,
     )
-    return ChatCompletion(id=f"chatcmpl-{uuid.uuid4().hex[:12]}", model=model, choices=[choice], usage=usage)
 
 
-def chunks_of(completion: ChatCompletion) -> list[ChatCompletionChunk]:
+def _message(
+    role: str | None, content: str | None = None, tool_calls: list[OpenAIObject] | None = None
+) -> OpenAIObject:
+    return OpenAIObject(role=role, content=content, tool_calls=tool_calls, refusal=None)
+
+
+def chunks_of(completion: OpenAIObject) -> list[OpenAIObject]:
     """The answer in pieces: the role, then the text, tool calls whole, and last the reason why it ended."""
-    choice = completion.choices[0]
-    deltas = [ChatCompletionMessage(content="")]
-    content = choice.message.content or ""
-    pieces = re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", content)
-    deltas += [ChatCompletionMessage(role=None, content=piece) for piece in pieces]
-    for call in choice.message.tool_calls or []:
-        deltas.append(ChatCompletionMessage(role=None, tool_calls=[call]))
-    chunk = ChatCompletionChunk(id=completion.id, model=completion.model, choices=[])
-    chunks = [replace(chunk, choices=[DeltaChoice(delta=delta)]) for delta in deltas]
-    last = DeltaChoice(
-        delta=ChatCompletionMessage(role=None), finish_reason=choice.finish_reason, logprobs=choice.logprobs
-    )
-    return [*chunks, replace(chunk, choices=[last], usage=completion.usage)]
+    whole = completion.choices[0]
+
+    def chunk(delta: OpenAIObject, **last: Any) -> OpenAIObject:
+        ends = {"finish_reason": whole.finish_reason, "logprobs": whole.logprobs} if last else {}
+        choice = OpenAIObject(**{"delta": delta, "index": 0, "finish_reason": None, "logprobs": None, **ends})
+        common = {**vars(completion), "usage": None, "object": "chat.completion.chunk"}
+        return OpenAIObject(**{**common, "choices": [choice], **last})
+
+    pieces = re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", whole.message.content or "")
+    deltas = [_message("assistant", ""), *(_message(None, piece) for piece in pieces)]
+    deltas += [_message(None, tool_calls=[call]) for call in whole.message.tool_calls or []]
+    return [*map(chunk, deltas), chunk(_message(None), usage=completion.usage)]
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
@@ -251,33 +206,24 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """
     calls: list[ToolCall] = []
     for match in _TOOL_CALL.finditer(text):
-        try:
+        with contextlib.suppress(ValueError):
             call = json.loads(match[1])
-        except ValueError:
-            continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            arguments = json.dumps(call.get("arguments", {}))
-            name = Function(name=call["name"], arguments=arguments)
-            calls.append(ToolCall(id=f"call_{len(calls)}", function=name, index=len(calls)))
+            if isinstance(call.get("name"), str):  # the pattern begins with a brace, so it is an object
+                calls.append(ToolCall(call["name"], call.get("arguments", {})))
     return calls
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message as chat templates take it. Agents give back the ChatCompletionMessage they were answered with; the
-    arguments of its tool calls are an object again, because templates write them as JSON themselves.
+    """A message as chat templates take it. Agents give back the message they were answered with; the arguments of its
+    tool calls are an object again, because templates write them as JSON themselves.
     """
-    given = message.model_dump() if isinstance(message, _Data) else dict(message)
-    plain = {key: value for key, value in given.items() if value is not None}
-    plain.setdefault("content", "")
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
-    return plain
-
-
-def _plain_call(call: Any) -> dict[str, Any]:
-    given = call.model_dump() if isinstance(call, _Data) else dict(call)
-    function = dict(given["function"])
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # what is no JSON is shown as it is
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {"type": "function", "function": function}
+    given = message.model_dump() if isinstance(message, OpenAIObject) else dict(message)
+    plain = {"content": "", **{key: value for key, value in given.items() if value is not None}}
+    calls = []
+    for call in plain.get("tool_calls", ()):
+        function = dict((call.model_dump() if isinstance(call, OpenAIObject) else call)["function"])
+        if isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError):  # what is no JSON is shown as it is
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+        calls.append({"type": "function", "function": function})
+    return {**plain, "tool_calls": calls} if "tool_calls" in plain else plain

@@ -95,6 +95,7 @@ class _ForkServer:
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> None:
+        """Do what the worker says until it is gone; then its forks go, too."""
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -107,22 +108,18 @@ class _ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)
                 self._bury()
-            if self._control in ready and not self._obey():
-                break
+            if self._control in ready:
+                packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
+                if not packet:
+                    break
+                message = TO_FORK_SERVER.decode(msgpack.unpackb(packet))
+                if isinstance(message, Fork):
+                    self._fork(*fds)
+                # Only its own: the number of one that was buried may be anybody's by now.
+                elif isinstance(message, Kill) and message.pid in self._living:
+                    _kill_group(message.pid)
         for pid in self._living:
             _kill_group(pid)
-
-    def _obey(self) -> bool:
-        """Do what the worker says. Returns: False if it is gone."""
-        packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
-        if not packet:
-            return False
-        message = TO_FORK_SERVER.decode(msgpack.unpackb(packet))
-        if isinstance(message, Fork):
-            self._fork(*fds)
-        elif isinstance(message, Kill) and message.pid in self._living:
-            _kill_group(message.pid)
-        return True
 
     def _fork(self, stream_fd: int, output_fd: int) -> None:
         try:
@@ -146,6 +143,7 @@ class _ForkServer:
         os.close(output_fd)
 
     def _become_fork(self, output_fd: int) -> None:
+        """Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own."""
         os.setsid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
@@ -153,26 +151,22 @@ class _ForkServer:
         for end in (self._control, self._wake, self._woken):
             end.close()
         null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        for fd in (1, 2):
-            os.dup2(output_fd, fd)
+        for source, fd in ((null, 0), (output_fd, 1), (output_fd, 2)):
+            os.dup2(source, fd)
         os.close(output_fd)
         os.close(null)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self._max_memory_bytes is not None:
             # On top of what the fork inherits: a plug-in's libraries reserve gigabytes that they never touch.
-            limit = _address_space_bytes() + self._max_memory_bytes
+            with open("/proc/self/statm") as file:
+                inherited = int(file.read().split()[0]) * resource.getpagesize()
+            limit = inherited + self._max_memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def _bury(self) -> None:
         """Report forks that have ended, and kill what they left behind while their number is still theirs."""
-        while self._living:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if dead is None:
-                return
+        # WNOWAIT leaves the number with the dead, so that no new process can have it before the group is killed.
+        while self._living and (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
             self._living.discard(dead.si_pid)
@@ -183,11 +177,6 @@ class _ForkServer:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _address_space_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 class _Attempts:
@@ -202,7 +191,7 @@ class _Attempts:
     async def run(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._stream)
         pump = asyncio.create_task(self._pump(reader))
-        self._send(Hello(os.getpid()))
+        self.send(Hello(os.getpid()))
         while True:
             outcome = await self._attempt(await self._runs.get())
             leftover = asyncio.all_tasks() - {pump, asyncio.current_task()}
@@ -211,7 +200,7 @@ class _Attempts:
             await asyncio.gather(*leftover, return_exceptions=True)
             # What is left behind in threads would go on beside the next attempt.
             clean = threading.active_count() == 1 and not leftover
-            self._send(replace(outcome, clean=clean) if isinstance(outcome, Finished) else outcome)
+            self.send(replace(outcome, clean=clean) if isinstance(outcome, Finished) else outcome)
             await self._writer.drain()
 
     async def _attempt(self, run: Run) -> Finished | Failed:
@@ -221,7 +210,7 @@ class _Attempts:
             result = await find_workflow(run.workflow).run(task, handle)
             outcome = Finished(as_reward(result), handle.times, clean=False)
             try:
-                _packed(outcome)
+                _packed(outcome)  # while it can still become a failure of this attempt
             except ValueError as error:
                 return Failed("ValueError", f"what the workflow returned: {error}")
             return outcome
@@ -234,20 +223,18 @@ class _Attempts:
             return Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """Ask the worker, which has the models; see PolicyHandle.ask."""
         self._num_asked += 1
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(number, name, method, dict(arguments)))
+            self.send(Ask(number, name, method, dict(arguments)))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
 
-    def set_state(self, values: Mapping[str, Any]) -> None:
-        self._send(SetState(dict(values)))
-
-    def _send(self, message: FromFork) -> None:
+    def send(self, message: FromFork) -> None:
         """Raises: ValueError: as `_packed`."""
         body = _packed(message)
         self._writer.write(LENGTH.pack(len(body)) + body)
@@ -285,29 +272,27 @@ class _RemoteModel(PolicyHandle):
 
     def set_state(self, **values: Any) -> None:
         super().set_state(**values)
-        self._attempts.set_state(values)
+        self._attempts.send(SetState(values))
 
 
 def _packed(message: FromFork) -> bytes:
     """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
+
+    def as_plain(value: Any) -> Any:
+        # Numbers of any kind as Python's; of anything else its looks, which the check of a reward will name.
+        if isinstance(value, numbers.Real):
+            return float(value)
+        with contextlib.suppress(Exception):
+            return value.item()
+        return {"not plain": repr(value)[:200]}
+
     try:
-        body: bytes = msgpack.packb(FROM_FORK.encode(message), default=_as_plain)
+        body: bytes = msgpack.packb(FROM_FORK.encode(message), default=as_plain)
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"only plain values can leave a sandbox: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"{len(body)} bytes; at most {MAX_FRAME_BYTES} leave a sandbox at once")
     return body
-
-
-def _as_plain(value: Any) -> Any:
-    """Numbers of any kind as Python's; of anything else its looks, which the check of a reward will name."""
-    if isinstance(value, numbers.Real):
-        return float(value)
-    item = getattr(value, "item", None)
-    if callable(item):
-        with contextlib.suppress(Exception):
-            return item()
-    return {"not plain": repr(value)[:200]}
 
 
 if __name__ == "__main__":

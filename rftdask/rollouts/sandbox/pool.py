@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -106,19 +107,17 @@ class ForkServer:
             if packet := self._control.recv(1 << 20):
                 reply = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
         except TimeoutError:
-            self.close()
-            raise UserError(f"importing {names} took more than {START_TIMEOUT_S:.0f} s") from None
+            reply = Refused(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
         except ConnectionError:
             pass  # it died, which `reply` tells
-        if isinstance(reply, Refused):
-            self.close()
-            raise UserError(reply.text)
         if not isinstance(reply, Ready):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2.0)
+                self._process.wait(0.0 if reply else 2.0)  # one that died has said all it will
             self._log.seek(0)
             tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
             self.close()
+            if isinstance(reply, Refused):
+                raise UserError(reply.text)
             raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
         self._spare = self._fork()
@@ -218,11 +217,15 @@ class SandboxPool:
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
             return outcome.reward
-        if outcome.traceback:
-            log.warning("a workflow raised:\n%s", outcome.traceback)
         if outcome.error == PromptTooLongError.__name__:
             raise PromptTooLongError(outcome.text)
-        raise SandboxError(f"{outcome.error}: {outcome.text}{_place(outcome.traceback)}")
+        where = ""
+        if outcome.traceback:
+            log.warning("a workflow raised:\n%s", outcome.traceback)
+            # The innermost place: " (my_module.py:12 in run)".
+            places = re.findall(r'^ *File "(?:.*/)?(.+?)", line (\d+), (.*)$', outcome.traceback, re.MULTILINE)
+            where = " ({}:{} {})".format(*places[-1]) if places else ""
+        raise SandboxError(f"{outcome.error}: {outcome.text}{where}")
 
     async def close(self) -> None:
         """Kill idle processes. Idempotent."""
@@ -234,14 +237,14 @@ class SandboxPool:
 
 def pickled(task: Task) -> bytes:
     """The task for a fork. Frozen dicts become plain ones: every fork would import the module of another type anew."""
+
+    class TaskPickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (dict, (dict(value),)) if isinstance(value, dict) else NotImplemented
+
     buffer = io.BytesIO()
-    _TaskPickler(buffer).dump(task)
+    TaskPickler(buffer).dump(task)
     return buffer.getvalue()
-
-
-class _TaskPickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        return (dict, (dict(value),)) if isinstance(value, dict) else NotImplemented
 
 
 class _Process:
@@ -265,6 +268,7 @@ class _Process:
 
     @classmethod
     async def start(cls, fork_server: ForkServer) -> _Process:
+        """Take a fork and wait until it has begun. Raises: SandboxError, SandboxLostError."""
         near, output = fork_server.take()
         try:
             streams = await asyncio.open_connection(sock=near)
@@ -275,9 +279,8 @@ class _Process:
         try:
             hello = await process._receive()
             assert isinstance(hello, Hello), "no code of a plug-in has run yet"
-            pid = hello.pid
-            fork_server.exit_codes.pop(pid, None)  # of another that had the number before
-            process._pid = pid
+            fork_server.exit_codes.pop(hello.pid, None)  # of another that had the number before
+            process._pid = hello.pid
         except BaseException:
             process.kill()
             raise
@@ -329,26 +332,23 @@ class _Process:
                 raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise await self._death() from None
+            raise SandboxError(await self._death()) from None
         return FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
-    async def _death(self) -> SandboxError:
-        """Find out why the process ended. Its exit code comes by another way, and a little later than the end of its
-        stream.
-        """
+    async def _death(self) -> str:
+        """Find out why the process ended."""
+        # Its exit code comes by another way, and a little later than the end of its stream.
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
         while self._pid and self._pid not in self._fork_server.exit_codes and self._loop.time() < deadline:
             await asyncio.sleep(0.002)
         if self._reason:
-            return SandboxError(self._reason)
+            return self._reason
         if not self._pid:
-            return SandboxError("no process could be started for it; see the log")
+            return "no process could be started for it; see the log"
         code = self._fork_server.exit_codes.get(self._pid)
         how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
         printed = self._tail.decode(errors="replace").strip()
-        return SandboxError(
-            f"the workflow's process {how}" + (f"; it printed last: {printed[-300:]}" if printed else "")
-        )
+        return f"the workflow's process {how}" + (f"; it printed last: {printed[-300:]}" if printed else "")
 
     def _read_output(self) -> None:
         try:
@@ -376,13 +376,3 @@ class _Process:
             self._loop.remove_reader(self._output_fd)
             os.close(self._output_fd)
             self._output_fd = -1
-
-
-def _place(lines: str) -> str:
-    """The innermost place of a traceback: " (my_module.py:12 in run)"."""
-    places = [line.strip() for line in lines.splitlines() if line.lstrip().startswith('File "')]
-    if not places:
-        return ""
-    file, line, function = (part.strip() for part in places[-1].split(", ", 2))
-    name = os.path.basename(file.removeprefix('File "').removesuffix('"'))
-    return f" ({name}:{line.removeprefix('line ')} {function})"

@@ -6,7 +6,6 @@ any chat template will do. What a tool says is a message to the policy, also whe
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rftdask.data.task import Task
@@ -68,14 +67,12 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
 
 def call_tool(call: ToolCall) -> str:
     """Run a tool; returns its text, or why the call is wrong."""
-    if call.function.name != "calculator":
-        return f"error: there is no tool {call.function.name!r:.40}; there is calculator"
-    arguments = json.loads(call.function.arguments)
-    expression = arguments.get("expression") if isinstance(arguments, dict) else None
+    if call.name != "calculator":
+        return f"error: there is no tool {call.name!r:.40}; there is calculator"
+    expression = call.arguments.get("expression") if isinstance(call.arguments, dict) else None
     if not isinstance(expression, str):
         return 'error: calculator needs {"expression": text}'
     try:
-        value, _ = evaluate(expression)
+        return str(evaluate(expression)[0])
     except ExpressionError as error:
         return f"error: {error}"
-    return str(value)

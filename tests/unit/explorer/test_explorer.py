@@ -6,6 +6,7 @@
 - what the log holds is not run again, and what it lost is;
 - a worker that is lost after its unit had ended, before the result was fetched, is no failure of the unit;
 - nor is one that was told to end, however often that happens to one unit;
+- an error of an engine is no loss of one;
 - one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task.
 """
 
@@ -20,7 +21,7 @@ import pytest
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.errors import StorageError
+from rftdask.errors import ProcessLostError, RoleError, StorageError
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.poison import STRIKES
 from rftdask.explorer.worker_task import RolloutResult, RolloutTask
@@ -102,6 +103,18 @@ def end_one_each_pass(client: FakeClient, look: Callable[[list[RolloutTask]], ob
         return False
 
     return cancelled
+
+
+def test_a_lost_engine_is_a_suspicion_and_an_error_of_an_engine_is_none() -> None:
+    def raises(error: Exception) -> Outcome:
+        return lambda client, key, unit: error
+
+    [lost] = explore(FakeClient(raises(ProcessLostError("engine-fake (pid 7) ended"))), "lost-engine")
+    assert lost.endswith(f"(1 of {STRIKES} losses in a row): ProcessLostError: engine-fake (pid 7) ended")
+    [failed] = explore(FakeClient(raises(RoleError("logits that are not numbers"))), "failed-engine")
+    assert failed.endswith(f"runs again (1 of {MAX_ATTEMPTS}): RoleError: logits that are not numbers")
+    with pytest.raises(RoleError, match=f"failed {MAX_ATTEMPTS} times; the last time: RoleError: logits"):
+        explore(FakeClient(then=raises(RoleError("logits that are not numbers"))), "failing-engine")
 
 
 # ---- the window of units under way
