@@ -9,6 +9,7 @@ under way, and each is answered when it is finished. Two promises that its users
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,13 @@ from typing import Literal
 
 from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
-from rftdask.errors import RoleError
+from rftdask.errors import RoleError, WeightsError
+from rftdask.weights.fingerprint import Fingerprint
 
+log = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 1e-5
+"""Lowest temperature above 0; below it logits / temperature leaves the range of float32."""
 MAX_BATCH_TOKENS = 65_536
 """Tokens of prompts and responses that a transformers engine holds in its key-value cache at once."""
 
@@ -114,6 +120,28 @@ class Engine(EngineTraits, ABC):
 
         Raises: RoleError: a name or shape does not fit; the engine must not be used again.
         """
+
+    def load_verified(self, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> None:
+        """Load the weights and show that they are served: if the engine does not compute what `fingerprint` says, it
+        loads once more in the surest way it has. None: nobody made one (a fake trainer), so nothing is compared.
+
+        Raises: WeightsError: it computes something else after both; RoleError: it cannot load. It must not be used
+            again after either.
+        """
+        # Engines fail to load without saying so: vLLM 0.32 on a CPU kept the old output head of models whose embeddings
+        # are tied.
+        for load in (self.load_weights, self.load_anew):
+            load(version, files)
+            if fingerprint is None or not self.has_model:
+                return
+            problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
+            if not problem:
+                return
+            log.warning("version %d does not compute as it did in the trainer: %s", version, problem)
+        raise WeightsError(
+            f"{self} does not compute what the trainer computed with version {version}, also after loading it anew: "
+            f"{problem}. Its rollouts would be another policy's; is the model's code the same on both sides?"
+        )
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
         """Load weights in the surest way this engine has, however long it takes. Otherwise as `load_weights`."""

@@ -37,7 +37,6 @@ from rftdask.engines.server import (
     NumberedRequest,
     Ready,
     Score,
-    Scored,
 )
 from rftdask.errors import DamagedError, NotFoundError, RftError, RoleError, StorageError, WaitTimeout
 from rftdask.processes.child import Child
@@ -142,8 +141,15 @@ class EngineClient:
             numbers = [self._register(future) for future in futures]
             numbered = (NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
             self._outbox.put(Generate(tuple(numbered)))
+
+        def drop(number: int, future: Future[Any]) -> None:
+            if future.cancelled():
+                with self._lock:
+                    if self._asked.pop(number, None) is not None:
+                        self._outbox.put(Drop((number,)))
+
         for number, future in zip(numbers, futures, strict=True):
-            future.add_done_callback(partial(self._drop, number))
+            future.add_done_callback(partial(drop, number))
         return futures
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
@@ -157,8 +163,7 @@ class EngineClient:
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
         """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
-        scored: tuple[tuple[float, ...], ...] = self._ask(lambda number: Score(number, tuple(pairs)), timeout_s)
-        return list(scored)
+        return list(self._ask(lambda number: Score(number, tuple(pairs)), timeout_s).logprobs)
 
     def _ask(self, message: Callable[[int], FromClient], timeout_s: float) -> Any:
         """Send the message of the next number and wait for its answer."""
@@ -182,14 +187,6 @@ class EngineClient:
         else:
             self._asked[self._num_asked] = future
         return self._num_asked
-
-    def _drop(self, number: int, future: Future[Any]) -> None:
-        """Tell the engine, if the future was cancelled."""
-        if not future.cancelled():
-            return
-        with self._lock:
-            if self._asked.pop(number, None) is not None:
-                self._outbox.put(Drop((number,)))
 
     def _write(self) -> None:
         """Thread that writes messages, so that nobody who asks waits for a process that does not read."""
@@ -215,10 +212,7 @@ class EngineClient:
             with self._lock:
                 future = self._asked.pop(message.number, None)
             if future is not None and future.set_running_or_notify_cancel():
-                if isinstance(message, Generated):
-                    future.set_result(message.generation)
-                else:
-                    future.set_result(message.logprobs if isinstance(message, Scored) else message.version)
+                future.set_result(message.generation if isinstance(message, Generated) else message)
 
     def _fail(self, error: RftError) -> None:
         """Fail everything that was asked and all that will be."""
@@ -241,21 +235,7 @@ class EngineClient:
                 return
             for attempt in range(1, _LOAD_ATTEMPTS + 1):
                 try:
-                    with ExitStack() as stack:
-                        files = []
-                        for name, entry in published.files:
-                            path = f"{published.folder}/{name}"
-                            file = stack.enter_context(storage.local_copy(path))
-                            # Before the engine sees it: what is torn is read again, and costs no engine.
-                            check_file(path, file.read_bytes(), entry)
-                            files.append(str(file))
-                        load = partial(
-                            LoadWeights,
-                            version=published.version,
-                            files=tuple(files),
-                            fingerprint=published.fingerprint,
-                        )
-                        served = self._ask(load, LOAD_TIMEOUT_S)
+                    served = self._load(storage, published)
                     break
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:
@@ -265,6 +245,20 @@ class EngineClient:
             if served != published.version:
                 raise RoleError(f"the engine serves version {served} after loading {published.version}")
             self.weights = published
+
+    def _load(self, storage: Storage, published: Published) -> int:
+        """One attempt at loading; returns the version that the engine serves then."""
+        with ExitStack() as copies:
+            files = []
+            for name, entry in published.files:
+                path = f"{published.folder}/{name}"
+                file = copies.enter_context(storage.local_copy(path))
+                # Before the engine sees it: what is torn is read again, and costs no engine.
+                check_file(path, file.read_bytes(), entry)
+                files.append(str(file))
+            version, fingerprint = published.version, published.fingerprint
+            loaded = self._ask(lambda number: LoadWeights(number, version, tuple(files), fingerprint), LOAD_TIMEOUT_S)
+            return int(loaded.version)
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -279,8 +273,7 @@ class EngineClient:
 
 def _folder_hash(folder: Path) -> str:
     """Content hash of a model folder's weights, 16 hex digits; "" for a model that is not a local folder."""
-    digest = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors"))
+    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

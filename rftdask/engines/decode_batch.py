@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -57,24 +57,21 @@ class _Rows:
     uniforms_BT: Tensor
     tokens_BT: Tensor
     logprobs_BT: Tensor
-    seen_BV: Tensor | None
-    """[B, V] tokens that occurred; None when no row has a repetition penalty."""
+    seen_BV: Tensor
+    """[B, V] tokens that occurred; [B, 0] when no row has a repetition penalty."""
 
     @classmethod
     def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
+        """Rows of requests that enter a batch of `columns` columns; nothing is sampled yet."""
         params = [request.sampling for request in requests]
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
-        for row, request in enumerate(requests):
-            if request.sampling.temperature > 0:
-                uniforms_BT[row, : request.sampling.max_tokens] = draw_uniforms(
-                    request.seed, request.sampling.max_tokens
-                )
-        seen_BV = None
-        if any(param.repetition_penalty != 1 for param in params):
-            seen = np.zeros((len(requests), vocab_size), dtype=bool)
-            for row, request in enumerate(requests):
-                seen[row, list(request.prompt_tokens)] = True
-            seen_BV = torch.from_numpy(seen).to(device)
+        for row, (request, param) in enumerate(zip(requests, params, strict=True)):
+            if param.temperature > 0:
+                uniforms_BT[row, : param.max_tokens] = draw_uniforms(request.seed, param.max_tokens)
+        penalized = any(param.repetition_penalty != 1 for param in params)
+        seen_BV = np.zeros((len(requests), vocab_size if penalized else 0), dtype=bool)
+        for row, request in enumerate(requests if penalized else ()):
+            seen_BV[row, list(request.prompt_tokens)] = True
         return cls(
             start_B=torch.tensor([columns - len(request.prompt_tokens) for request in requests], device=device),
             length_B=torch.zeros(len(requests), dtype=torch.int64, device=device),
@@ -82,32 +79,23 @@ class _Rows:
             uniforms_BT=torch.from_numpy(uniforms_BT).to(device),
             tokens_BT=torch.zeros(uniforms_BT.shape, dtype=torch.int64, device=device),
             logprobs_BT=torch.zeros(uniforms_BT.shape, dtype=torch.float32, device=device),
-            seen_BV=seen_BV,
+            seen_BV=torch.from_numpy(seen_BV).to(device),
         )
 
     def select(self, index_B: Tensor) -> _Rows:
-        values: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            values[field.name] = None if value is None else value[index_B]
-        return _Rows(**values)
+        """The rows at these places, in this order."""
+        return _Rows(*(getattr(self, field.name)[index_B] for field in fields(self)))
 
     def joined(self, others: _Rows) -> _Rows:
         """Rows of both, these first; `start_B` of both counts the same columns."""
-        values: dict[str, Any] = {}
+        values: list[Tensor] = []
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
-            if field.name == "seen_BV" and (pair[0] is None) != (pair[1] is None):
-                width = next(seen_BV.shape[1] for seen_BV in pair if seen_BV is not None)
-                pair = [
-                    rows.done_B.new_zeros(len(rows.done_B), width) if seen_BV is None else seen_BV
-                    for rows, seen_BV in zip((self, others), pair, strict=True)
-                ]
-            if pair[0] is not None and pair[0].dim() == 2:
+            if pair[0].dim() == 2:  # the shorter is padded on the right with 0 or False
                 longest = max(value.shape[1] for value in pair)
                 pair = [pad(value, (0, longest - value.shape[1])) for value in pair]
-            values[field.name] = None if pair[0] is None else torch.cat(pair)
-        return _Rows(**values)
+            values.append(torch.cat(pair))
+        return _Rows(*values)
 
 
 class DecodeBatch:
@@ -136,19 +124,14 @@ class DecodeBatch:
         """Requests of the rows, by number."""
         self._waiting: dict[int, GenerateRequest] = {}
         """Requests that have not entered, in the order in which they came."""
-        self._told: set[int] = set()
-        """Numbers of rows whose answer was given, or is not wanted; see num_told."""
+        self.told: set[int] = set()
+        """Numbers of rows that have finished, and whose answer was given or is not wanted."""
         self._end_ids = end_ids
         self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
         self._device = device
         self._rows: _Rows
         self._padded = False
-
-    @property
-    def num_told(self) -> int:
-        """Rows that have finished, and of which nothing is to be told any more."""
-        return len(self._told)
 
     def add(self, number: int, request: GenerateRequest) -> None:
         """Let the request wait for `enter`."""
@@ -157,7 +140,7 @@ class DecodeBatch:
     def forget(self, number: int) -> None:
         """Drop a request that nobody wants: it waits no longer, or its row has finished. No effect once it has left."""
         if self._waiting.pop(number, None) is None and number in self._requests:
-            self._told.add(number)
+            self.told.add(number)
             self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
@@ -199,11 +182,11 @@ class DecodeBatch:
         self._rows = rows
         self._padded = bool(rows.start_B.any())
         requests = [self._requests[number] for number in self.numbers]
-        self._sampling = SamplingRows.stack([request.sampling for request in requests], self._device)
-        lengths = [len(request.prompt_tokens) for request in requests]
-        self._prompt_length_B = torch.tensor(lengths, device=self._device)
-        self._max_tokens_B = torch.tensor([request.sampling.max_tokens for request in requests], device=self._device)
-        self._ignore_end_B = torch.tensor([request.sampling.ignore_eos for request in requests], device=self._device)
+        params = [request.sampling for request in requests]
+        self._sampling = SamplingRows.stack(params, self._device)
+        self._prompt_length_B = torch.tensor([len(each.prompt_tokens) for each in requests], device=self._device)
+        self._max_tokens_B = torch.tensor([param.max_tokens for param in params], device=self._device)
+        self._ignore_end_B = torch.tensor([param.ignore_eos for param in params], device=self._device)
         self._bad_B = torch.zeros_like(rows.done_B)
 
     def sample(self, logits_BV: Tensor) -> Tensor:
@@ -218,7 +201,7 @@ class DecodeBatch:
             end_ids=self._end_ids,
             seen_BV=rows.seen_BV,
         )
-        if rows.seen_BV is not None:
+        if rows.seen_BV.shape[1]:
             rows.seen_BV.scatter_(1, tokens_B[:, None], True)
         rows.tokens_BT.scatter_(1, place_B1, tokens_B[:, None])
         rows.logprobs_BT.scatter_(1, place_B1, logprobs_B[:, None])
@@ -239,26 +222,18 @@ class DecodeBatch:
     def finished(self, policy_version: int) -> list[tuple[int, Generation]]:
         """Answers of the rows that have finished since the last call, by the number of their request."""
         rows = self._rows
-        places = [
-            row
-            for row, (number, done) in enumerate(zip(self.numbers, rows.done_B.tolist(), strict=True))
-            if done and number not in self._told
-        ]
+        done = zip(self.numbers, rows.done_B.tolist(), strict=True)
+        places = [row for row, (number, is_done) in enumerate(done) if is_done and number not in self.told]
         index = torch.tensor(places, dtype=torch.int64, device=self._device)
         sampled = (rows.tokens_BT[index].tolist(), rows.logprobs_BT[index].tolist(), rows.length_B[index].tolist())
         found = []
         for row, tokens, logprobs, length in zip(places, *sampled, strict=True):
             number = self.numbers[row]
-            self._told.add(number)
+            self.told.add(number)
             stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
-            generation = Generation(
-                tokens=tuple(tokens[:length]),
-                logprobs=tuple(logprobs[:length]),
-                finish_reason="stop" if stopped else "length",
-                min_policy_version=policy_version,
-                max_policy_version=policy_version,
-            )
-            found.append((number, generation))
+            reason: Literal["stop", "length"] = "stop" if stopped else "length"
+            versions = policy_version, policy_version
+            found.append((number, Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions)))
         return found
 
     def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
@@ -267,10 +242,10 @@ class DecodeBatch:
 
         Returns: their indices among the former rows; the number of columns that are to leave the cache on the left.
         """
-        self.numbers = [number for number in self.numbers if number not in self._told]
-        for number in self._told:
+        self.numbers = [number for number in self.numbers if number not in self.told]
+        for number in self.told:
             del self._requests[number]
-        self._told = set()
+        self.told = set()
         index_B = (~self._rows.done_B).nonzero()[:, 0]
         if not self.numbers:
             self.columns = 0

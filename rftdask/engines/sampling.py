@@ -17,8 +17,6 @@ from torch import Tensor
 
 from rftdask.engines.base import SamplingParams
 
-MIN_TEMPERATURE = 1e-5
-"""Below it, and above 0, logits / temperature leaves the range of float32."""
 _ONE = 2**40
 """Probability 1 in fixed point. Integer sums are exact in any order, so a draw is the same on every device and run;
 float cumulative sums are not deterministic on CUDA. A token less likely than 2**-40 (1e-12) is never drawn."""

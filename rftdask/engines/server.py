@@ -18,7 +18,6 @@ from rftdask.config.plugins import find_part, load_plugin_folders
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation
-from rftdask.engines.verify import load_verified
 from rftdask.processes.child import Channel
 from rftdask.processes.messages import Codec
 from rftdask.weights.fingerprint import Fingerprint
@@ -115,17 +114,39 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
     engine = _make_engine(spec)
     channel.send(FROM_SERVER.encode(Ready(os.getpid())))
+    message: FromClient | None = None
+
+    def try_receive() -> FromClient | None:
+        plain = channel.try_receive()
+        return None if plain is None else FROM_CLIENT.decode(plain)
+
+    def take() -> list[tuple[int, GenerateRequest | None]]:
+        # Up to the first message that is no request: it waits, and nothing that came after it is taken.
+        nonlocal message
+        taken: list[tuple[int, GenerateRequest | None]] = []
+        message = message or try_receive()
+        while isinstance(message, Generate | Drop):
+            if isinstance(message, Generate):
+                taken += [(each.number, each.request) for each in message.requests]
+            else:
+                taken += [(number, None) for number in message.numbers]
+            message = try_receive()
+        return taken
+
+    def give(number: int, generation: Generation) -> None:
+        channel.send(FROM_SERVER.encode(Generated(number, generation)))
+
     for plain in channel:
-        message: FromClient | None = FROM_CLIENT.decode(plain)
+        message = FROM_CLIENT.decode(plain)
         while message is not None:
             if isinstance(message, Generate | Drop):
-                message = _serve_requests(engine, channel, message)
+                engine.serve(take, give)
                 continue
             answer: FromServer
             if isinstance(message, Score):
                 answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
             else:
-                load_verified(engine, message.version, [Path(file) for file in message.files], message.fingerprint)
+                engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
                 log.info("serves policy version %d", engine.policy_version)
                 answer = Loaded(message.number, engine.policy_version)
             channel.send(FROM_SERVER.encode(answer))
@@ -148,32 +169,3 @@ def _make_engine(spec: Mapping[str, Any]) -> Engine:
     engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
     log.info("engine %s is ready on %s in %s", engine, device, section.dtype)
     return engine
-
-
-def _serve_requests(engine: Engine, channel: Channel, first: Generate | Drop) -> FromClient | None:
-    """Answer these requests and those that come meanwhile. Returns the first message that is something else: nothing
-    that came after it was taken."""
-    message: FromClient | None = first
-
-    def take() -> list[tuple[int, GenerateRequest | None]]:
-        nonlocal message
-        taken: list[tuple[int, GenerateRequest | None]] = []
-        message = message or _try_receive(channel)
-        while isinstance(message, Generate | Drop):
-            if isinstance(message, Generate):
-                taken += [(each.number, each.request) for each in message.requests]
-            else:
-                taken += [(number, None) for number in message.numbers]
-            message = _try_receive(channel)
-        return taken
-
-    def give(number: int, generation: Generation) -> None:
-        channel.send(FROM_SERVER.encode(Generated(number, generation)))
-
-    engine.serve(take, give)
-    return message
-
-
-def _try_receive(channel: Channel) -> FromClient | None:
-    plain = channel.try_receive()
-    return None if plain is None else FROM_CLIENT.decode(plain)

@@ -11,6 +11,7 @@ Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
-from rftdask.engines.base import MAX_BATCH_TOKENS, Engine, GenerateRequest, Give, Take
-from rftdask.engines.decode_batch import DecodeBatch, Prompts
-from rftdask.engines.sampling import MIN_TEMPERATURE
+from rftdask.engines.base import MAX_BATCH_TOKENS, MIN_TEMPERATURE, Engine, GenerateRequest, Give, Take
+from rftdask.engines.decode_batch import DecodeBatch
 from rftdask.errors import DataError, RoleError
 from rftdask.models.hub import local_model
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
@@ -66,27 +66,24 @@ class TransformersEngine(Engine):
         self.device = torch.device(device)
         self.max_batch_tokens = max_batch_tokens
         source = local_model(model_path)
-        options: dict[str, Any] = {
-            "trust_remote_code": trust_remote_code,
-            "local_files_only": Path(source).is_dir(),
-        }
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attn_implementation,
                 output_loading_info=True,
-                **options,
+                trust_remote_code=trust_remote_code,
+                local_files_only=Path(source).is_dir(),
             )
             model, report = loaded
-            end_ids = _end_ids(model, source, options)
+            ends = end_ids(source, trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._model: Any = model
         self._model.to(self.device).eval()
-        self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
+        self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
         self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
 
     @classmethod
@@ -118,7 +115,8 @@ class TransformersEngine(Engine):
                 scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
         return [tuple(logprobs) for logprobs in scored]
 
-    def _check(self, number: int, request: GenerateRequest) -> None:
+    def _check(self, number: int, request: GenerateRequest) -> GenerateRequest:
+        """The request. Raises: RoleError: the model cannot answer it."""
         sampling = request.sampling
         if not request.prompt_tokens:
             problem = "its prompt is empty"
@@ -129,38 +127,38 @@ class TransformersEngine(Engine):
         elif sampling.temperature != 0 and not sampling.temperature >= MIN_TEMPERATURE:
             problem = f"temperature is {sampling.temperature}, must be 0 (greedy) or at least {MIN_TEMPERATURE}"
         else:
-            return
+            return request
         raise RoleError(f"{self} cannot answer request {number}: {problem}")
-
-    def _take(self, batch: DecodeBatch, take: Take) -> bool:
-        """Move what has come into the batch. Returns: whether a new request was among it."""
-        came = False
-        for number, request in take():
-            if request is None:
-                batch.forget(number)
-            else:
-                self._check(number, request)
-                batch.add(number, request)
-                came = True
-        return came
 
     def _serve(self, batch: DecodeBatch, take: Take, give: Give) -> None:
         logits_BV: Any = None
         cache: Any = None
-        compact = False
+        may_enter = False
         while True:
-            # Once they did not fit, the waiting fit no better before rows have left.
-            may_enter = self._take(batch, take) or compact
-            if may_enter and (not batch.numbers or can_join(cache)):
-                num_newcomers = batch.num_fitting(self.max_batch_tokens)
-                if num_newcomers:
-                    alone = not batch.numbers
-                    others_BV, others = self._prefill(batch.enter(num_newcomers))
-                    if alone:
-                        logits_BV, cache = others_BV, others
-                    else:
-                        logits_BV = torch.cat([logits_BV, others_BV])
-                        join(cache, others)
+            for number, request in take():
+                if request is None:
+                    batch.forget(number)
+                else:
+                    batch.add(number, self._check(number, request))
+                    may_enter = True
+            # Those that wait enter when one came or rows have left; once they did not fit, they fit no better before.
+            if (
+                may_enter
+                and (not batch.numbers or can_join(cache))
+                and (num := batch.num_fitting(self.max_batch_tokens))
+            ):
+                alone = not batch.numbers
+                prompts, others = batch.enter(num), DynamicCache(config=self._model.config)
+                others_BV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
+                if len(others_BV) < len(prompts.prompt_B):
+                    # Each distinct prompt was computed once; now each row gets a copy.
+                    keep(others, prompts.prompt_B, 0)
+                    others_BV = others_BV[prompts.prompt_B]
+                if alone:
+                    logits_BV, cache = others_BV, others
+                else:
+                    logits_BV = torch.cat([logits_BV, others_BV])
+                    join(cache, others)
             if not batch.numbers:
                 return
             tokens_B = batch.sample(logits_BV)
@@ -170,25 +168,16 @@ class TransformersEngine(Engine):
                     f"{self} computed logits that are not numbers, for {num_bad} requests; the weights are damaged or "
                     "training diverged"
                 )
-            if num_done > batch.num_told:
+            if num_done > len(batch.told):
                 for number, generation in batch.finished(self.policy_version):
                     give(number, generation)
-            compact = num_done * COMPACT_SHARE >= len(tokens_B)
-            if compact:
+            may_enter = num_done * COMPACT_SHARE >= len(tokens_B)
+            if may_enter:
                 index_B, num_columns = batch.drop_done(trim=can_join(cache))
                 keep(cache, index_B, num_columns)
                 tokens_B = tokens_B[index_B]
             if batch.numbers:
                 logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
-
-    def _prefill(self, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
-        """Compute the logits of the first response token and the cache, once per distinct prompt, then copied."""
-        cache = DynamicCache(config=self._model.config)
-        logits_DV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, cache)
-        if len(logits_DV) == len(prompts.prompt_B):
-            return logits_DV, cache
-        keep(cache, prompts.prompt_B, 0)
-        return logits_DV[prompts.prompt_B], cache
 
     def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
         output = self._model(
@@ -252,42 +241,45 @@ def can_join(cache: DynamicCache) -> bool:
 def keep(cache: DynamicCache, index_B: Tensor, num_columns: int) -> None:
     """Keep the rows `index_B` and drop their first `num_columns` columns; above 0 only in caches that `can_join`."""
     cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor will do
-    if num_columns:
-        for layer in _layers(cache):
-            layer.keys = layer.keys[:, :, num_columns:]
-            layer.values = layer.values[:, :, num_columns:]
+    layers: list[Any] = list(cache.layers) if num_columns else []
+    for layer in layers:
+        layer.keys = layer.keys[:, :, num_columns:]
+        layer.values = layer.values[:, :, num_columns:]
 
 
 def join(cache: DynamicCache, others: DynamicCache) -> None:
     """Add the rows of `others` after those of `cache`."""
-    for layer, other in zip(_layers(cache), _layers(others), strict=True):
-        layer.keys = _joined(layer.keys, other.keys)
-        layer.values = _joined(layer.values, other.values)
 
+    def joined(ones: Tensor, others: Tensor) -> Tensor:
+        """[rows of both, heads, columns, head size], padded on the left."""
+        columns = max(ones.shape[2], others.shape[2])
+        return torch.cat([pad(part, (0, 0, columns - part.shape[2], 0)) for part in (ones, others)])
 
-def _layers(cache: DynamicCache) -> list[Any]:
-    return list(cache.layers)
-
-
-def _joined(ones: Tensor, others: Tensor) -> Tensor:
-    """[rows of both, heads, columns, head size], padded on the left."""
-    columns = max(ones.shape[2], others.shape[2])
-    return torch.cat([pad(part, (0, 0, columns - part.shape[2], 0)) for part in (ones, others)])
+    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, others.layers, strict=True))
+    for layer, other in pairs:
+        layer.keys = joined(layer.keys, other.keys)
+        layer.values = joined(layer.values, other.values)
 
 
 # ---- model folders
 
 
-def _end_ids(model: Any, model_path: str, options: dict[str, Any]) -> list[int]:
-    """Every token that the generation config, the config or the tokenizer of the folder calls the end of a response."""
-    found: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id):
-        found.update([value] if isinstance(value, int) else value or [])
+def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
+    """Every token that the generation config, the config or the tokenizer of a model calls the end of a response.
+
+    Raises: OSError, ValueError: the model has no config, or its tokenizer cannot be read.
+    """
     folder = Path(model_path)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
+    found = [AutoConfig.from_pretrained(model_path, **options).get_text_config().eos_token_id]
+    with contextlib.suppress(OSError):  # a model need not have one
+        found.append(GenerationConfig.from_pretrained(model_path, local_files_only=folder.is_dir()).eos_token_id)
     if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
-        value = AutoTokenizer.from_pretrained(model_path, **options).eos_token_id
-        found.update([] if value is None else [value])
-    return sorted(found)
+        found.append(AutoTokenizer.from_pretrained(model_path, **options).eos_token_id)
+    ids: set[int] = set()
+    for value in found:
+        ids.update([value] if isinstance(value, int) else value or [])
+    return sorted(ids)
 
 
 def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:

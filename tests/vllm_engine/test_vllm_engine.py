@@ -22,7 +22,6 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
-from rftdask.engines.verify import load_verified
 from rftdask.engines.vllm import VllmEngine
 from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
@@ -175,7 +174,7 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
     engine.generate([request])
     served_by = engine._llm
     for version in (1, 0, 1):
-        load_verified(engine, 10 + version, weights_of(folders[version]), fingerprint_of(others[version]))
+        engine.load_verified(10 + version, weights_of(folders[version]), fingerprint_of(others[version]))
         [answer], [expected] = engine.generate([request]), others[version].generate([request])
         assert (answer.tokens, answer.min_policy_version) == (expected.tokens, 10 + version)
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -212,14 +211,14 @@ def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
     """vLLM 0.32 on a CPU, tied embeddings. When it no longer is so, `load_published` can do without its last lines."""
-    load_verified(engine, 20, weights_of(folders[1]), fingerprint_of(others[1]))
+    engine.load_verified(20, weights_of(folders[1]), fingerprint_of(others[1]))
     trusting = VllmsOwnReload(engine)
     trusting.load_weights(21, weights_of(folders[0]))
     assert largest_gap(engine, others[0]) > 0.1
-    load_verified(trusting, 21, weights_of(folders[0]), fingerprint_of(others[0]))
+    trusting.load_verified(21, weights_of(folders[0]), fingerprint_of(others[0]))
     assert trusting.num_anew == 1
     assert largest_gap(engine, others[0]) < 1e-4
-    load_verified(engine, 22, weights_of(folders[1]), fingerprint_of(others[1]))  # and it can be loaded into as before
+    engine.load_verified(22, weights_of(folders[1]), fingerprint_of(others[1]))  # and it can be loaded into as before
     assert largest_gap(engine, others[1]) < 1e-4
 
 
@@ -248,7 +247,7 @@ def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: V
             for name, data in trainer.weights().items():
                 files.append(tmp_path / name)
                 files[-1].write_bytes(data)
-            load_verified(adapted, version, files, fingerprint)
+            adapted.load_verified(version, files, fingerprint)
             assert adapted.logprobs(fingerprint.pairs)[0] == pytest.approx(fingerprint.logprobs[0], abs=1e-4)
     finally:
         adapted.close()

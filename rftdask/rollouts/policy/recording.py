@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.tokenizer import Tokenizer
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.remote import RemoteModel
@@ -24,9 +24,6 @@ from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
 """Most calls of models in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
-
-_MIN_TEMPERATURE = 1e-5
-"""Lowest temperature above 0 that engines take."""
 
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
@@ -214,8 +211,8 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
         raise ValueError(f"sampling parameters must be finite numbers: {dict(asked)!r:.200}")
     if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
         raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
-    if sampling.temperature != 0 and sampling.temperature < _MIN_TEMPERATURE:
-        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}")
+    if sampling.temperature != 0 and sampling.temperature < MIN_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
 
 

@@ -19,7 +19,6 @@ from rftdask.engines.base import Engine, Give, Take
 from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import FROM_CLIENT, FROM_SERVER, FromClient, Loaded, LoadWeights, serve
 from rftdask.engines.transformers import TransformersEngine
-from rftdask.engines.verify import load_verified
 from rftdask.errors import RoleError, WeightsError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -58,28 +57,28 @@ class StaleEngine(Engine):
 
 def test_an_engine_that_reproduces_the_fingerprint_is_loaded_once() -> None:
     engine = StaleEngine(0)
-    load_verified(engine, 1, [], PRINT)
+    engine.load_verified(1, [], PRINT)
     assert engine.calls == ["load_weights", "logprobs"]
 
 
 def test_one_that_does_not_is_loaded_anew_and_asked_again() -> None:
     engine = StaleEngine(1)
-    load_verified(engine, 1, [], PRINT)
+    engine.load_verified(1, [], PRINT)
     assert engine.calls == ["load_weights", "logprobs", "load_anew", "logprobs"]
 
 
 def test_one_that_never_does_leaves_with_the_numbers() -> None:
     with pytest.raises(WeightsError, match=r"version 7, also after loading it anew: logprobs differ by up to 1"):
-        load_verified(StaleEngine(2), 7, [], PRINT)
+        StaleEngine(2).load_verified(7, [], PRINT)
     assert issubclass(WeightsError, RoleError)
 
 
 def test_without_a_fingerprint_or_a_model_nothing_is_compared(tmp_path: Path) -> None:
     engine = StaleEngine(2)
-    load_verified(engine, 1, [], None)
+    engine.load_verified(1, [], None)
     assert engine.calls == ["load_weights"]
     fake = FakeEngine()
-    load_verified(fake, 1, [], PRINT)
+    fake.load_verified(1, [], PRINT)
     assert fake.policy_version == 1
 
 
@@ -119,7 +118,7 @@ def test_what_the_trainer_says_of_its_weights_the_engine_computes(
     fingerprint = policy.fingerprint()
     engine = TransformersEngine(str(model))
     assert fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype), "the weights of the folder are others"
-    load_verified(engine, 1, write(policy, tmp_path / "weights"), fingerprint)
+    engine.load_verified(1, write(policy, tmp_path / "weights"), fingerprint)
     [first, *_], [said, *_] = fingerprint.logprobs, engine.logprobs(fingerprint.pairs)
     assert_same_logprobs(said, first)
     assert policy._model.training, "the trainer goes on training"
