@@ -7,12 +7,16 @@ not valid is not a checkpoint, and the next older one is taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
-from rftdask.errors import DamagedError
+from rftdask.errors import DamagedError, RftError, StorageError
 from rftdask.storage import Storage
+from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
     FileEntry,
     Manifest,
@@ -82,48 +86,122 @@ class CheckpointFiles(Mapping[str, bytes]):
         return len(self._manifest.files)
 
 
-class Checkpoints:
-    """Writes and reads the checkpoints of one lineage."""
+def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
+    """When each rank writes, by `trainer.save_strategy`; those of one turn write at once. hosts: of each rank."""
+    if strategy == "unrestricted":
+        return [0] * len(hosts)
+    if strategy == "single_node":
+        order = list(dict.fromkeys(hosts))
+        return [order.index(host) for host in hosts]
+    return list(range(len(hosts)))
 
-    def __init__(self, storage: Storage, lineage: str, max_to_keep: int = 0) -> None:
-        """max_to_keep: 0 keeps all."""
-        self._storage = storage
-        self._lineage = lineage
-        self._max_to_keep = max_to_keep
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one lineage: each rank what it holds, rank 0 the manifest when all have
+    written.
+
+    `save` returns when it was given the state; a thread writes it beside the training. The next `save` waits for the
+    last, and `flush` for all. A write that failed on any rank is the error of the next call, on every rank, and no
+    checkpoint: it has no manifest. All calls but those that read are made by all ranks.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lineage: str,
+        max_to_keep: int = 0,
+        *,
+        ranks: Ranks | None = None,
+        writers: Ranks | None = None,
+        strategy: str = "single_thread",
+    ) -> None:
+        """
+        Args:
+            max_to_keep: 0 keeps all.
+            ranks: None: this one is alone.
+            writers: the same ranks over a process group of their own, since its calls are made from a thread.
+            strategy: `trainer.save_strategy`; single_thread writes in the caller's thread.
+        """
+        self._storage, self._lineage, self._max_to_keep = storage, lineage, max_to_keep
+        self.ranks = ranks or Ranks()
+        self._writers = writers or self.ranks
+        self._turns = turns_of(strategy, self.ranks.all_gather(socket.gethostname()))
+        self._in_background = strategy != "single_thread"
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self.on_commit: Callable[[int], None] = lambda step: None
         """Told of every checkpoint that was made to exist; from any thread."""
 
     def save(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
-        """Write and commit the checkpoint of `step`, then drop the oldest ones beyond the limit. `state` is JSON."""
-        if not self.is_there(step):
-            self.commit(step, self.put_files(step, files), state)
+        """Write this rank's `files` and, on rank 0, the manifest with `state`, which is JSON; then drop the oldest
+        checkpoints beyond the limit.
 
-    def is_there(self, step: int) -> bool:
-        """Whether `step` has a valid checkpoint, which then is what the pointer names."""
+        Raises: RftError: this checkpoint or the one before could not be written.
+        """
+        self.flush()
+        if self.ranks.broadcast(self.ranks.is_rank0 and self._is_there(step)):
+            return  # its files are what the manifest says, and must stay so
+        if not self._in_background:
+            self._write(step, files, state)
+            return
+
+        def write() -> None:
+            try:
+                self._write(step, files, state)
+            except BaseException as error:  # carried to the thread that trains, and raised there
+                self._failure = error
+
+        self._thread = threading.Thread(target=write, name="saver", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look after what is written in the background, without waiting. Raises: what went wrong there."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until all is written. Raises: as `check`."""
+        if self._thread is not None:
+            self._thread.join()  # it ends: storage has its retries, the process group its deadline
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
+        folder = checkpoint_folder(step)
+        report: dict[str, Any] = {}
+        for turn in range(max(self._turns) + 1):
+            if turn:
+                self._writers.all_gather(None)  # all of the turn before have written
+            if turn == self._turns[self._writers.rank]:
+                try:
+                    # Without a manifest they are no checkpoint yet.
+                    entries = put_files(self._storage, folder, files)
+                    report = {"files": {name: asdict(entry) for name, entry in entries.items()}}
+                except RftError as error:
+                    if self.ranks.size == 1:
+                        raise
+                    report = {"error": f"{type(error).__name__}: {error}"}  # the others wait for this one's report
+        reports = self._writers.all_gather(report)
+        for rank, told in enumerate(reports):
+            if "error" in told:
+                raise StorageError(f"rank {rank} could not write its part of checkpoint {step}: {told['error']}")
+        if not self.ranks.is_rank0:
+            return
+        all_entries = {name: FileEntry(**entry) for told in reports for name, entry in told["files"].items()}
+        all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
+        # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
+        extra = {key: value for key, value in state.items() if key == "fingerprint"}
+        commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
+        self._settle(step)
+        self.on_commit(step)
+
+    def _is_there(self, step: int) -> bool:
         valid = is_valid(self._storage, checkpoint_folder(step), version=step)
         if valid:
             self._settle(step)
         return valid
-
-    def put_files(self, step: int, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
-        """Write some of the files of `step`; without a manifest they are no checkpoint yet."""
-        return put_files(self._storage, checkpoint_folder(step), files)
-
-    def commit(self, step: int, entries: Mapping[str, FileEntry], state: Mapping[str, Any]) -> None:
-        """Make files that were put the checkpoint of `step`, then drop the oldest ones beyond the limit."""
-        folder = checkpoint_folder(step)
-        own = put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
-        # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
-        extra = {key: value for key, value in state.items() if key == "fingerprint"}
-        commit_folder(self._storage, folder, Manifest(self._lineage, step, {**entries, **own}, extra))
-        self._settle(step)
-        self.on_commit(step)
-
-    def check(self) -> None:
-        """Look after what is written in the background. Raises: what went wrong there."""
-
-    def flush(self) -> None:
-        """Wait until all is written. Raises: as `check`."""
 
     def files(self, step: int) -> CheckpointFiles | None:
         """The files of a checkpoint; None if it is not there."""
@@ -132,22 +210,19 @@ class Checkpoints:
         return None if manifest is None else CheckpointFiles(self._storage, folder, manifest)
 
     def add_files(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step."""
+        """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step. On rank 0."""
         manifest = read_manifest(self._storage, checkpoint_folder(step))
         if manifest is not None and not set(files) <= set(manifest.files):
             extend_folder(self._storage, checkpoint_folder(step), manifest, files)
 
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
-        """(step, state, files) of the newest valid checkpoint; None if there is none."""
-        step = newest_valid_checkpoint(self._storage)
+        """(step, state, files) of the newest valid checkpoint, on all ranks what rank 0 found; None if there is none.
+
+        Raises: DamagedError: it went away, or is of another lineage.
+        """
+        step = self.ranks.broadcast(newest_valid_checkpoint(self._storage) if self.ranks.is_rank0 else None)
         if step is None:
             return None
-        found = self.load(step)
-        self._settle(step)  # whoever saved it may have been killed before it could
-        return found
-
-    def load(self, step: int) -> tuple[int, dict[str, Any], Mapping[str, bytes]]:
-        """(step, state, files) of a valid checkpoint. Raises: DamagedError: it went away, or is of another lineage."""
         folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
         if manifest is None:
@@ -155,6 +230,8 @@ class Checkpoints:
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
         state = json.loads(read_file(self._storage, folder, manifest, STATE_FILE))
+        if self.ranks.is_rank0:
+            self._settle(step)  # whoever saved it may have been killed before it could
         return step, state, CheckpointFiles(self._storage, folder, manifest)
 
     def _settle(self, newest: int) -> None:

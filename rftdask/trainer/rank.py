@@ -41,11 +41,9 @@ from rftdask.processes.child import Channel
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
-from rftdask.trainer.background_checkpoints import Saver
 from rftdask.trainer.batch_filters import AlgorithmFilter
-from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
-from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import Trainer
 from rftdask.weights.published import read_requested_version
 
@@ -116,13 +114,29 @@ def build_trainer(
     algorithm = build_algorithm(config)
     limit = config.train_step_limit(total_steps)
     planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
+    registered, folders = registered_train_engines(), config.explorer.plugin_dirs
+    engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
     # The thread that saves speaks to its like on the other ranks while the ranks train.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
-    publishes = algorithm.schema == "experience" and parent is None
+    rules = make_sync_rules(config)
+    looked_s, stop_found = 0.0, False
+
+    def publish_due(step: int, published: int) -> bool:
+        asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
+        return rules.publish_due(step, published, asked)
+
+    def should_stop() -> bool:
+        # Asked before every batch, several times a second: a look at a remote storage each time would cost more.
+        nonlocal looked_s, stop_found
+        now = time.monotonic()
+        if not stop_found and now - looked_s > _LOOK_EVERY_S:
+            looked_s, stop_found = now, storage.exists(STOP_FILE)
+        return stop_found
+
     return Trainer(
-        _engine(config, algorithm, planned or limit or total_steps, ranks),
-        _source(config, storage, algorithm),
-        Saver(
+        engine.from_config(config, algorithm, planned or limit or total_steps, ranks),
+        build_source(config, storage, algorithm),
+        Checkpoints(
             storage,
             lineage,
             config.trainer.max_checkpoints_to_keep,
@@ -135,99 +149,66 @@ def build_trainer(
         config.trainer,
         total_steps=limit,
         lineage=lineage,
-        publish_due=_publish_due(config, storage) if publishes else None,
-        should_stop=_stop_file_watch(storage),
+        publish_due=publish_due if algorithm.schema == "experience" and parent is None else None,
+        should_stop=should_stop,
         emit=emit,
         max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
         ranks=ranks,
     )
 
 
-def _stop_file_watch(storage: Storage) -> Callable[[], bool]:
-    """Whether somebody has asked the trainer to stop, by a file of the run; looked for a few times a second at most."""
-    looked_s, found = 0.0, False
+def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:
+    """Where the batches come from: the experience log, or a dataset; of a replay, what its parent's ledger says first.
 
-    def should_stop() -> bool:
-        nonlocal looked_s, found
-        now = time.monotonic()
-        if not found and now - looked_s > _LOOK_EVERY_S:
-            looked_s, found = now, storage.exists(STOP_FILE)
-        return found
-
-    return should_stop
-
-
-def _engine(config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:
-    folders = config.explorer.plugin_dirs
-    kind = find_part("trainer engine", config.trainer.trainer_type, registered_train_engines(), folders)
-    made: TrainEngine = kind.from_config(config, algorithm, total_steps, ranks)
-    return made
-
-
-def _source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:
-    parent = read_parent(storage)
-    ledger = Ledger(storage, lineage_of(storage))
+    Raises: UserError, DataError.
+    """
+    parent, ledger = read_parent(storage), Ledger(storage, lineage_of(storage))
+    section, schema = config.buffer.trainer_input.experience_buffer, config.algorithm.schema_type
     source: BatchSource
-    if config.algorithm.schema_type == "experience":
-        source = _log_source(config, storage, ledger, algorithm)
+    if schema != "experience":
+        dataset, read = build_reader(section, schema, config, load_tokenizer(config))
+        source = DatasetSource(
+            read,
+            len(dataset),
+            dataset.fingerprint,
+            ledger,
+            batch_size=config.buffer.train_batch_size,
+            total_epochs=config.buffer.total_epochs,
+            shuffle_seed=_order_seed(section),
+            group_size=2 if schema == "dpo" else 1,
+        )
     else:
-        source = _dataset_source(config, ledger)
+        rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)
+        # A finished log is read in order, whatever style made it: the same files, the same batches.
+        in_order = rules.style is SyncStyle.FIXED or (config.mode == "train" and log.sealed_at() is not None)
+        rule = SampleRule(
+            groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
+            tasks_per_step=config.buffer.batch_size,
+            ordered=in_order and strategy.follows_schedule,
+            max_staleness=rules.staleness_bound if config.mode == "both" else config.synchronizer.max_staleness,
+            strategy=strategy,
+        )
+        demonstrations = None
+        if config.num_demonstrations:
+            shown = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
+            dataset, read = build_reader(shown, "sft", config, load_tokenizer(config))
+            order = RowOrder(len(dataset), _order_seed(shown))
+            demonstrations = Demonstrations(read, dataset.fingerprint, order, config.num_demonstrations)
+        source = LogSource(
+            log,
+            ledger,
+            rule,
+            tasks_per_unit=config.tasks_per_unit,
+            max_read_timeout_s=section.max_read_timeout,
+            poll_interval_s=config.synchronizer.poll_interval_s,
+            replay=make_replay(config),
+            notes_settled=unread_limit(config) is not None,
+            batch_filter=build_batch_filter(config, algorithm),
+            demonstrations=demonstrations,
+        )
     if parent is None:
         return source
     return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
-
-
-def _log_source(config: Config, storage: Storage, ledger: Ledger, algorithm: Algorithm) -> LogSource:
-    rules = make_sync_rules(config)
-    strategy = make_sample_strategy(config)
-    log = open_log(storage, config)
-    # A finished log is read in order, whatever style made it: the same files, the same batches.
-    in_order = rules.style is SyncStyle.FIXED or (config.mode == "train" and log.sealed_at() is not None)
-    rule = SampleRule(
-        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
-        tasks_per_step=config.buffer.batch_size,
-        ordered=in_order and strategy.follows_schedule,
-        max_staleness=rules.staleness_bound if config.mode == "both" else config.synchronizer.max_staleness,
-        strategy=strategy,
-    )
-    return LogSource(
-        log,
-        ledger,
-        rule,
-        tasks_per_unit=config.tasks_per_unit,
-        max_read_timeout_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
-        poll_interval_s=config.synchronizer.poll_interval_s,
-        replay=make_replay(config),
-        notes_settled=unread_limit(config) is not None,
-        batch_filter=build_batch_filter(config, algorithm),
-        demonstrations=build_demonstrations(config, load_tokenizer(config)) if config.num_demonstrations else None,
-    )
-
-
-def _dataset_source(config: Config, ledger: Ledger) -> DatasetSource:
-    section = config.buffer.trainer_input.experience_buffer
-    schema = config.algorithm.schema_type
-    dataset, read = build_reader(section, schema, config, load_tokenizer(config))
-    return DatasetSource(
-        read,
-        len(dataset),
-        dataset.fingerprint,
-        ledger,
-        batch_size=config.buffer.train_batch_size,
-        total_epochs=config.buffer.total_epochs,
-        shuffle_seed=order_seed(section),
-        group_size=2 if schema == "dpo" else 1,
-    )
-
-
-def _publish_due(config: Config, storage: Storage) -> Callable[[int, int], bool]:
-    rules = make_sync_rules(config)
-
-    def due(step: int, published: int) -> bool:
-        asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
-        return rules.publish_due(step, published, asked)
-
-    return due
 
 
 def build_algorithm(config: Config) -> Algorithm:
@@ -235,7 +216,7 @@ def build_algorithm(config: Config) -> Algorithm:
     section = config.algorithm
     choices = {name: getattr(section, name) for part in _PARTS for name in (part, f"{part}_args")}
     try:
-        algorithm = make_algorithm(
+        return make_algorithm(
             section.algorithm_type,
             loss_agg_mode=section.loss_agg_mode,
             rollout_correction=section.rollout_correction,
@@ -244,7 +225,6 @@ def build_algorithm(config: Config) -> Algorithm:
         )
     except UserError as error:
         raise UserError(f"algorithm: {error}") from error
-    return algorithm
 
 
 def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
@@ -268,16 +248,6 @@ def build_reader(
     return dataset, kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len).read
 
 
-def build_demonstrations(config: Config, tokenizer: Tokenizer) -> Demonstrations | None:
-    """The demonstrations in every batch of sample strategy mix. Raises: DataError."""
-    count = config.num_demonstrations
-    if not count:
-        return None
-    section = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
-    dataset, read = build_reader(section, "sft", config, tokenizer)
-    return Demonstrations(read, dataset.fingerprint, RowOrder(len(dataset), order_seed(section)), count)
-
-
-def order_seed(section: ExperienceBufferConfig) -> int | None:
+def _order_seed(section: ExperienceBufferConfig) -> int | None:
     """Seed of the order of a dataset's rows; None: as stored."""
     return section.data_selector.seed if trait(section.data_selector.selector, "seeded") else None

@@ -46,7 +46,6 @@ _PATIENCE_S = 0.2
 """Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
 _SIGN_OF_LIFE_S = 5.0
 _UIDS = "uids"
-_NUMBERS = ("groups", "rollouts")
 _UNKNOWN = {"baselines": np.nan, "states": -1, "turn_rewards": 0.0}
 """Of rows whose part of the batch has none, where others have."""
 
@@ -97,17 +96,10 @@ class Trainer:
                 explorer removes what it is done with.
             ranks: None: this one is alone.
         """
-        self._engine = engine
-        self._source = source
-        self._checkpoints = checkpoints
-        self._storage = storage
-        self._metrics = metrics
-        self._section = section
-        self._total_steps = total_steps
-        self._lineage = lineage
-        self._publish_due = publish_due
-        self._should_stop = should_stop
-        self._emit = emit
+        self._engine, self._source, self._checkpoints = engine, source, checkpoints
+        self._storage, self._metrics, self._section = storage, metrics, section
+        self._total_steps, self._lineage = total_steps, lineage
+        self._publish_due, self._should_stop, self._emit = publish_due, should_stop, emit
         self._max_weights_to_keep = max_weights_to_keep
         self._ranks = ranks or Ranks()
         checkpoints.on_commit = lambda step: emit(CheckpointSaved(step))
@@ -153,6 +145,7 @@ class Trainer:
             step += 1
             trained = time.perf_counter()
 
+            # Published before it is saved: explorers wait for weights, and nobody waits for a checkpoint.
             if self._ranks.broadcast(self._ranks.is_rank0 and self._is_publish_due(step)):
                 self._publish(step)
             published = time.perf_counter()
@@ -235,16 +228,10 @@ class Trainer:
     def _save(self, step: int, last: bool) -> None:
         """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
         files = self._engine.state_files()
-        hf = self._section.save_hf_checkpoint
-        if hf == "always" or (last and hf == "last"):
+        if self._section.save_hf_checkpoint == "always" or (last and self._section.save_hf_checkpoint == "last"):
             files.update(self._export())
-        state = {
-            "step": step,
-            "lineage": self._lineage,
-            "source": self._source.state_dict(),
-            "published": self._published,
-        }
-        state |= fingerprint_extra(self._fingerprint_of(step))
+        progress = {"step": step, "lineage": self._lineage, "published": self._published}
+        state = {**progress, "source": self._source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
         self._checkpoints.save(step, files, state)
         self._saved = step
 
@@ -255,11 +242,11 @@ class Trainer:
         """Publish the last weights and save a last checkpoint, also after a stop on request."""
         if self._ranks.broadcast(self._publish_due is not None and self._published < step):
             self._publish(step)
-        last = step > self._saved
-        if last:
+        unsaved = step > self._saved
+        if unsaved:
             self._save(step, last=True)
         self._checkpoints.flush()
-        if not last and step and self._section.save_hf_checkpoint == "last":
+        if not unsaved and step and self._section.save_hf_checkpoint == "last":
             exported = self._export()  # the step was saved before it was known to be the last
             if self._ranks.is_rank0:
                 self._checkpoints.add_files(step, exported)
@@ -332,55 +319,37 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
 def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """The rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
     joined: dict[str, Any] = {_UIDS: tuple(uid for part in parts for uid in part.uids)}
-    for field in fields(TrainingBatch):
-        values = [getattr(part, field.name) for part in parts]
-        if field.name in _NUMBERS:
-            joined[field.name] = _numbered([key for i, part in enumerate(parts) for key in _keys(field.name, part, i)])
-        elif field.name == "states":
-            joined[field.name] = _joined(_apart(values), parts, _UNKNOWN[field.name])
-        elif field.name != _UIDS:
-            joined[field.name] = _joined(values, parts, _UNKNOWN.get(field.name))
+    for name in (field.name for field in fields(TrainingBatch) if field.name != _UIDS):
+        values = [getattr(part, name) for part in parts]
+        if name in ("groups", "rollouts"):
+            # A rollout's uid ends with its number and its turn: without them it is the same wherever the row was read.
+            # A dataset's rows have none, and no group of them is parted.
+            parted = 2 if name == "groups" else 1
+            keys = [
+                ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
+                for number, (part, value) in enumerate(zip(parts, values, strict=True))
+                for uid, own, expert in zip(part.uids, value, part.experts, strict=True)
+            ]
+            numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+            joined[name] = np.array([numbers[key] for key in keys], dtype=np.int64)
+            continue
+        if name == "states":
+            # Each part's numbers after those of the parts before it; -1 stays.
+            begin = 0
+            for i, value in enumerate(values):
+                if value is not None and len(value):
+                    values[i] = np.where(value < 0, value, value + begin)
+                    begin += int(value.max()) + 1
+        known = next((value for value in values if value is not None), None)
+        if known is None:
+            joined[name] = None
+            continue
+        filled = [
+            np.full(len(part), _UNKNOWN[name], known.dtype) if value is None else value
+            for value, part in zip(values, parts, strict=True)
+        ]
+        joined[name] = np.concatenate(filled)
     return TrainingBatch(**joined)
-
-
-def _joined(
-    values: Sequence[np.ndarray | None], parts: Sequence[TrainingBatch], unknown: float | None
-) -> np.ndarray | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    kind = known[0].dtype
-    joined: np.ndarray = np.concatenate(
-        [np.full(len(part), unknown, kind) if v is None else v for v, part in zip(values, parts, strict=True)]
-    )
-    return joined
-
-
-def _apart(values: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """Each part's numbers after those of the parts before it; -1 stays."""
-    found: list[np.ndarray | None] = []
-    begin = 0
-    for value in values:
-        found.append(None if value is None else np.where(value < 0, value, value + begin))
-        begin += 0 if value is None or not len(value) else int(value.max()) + 1
-    return found
-
-
-def _keys(name: str, part: TrainingBatch, number: int) -> list[tuple[str, int, int]]:
-    """What a row's group or rollout is known by everywhere.
-
-    A rollout's uid ends with its number and its turn; a dataset's rows have none, and no group of them is parted.
-    """
-    parted = 2 if name == "groups" else 1
-    return [
-        ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
-        for uid, own, expert in zip(part.uids, getattr(part, name), part.experts, strict=True)
-    ]
-
-
-def _numbered(keys: Sequence[tuple[str, int, int]]) -> np.ndarray:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys], dtype=np.int64)
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.trainer.background_checkpoints import Saver
+from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state, full
 from rftdask.trainer.process_ranks import ProcessRanks
 from rftdask.trainer.ranks import Ranks
@@ -35,7 +35,8 @@ def train_and_save(gangs: dict[int, Ranks], model: str, folder: str) -> bytes:
     for index, name in enumerate(made._adam._trained):
         tensors |= {f"{name}/{key}": value for key, value in states[index].items()}
     whole = {name: full(tensor).contiguous() for name, tensor in tensors.items()}
-    saver = Saver(open_storage(folder), "main", ranks=ranks, writers=ProcessRanks(torch.distributed.new_group()))
+    writers = ProcessRanks(torch.distributed.new_group())
+    saver = Checkpoints(open_storage(folder), "main", ranks=ranks, writers=writers, strategy="unrestricted")
     saver.save(STEP, made.state_files(), {})
     saver.flush()
     return save(whole)

@@ -21,8 +21,7 @@ from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.testing.thread_ranks import in_threads
-from rftdask.trainer.background_checkpoints import Saver, turns_of
-from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint
+from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.micro_batches import deal, plan_passes, rows_of_units, unit_costs
 from rftdask.trainer.ranks import Ranks
@@ -110,7 +109,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
             return read_whole(entry, places)
 
         source.read = read  # type: ignore[method-assign]  # to see who reads what
-        saver = Saver(storage, "main", ranks=ranks, writers=writers)
+        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, ranks=ranks).run()
 
     in_threads(size, rank, num_groups=2)
@@ -167,7 +166,8 @@ def test_every_rank_writes_its_files_and_one_manifest_names_them_all(strategy: s
                 order.append(path.removeprefix("global_step_7/"))
 
     def rank(ranks: Ranks, writers: Ranks) -> None:
-        saver = Saver(FaultyStorage(storage, note), "main", ranks=ranks, writers=writers, strategy=strategy)
+        slow = FaultyStorage(storage, note)
+        saver = Checkpoints(slow, "main", ranks=ranks, writers=writers, strategy=strategy)
         saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
         saver.flush()
 
@@ -189,7 +189,8 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_no_checkpoint() -
             raise StorageError("disk full")
 
     def rank(ranks: Ranks, writers: Ranks) -> str:
-        saver = Saver(FaultyStorage(storage, fail), "main", ranks=ranks, writers=writers)
+        full = FaultyStorage(storage, fail)
+        saver = Checkpoints(full, "main", ranks=ranks, writers=writers, strategy="unrestricted")
         saver.save(7, {f"part-{ranks.rank}": b"x"}, {"step": 7})
         with pytest.raises(StorageError) as caught:
             saver.flush()
@@ -209,7 +210,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
             assert release.wait(30)
 
     files: Mapping[str, bytes] = {"model": b"x"}
-    saver = Saver(FaultyStorage(storage, hold), "main", ranks=Ranks(), writers=Ranks())
+    saver = Checkpoints(FaultyStorage(storage, hold), "main", strategy="unrestricted")
     saver.on_commit = events.append
     saver.save(2, files, {})
     saver.check()
