@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.batches.source import copied_entry
 from rftdask.buffer.lineage import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
 from rftdask.buffer.log import open_log
 from rftdask.cluster.base import TRAINER_RESOURCE, plan_cluster
@@ -190,7 +189,7 @@ def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
         entry = theirs.read(step)
         if entry is None:
             raise DataError(f"{storage.url}: the ledger of lineage {parent.lineage} lacks step {step}")
-        ours.write(copied_entry(entry, parent.name))
+        ours.write(replace(entry, lineage=parent.name))
     if parent.step and not checkpoint_steps(target):
         _copy_checkpoint(storage, target, parent)
 

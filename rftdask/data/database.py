@@ -22,8 +22,7 @@ from sqlalchemy.pool import NullPool
 from rftdask.config import fill_from_environment
 from rftdask.errors import DataError, UserError
 
-_TEXTS = (datetime.date, datetime.time, datetime.timedelta, uuid.UUID)
-"""Values that a file would have as text."""
+_TEXTS = (datetime.date, datetime.time, datetime.timedelta, uuid.UUID)  # Values that a file would have as text.
 
 
 def database_url(text: str) -> sa.URL:

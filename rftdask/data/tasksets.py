@@ -18,8 +18,7 @@ from rftdask.errors import DataError
 
 DEFAULT_WORKFLOW = "simple_workflow"
 """Workflow of a taskset where nothing names another."""
-_NUM_CHECKED_ROWS = 16
-"""Rows that `check` reads as tasks: a wrong column shows in the first."""
+_NUM_CHECKED_ROWS = 16  # Rows that `check` reads as tasks: a wrong column shows in the first.
 
 
 class Taskset:

@@ -142,7 +142,7 @@ class Explorer:
         self._evals = EvaluationQueue(
             storage, config, eval_tasksets(config, sizes), eval_versions, self._make_unit, self._record_evaluation
         )
-        self._poison = PoisonTracker(self._log.takes_parts)
+        self._poison = PoisonTracker()
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
         self._config_fingerprint = ""
 

@@ -89,9 +89,7 @@ class PoisonTracker:
             trial = tracker.lost(unit, was_running=True, cause="...")
     """
 
-    def __init__(self, takes_parts: bool) -> None:
-        """takes_parts: the log can hold some groups of a unit without the others."""
-        self._takes_parts = takes_parts
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # of _running and _leaving, which Dask's event thread writes
         self._running: dict[str, str] = {}
         """Key of the Dask task that a worker began last, by the worker's address."""
@@ -179,7 +177,7 @@ class PoisonTracker:
             self._trials[unit.key] = trial
 
     def _can_be_parted(self, unit: RolloutTask) -> bool:
-        return len(unit.tasks) == 1 or (self._takes_parts and len(unit.tasks) <= MAX_PART_TASKS)
+        return len(unit.tasks) <= MAX_PART_TASKS
 
 
 def _identity(unit: RolloutTask, task: TaskRef) -> tuple[bool, int, int]:

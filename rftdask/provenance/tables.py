@@ -34,8 +34,7 @@ from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE, publish
 if TYPE_CHECKING:
     import pandas as pd
 
-_NUM_READERS = 8
-"""Small files read at once: on object stores a read is mostly waiting."""
+_NUM_READERS = 8  # Small files read at once: on object stores a read is mostly waiting.
 TRAINED, DROPPED, WAITING = "trained", "dropped", "waiting"
 
 # The slot is the place of a row's group in the explore step, from 0; null for an answer of an evaluation.
@@ -170,7 +169,7 @@ class RunTables:
         for stage in self.stages:
             removed = set(stage.log.removed(0))
             kept = {*stage.log.shards(0), *removed}
-            damaged = {name for name in stage.log.quarantined() or () if name.text in named} - kept
+            damaged = {name for name in stage.log.quarantined() if name.text in named} - kept
             # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
             repeated = set(repeated_shards(kept | damaged)) - removed
             for name in sorted(kept | damaged):

@@ -14,17 +14,16 @@ under way at once (`in_order`). It knows nothing of runs, experiences or checkpo
 from __future__ import annotations
 
 import logging
+import random
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    import tenacity
+from typing import TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -125,6 +124,21 @@ class Storage(ABC):
         """
 
 
+@contextmanager
+def temporary_copy(path: str, files: Mapping[str, Callable[[Path], object]]) -> Iterator[Path]:
+    """`Storage.local_copy` of the files at or below `path`, each of which a function writes; one at least.
+
+    It lives as long as the context.
+    """
+    with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+        top = Path(folder) / path.rpartition("/")[2]
+        for name, write in files.items():
+            target = Path(f"{top}{name.removeprefix(path)}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write(target)
+        yield top
+
+
 # ---- how a verb is tried again
 
 MAX_TRIES = 17
@@ -132,8 +146,7 @@ MAX_TRIES = 17
 PATIENCE_S = 60.0
 """After which nothing is tried again, however few the tries were that took so long."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S, _JITTER_S = 0.1, 5.0, 0.1
-_TOLD_AFTER_TRIES = 6
-"""Some 3 s: what takes no longer is not worth a word."""
+_TOLD_AFTER_TRIES = 6  # Some 3 s: what takes no longer is not worth a word.
 
 
 class Patience:
@@ -152,34 +165,20 @@ class Patience:
 
     def call(self, operation: Callable[[], _Result]) -> _Result:
         """Run the operation, which may be repeated, and return its result. Raises: its last error."""
-        self.tries = 1
-        try:
-            return operation()
-        except Exception as error:  # every client has its own tree; what cannot pass rises again
-            if not self._is_transient(error):
-                raise
-            failed = [error]
-        import tenacity  # late: most calls succeed, and what only reads a config does without
-
-        def attempt() -> _Result:
-            if failed:
-                raise failed.pop()  # the first, which has been made
+        began = time.monotonic()
+        while True:
             self.tries += 1
-            return operation()
-
-        return tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(PATIENCE_S),
-            wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_MAX_PAUSE_S)
-            + tenacity.wait_random(0, _JITTER_S),
-            retry=tenacity.retry_if_exception(self._is_transient),
-            before_sleep=self._tell,
-            sleep=self._sleep,
-            reraise=True,
-        )(attempt)
-
-    def _tell(self, state: tenacity.RetryCallState) -> None:
-        if self.tries == _TOLD_AFTER_TRIES and state.outcome is not None:
-            log.warning("%s fails (%s), and is tried again for a minute", self._what, state.outcome.exception())
+            try:
+                return operation()
+            except Exception as error:  # every client has its own tree; what cannot pass rises again
+                is_over = self.tries == MAX_TRIES or time.monotonic() - began >= PATIENCE_S
+                if is_over or not self._is_transient(error):
+                    raise
+                if self.tries == _TOLD_AFTER_TRIES:
+                    log.warning("%s fails (%s), and is tried again for a minute", self._what, error)
+            # With some chance in it: many that met the same fault do not all come back at the same moment.
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self.tries - 1), _MAX_PAUSE_S)
+            self._sleep(pause_s + random.uniform(0, _JITTER_S))
 
 
 # ---- several calls at once

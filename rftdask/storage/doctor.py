@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import open_storage
@@ -30,8 +30,7 @@ _WORDS = {True: "ok", False: "BROKEN", None: "not checked"}
 _NUM_RACERS, _NUM_NAMES, _NUM_CALLS, _VALUE_BYTES = 4, 50, 100, 100_000
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One promise, e.g. Check("create-only", True, "50 of 50 names had one winner among 4 processes")."""
 
     name: str
@@ -39,8 +38,7 @@ class Check:
     detail: str
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Time of one verb over `num_calls` calls, milliseconds."""
 
     verb: str
@@ -81,16 +79,26 @@ def check_storage(url: str | Path) -> DoctorReport:
     alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
     timeless = "nothing is swept by age here" * (not isinstance(store, LocalStorage))
     costs: list[Cost] = []
+    plan: list[tuple[str, str, Callable[[], Check]]] = [
+        ("write and read", "", lambda: _measure(store, costs)),
+        ("create-only", alone, lambda: check_race(store)),
+        ("atomic replace", alone, lambda: check_replace(store)),
+        ("list after write", alone, lambda: check_list(store)),
+        ("clock", timeless, lambda: _check_clock(store)),
+    ]
+    checks: list[Check] = []
     try:
-        checks = [_run("write and read", "", lambda: _measure(store, costs))]
-        plan = [("create-only", alone, check_race), ("atomic replace", alone, check_replace)]
-        plan += [("list after write", alone, check_list), ("clock", timeless, _check_clock)]
-        checks += [
-            _run(check_name, why_not, partial(check, store)) for check_name, why_not, check in plan if checks[0].ok
-        ]
+        for check_name, why_not, check in plan:
+            if not checks or checks[0].ok:  # where nothing can be written, no promise can be tried
+                checks.append(Check(check_name, None, why_not) if why_not else _run(check_name, check))
     finally:
-        removed = _run("remove", "", lambda: _remove(home, name))
-    return DoctorReport(home.url, (*checks, removed), tuple(costs))
+
+        def remove() -> Check:
+            home.remove(name)
+            return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
+
+        checks.append(_run("remove", remove))
+    return DoctorReport(home.url, tuple(checks), tuple(costs))
 
 
 def check_race(store: Storage) -> Check:
@@ -147,11 +155,6 @@ def _check_clock(store: Storage) -> Check:
     return Check("clock", abs(skew_s) < 60, f"file times are {skew_s:+.2f} s from this machine's clock")
 
 
-def _remove(home: Storage, name: str) -> Check:
-    home.remove(name)
-    return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
-
-
 def _measure(store: Storage, costs: list[Cost]) -> Check:
     small, large = os.urandom(1024), os.urandom(256 * 1024)
     calls: dict[str, Callable[[int], object]] = {
@@ -176,9 +179,7 @@ def _measure(store: Storage, costs: list[Cost]) -> Check:
     return Check("write and read", same, "what was written came back " + ("the same" if same else "different"))
 
 
-def _run(name: str, why_not: str, check: Callable[[], Check]) -> Check:
-    if why_not:
-        return Check(name, None, why_not)
+def _run(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except (StorageError, TimeoutError, BrokenExecutor) as error:

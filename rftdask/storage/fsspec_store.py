@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from rftdask.errors import NotFoundError, StorageError, UserError
-from rftdask.storage.base import Patience, Storage, check_path
+from rftdask.storage.base import Patience, Storage, check_path, temporary_copy
 
 T = TypeVar("T")
 
@@ -32,8 +31,7 @@ PACKAGES |= dict.fromkeys(("abfs", "abfss", "az"), "adlfs")
 S3 If-None-Match (s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (adlfs); all three are mode="create"."""
 
 _S3 = ("s3", "s3a")
-_TOKEN = "rftdask-token"
-"""Key of the S3 object metadata that tells which call of `put_new` made the object."""
+_TOKEN = "rftdask-token"  # Key of the S3 object metadata that tells which call of `put_new` made the object.
 
 _SETTINGS = ("AWS_", "FSSPEC_", "AZURE_", "GOOGLE_", "GCSFS_")
 """Environment variables that decide to which service a client connects, and as whom."""
@@ -131,19 +129,16 @@ class FsspecStorage(Storage):
 
         self._call("remove", target, remove)
 
-    @contextmanager
-    def local_copy(self, path: str) -> Iterator[Path]:
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
         target = self._at(path)
         files: list[str] = self._call("local_copy", target, lambda: self._fs.find(target))
         if not files:
             raise NotFoundError(f"{target} does not exist")
-        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-            top = Path(folder) / target.rpartition("/")[2]
-            for file in files:
-                local = Path(f"{top}{file.removeprefix(target)}")
-                local.parent.mkdir(parents=True, exist_ok=True)
-                self._call("local_copy", file, partial(self._fs.get_file, file, str(local)))
-            yield top
+
+        def fetch(file: str, to: Path) -> None:
+            self._call("local_copy", file, lambda: self._fs.get_file(file, str(to)))
+
+        return temporary_copy(target, {file: partial(fetch, file) for file in files})
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"

@@ -6,14 +6,13 @@ Invariant: one lock guards every tree, so each verb is one step, and all handles
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from rftdask.errors import NotFoundError
-from rftdask.storage.base import Storage, check_path
+from rftdask.storage.base import Storage, check_path, temporary_copy
 
 _LOCK = threading.Lock()
 _TREES: dict[str, dict[str, bytes]] = {}
@@ -61,19 +60,12 @@ class MemoryStorage(Storage):
             for name in self._below(path):
                 del self._files[name]
 
-    @contextmanager
-    def local_copy(self, path: str) -> Iterator[Path]:
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
         with _LOCK:
             found = {name: self._files[name] for name in self._below(path)}
         if not found:
             raise NotFoundError(f"{self.url}/{path} does not exist")
-        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-            top = Path(folder) / path.rpartition("/")[2]
-            for name, data in found.items():
-                target = Path(f"{top}{name.removeprefix(path)}")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
-            yield top
+        return temporary_copy(path, {name: partial(Path.write_bytes, data=data) for name, data in found.items()})
 
     def _below(self, path: str) -> tuple[str, ...]:
         """The file at `path`, or the files in the folder there. The lock is held."""

@@ -85,7 +85,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses:
 
     present = log.shards()
     kept = {*present, *log.removed()}
-    damaged = [name for name in log.quarantined() or () if name.text in used and name not in kept]
+    damaged = [name for name in log.quarantined() if name.text in used and name not in kept]
     dropped[DAMAGED] += sum(map(num_unused, damaged))
     shards = sorted({*kept, *damaged})
 

@@ -83,8 +83,7 @@ class SettledGroups:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._step: int | None = None
-        """The last entry that is counted; None before the first look."""
+        self._step: int | None = None  # The last entry that is counted; None before the first look.
         self._count = 0
 
     def count(self) -> int:

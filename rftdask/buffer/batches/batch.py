@@ -116,13 +116,12 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         baseline_rewards = np.array([reward_of_group.get(key, np.nan) for key in keys[1]], dtype=np.float32)
 
     # Columns that most workflows leave empty are None, so that nothing is computed of them.
-    states, turn_rewards = table.column("env_state"), table.column("turn_reward")
+    states, turn_rewards = _array(table.column("env_state")), _array(table.column("turn_reward"))
     state_numbers = rewards_of_turns = None
     if states.null_count < len(states):
-        codes = states.combine_chunks().dictionary_encode().indices
-        state_numbers = np.asarray(codes.fill_null(-1).to_numpy(), dtype=np.int64)
+        state_numbers = states.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     if turn_rewards.null_count < len(turn_rewards):
-        rewards_of_turns = np.asarray(turn_rewards.combine_chunks().fill_null(0.0).to_numpy(), dtype=np.float32)
+        rewards_of_turns = turn_rewards.fill_null(0.0).to_numpy().astype(np.float32)
 
     return TrainingBatch(
         tokens=_flat(tokens, np.int32),
@@ -188,16 +187,14 @@ def supervised_batch(
     lengths = np.array([len(tokens) for tokens, _, _ in rows], dtype=np.int64)
     prompts = np.array([prompt for _, prompt, _ in rows], dtype=np.int64)
     responses = lengths - prompts
-    masks = [
-        np.ones(r, bool) if m is None else np.asarray(m, bool) for (_, _, m), r in zip(rows, responses, strict=True)
-    ]
+    masks = [np.ones(r, bool) if m is None else np.asarray(m) for (_, _, m), r in zip(rows, responses, strict=True)]
     count = len(rows)
     return TrainingBatch(
         tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens, _, _ in rows]),
         lengths=lengths,
         prompt_lengths=prompts,
         rollout_logprobs=np.zeros(int(responses.sum()), np.float32),
-        loss_mask=np.concatenate(masks),
+        loss_mask=np.concatenate(masks, dtype=bool),
         rewards=np.zeros(count, np.float32),
         groups=np.arange(count, dtype=np.int64) // group_size,
         temperatures=np.ones(count, np.float32),

@@ -138,20 +138,15 @@ class Ledger:
         For who resumes: some twenty reads at most, where `last_step` lists every entry there is.
         """
 
-        def is_written(step: int) -> bool:
-            try:
-                self._storage.get(self.path(step))
-            except NotFoundError:
-                return False
-            return True
-
         # Strides double until one lands beyond the end, then halve back to it.
-        last, stride = first - 1, 1
-        while is_written(last + stride):
-            last, stride = last + stride, stride * 2
-        while stride := stride // 2:
-            if is_written(last + stride):
+        last, stride, is_beyond = first - 1, 1, False
+        while stride:
+            try:
+                self._storage.get(self.path(last + stride))
                 last += stride
+            except NotFoundError:
+                is_beyond = True
+            stride = stride // 2 if is_beyond else stride * 2
         return last
 
 

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -47,6 +48,7 @@ _POLL_COST = 20.0
 on a local disk a shard is seen some milliseconds after its commit."""
 
 
+@dataclass(eq=False)
 class LogSource(BatchSource):
     """Batches from the experience log, by a `SampleRule`, less what the filter drops.
 
@@ -58,52 +60,33 @@ class LogSource(BatchSource):
     Example: LogSource(log, Ledger(storage), SampleRule(8, 64, ordered=True), tasks_per_unit=16, max_read_timeout_s=60)
     """
 
-    def __init__(
-        self,
-        log: ExperienceLog,
-        ledger: Ledger,
-        rule: SampleRule,
-        *,
-        tasks_per_unit: int,
-        max_read_timeout_s: float,
-        poll_interval_s: float = 0.05,
-        replay: Replay | None = None,
-        notes_settled: bool = False,
-        batch_filter: BatchFilter | None = None,
-        demonstrations: Demonstrations | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """
-        Args:
-            tasks_per_unit: of a whole work unit; gives the slot of a group from its shard.
-            poll_interval_s: longest pause between two looks at the log.
-            replay: how groups are used more than once; None: each is used once.
-            notes_settled: whether entries note how many groups are settled so far, for explorers held back by it.
-            clock: Unix seconds, for the stamps that cooldowns are measured by.
-        """
-        self._log = log
-        self._ledger = ledger
-        self._fence = Fence(ledger)
-        self._rule = rule
-        self._tasks_per_unit = tasks_per_unit
-        self._max_read_timeout_s = max_read_timeout_s
-        self._poll_interval_s = poll_interval_s
-        self._replay = replay
-        self._notes_settled = notes_settled
-        self._asked_s = (0, 0.0)
-        """The step that is waited for, and when it was asked for first."""
-        self._filter = batch_filter or BatchFilter()
-        self._demonstrations = demonstrations
-        self._clock = clock
-        self._reader = EntryReader(log, batch_filter=self._filter, demonstrations=demonstrations)
+    log: ExperienceLog
+    ledger: Ledger
+    rule: SampleRule
+    _: KW_ONLY
+    tasks_per_unit: int
+    """Tasks of a whole work unit; gives the slot of a group from its shard."""
+    max_read_timeout_s: float
+    poll_interval_s: float = 0.05
+    """Longest pause between two looks at the log."""
+    replay: Replay | None = None
+    """How groups are used more than once; None: each is used once."""
+    notes_settled: bool = False
+    """Whether entries note how many groups are settled so far, for explorers held back by it."""
+    batch_filter: BatchFilter = field(default_factory=BatchFilter)
+    demonstrations: Demonstrations | None = None
+    clock: Callable[[], float] = time.time
+    """Unix seconds, for the stamps that cooldowns are measured by."""
+
+    def __post_init__(self) -> None:
+        self._fence = Fence(self.ledger)
+        self._reader = EntryReader(self.log, batch_filter=self.batch_filter, demonstrations=self.demonstrations)
+        self._asked_s = (0, 0.0)  # The step that is waited for, and when it was asked for first.
         self._cursor = Cursor()
-        self._waiting: dict[Position, Group] = {}
-        """Groups that are committed and not settled."""
-        self._seen: set[str] = set()
-        """Names of the shards whose groups are known."""
-        self._looked = False
-        """Whether the log was listed whole."""
-        self._uses = UseCounts(replay or Replay(), rule.max_staleness)
+        self._waiting: dict[Position, Group] = {}  # Groups that are committed and not settled.
+        self._seen: set[str] = set()  # Names of the shards whose groups are known.
+        self._looked = False  # Whether the log was listed whole.
+        self._uses = UseCounts(self.replay or Replay(), self.rule.max_staleness)
 
     def state_dict(self) -> dict[str, object]:
         """The cursor; use counts are folded from the ledger."""
@@ -115,24 +98,24 @@ class LogSource(BatchSource):
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         entry = self._fence.read(step)
-        if self._replay is not None:
+        if self.replay is not None:
             # Uses before `step` that this process has not seen: after a resume, those of the newest entries.
             for earlier in range(self._uses.first_step(step), step):
-                past = self._ledger.read(earlier)
+                past = self.ledger.read(earlier)
                 if past is None:
-                    raise DamagedError(f"{self._ledger.path(earlier)} is missing, and later entries are there")
+                    raise DamagedError(f"{self.ledger.path(earlier)} is missing, and later entries are there")
                 self._uses.fold(past, self._reader.min_policy_version)
         if entry is None:
             selection = self._wait_for_groups(step, patience_s)
             if selection is None:
                 return None
             entry = self._form_entry(step, selection)
-            self._ledger.write(entry)  # from here on it is the batch of this step, whatever becomes of this process
-        if self._replay is not None:
+            self.ledger.write(entry)  # from here on it is the batch of this step, whatever becomes of this process
+        if self.replay is not None:
             self._uses.fold(entry, self._reader.min_policy_version)
         for position in entry.positions:
             self._waiting.pop(position, None)
-        self._cursor.settle(entry.positions, self._rule.tasks_per_step)
+        self._cursor.settle(entry.positions, self.rule.tasks_per_step)
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
@@ -149,28 +132,28 @@ class LogSource(BatchSource):
         Raises: NotYet: they did not come in `patience_s`; WaitTimeout: `max_read_timeout_s` has passed, and nothing can
         be trained of what is there.
         """
-        rule, slots = self._rule, range(self._rule.tasks_per_step)
-        reuses_alone = self._replay is not None and self._replay.after_the_end
+        rule, slots = self.rule, range(self.rule.tasks_per_step)
+        reuses_alone = self.replay is not None and self.replay.after_the_end
         began = time.monotonic()
         if self._asked_s[0] != step:
             self._asked_s = (step, began)  # the deadline holds over all calls for one step
-        deadline = self._asked_s[1] + self._max_read_timeout_s
+        deadline = self._asked_s[1] + self.max_read_timeout_s
         while True:
             looked = time.monotonic()
             # The seal is read before the listing: what was committed before the seal is then listed.
-            sealed_at = self._log.sealed_at()
+            sealed_at = self.log.sealed_at()
             self._index_new_shards()
             open_positions = ((s, slot) for s in range(self._cursor.low, (sealed_at or 0) + 1) for slot in slots)
             is_complete = sealed_at is not None and all(
                 position in self._waiting or position in self._cursor for position in open_positions
             )
             # Used groups alone make no batch when the explorers have ended, unless the trainer was given its steps.
-            reuse_is_over = self._replay is not None and not reuses_alone and not self._waiting
+            reuse_is_over = self.replay is not None and not reuses_alone and not self._waiting
             if not (is_complete and reuse_is_over):
                 selection = self._select(step)
                 if selection is not None:
                     return selection
-            if is_complete and not (reuses_alone and self._uses.is_cooling(step - 1, self._clock())):
+            if is_complete and not (reuses_alone and self._uses.is_cooling(step - 1, self.clock())):
                 assert sealed_at is not None
                 # What partial batches left over of whole ones; what never filled a batch is not trained.
                 num_groups = sealed_at * rule.tasks_per_step
@@ -180,12 +163,12 @@ class LogSource(BatchSource):
             now = time.monotonic()
             if now > deadline:
                 # All the groups that are there, if one of them can be trained. Not in order: a late one is next.
-                num_there = len(self._waiting) + len(self._uses.ready(step - 1, self._clock()))
+                num_there = len(self._waiting) + len(self._uses.ready(step - 1, self.clock()))
                 count = 0 if rule.ordered else min(num_there, rule.groups_per_batch)
                 partial = self._select(step, count) if count else None
                 if partial is None or not (partial.use or partial.reuse):
                     raise WaitTimeout(
-                        f"batch {step} did not come in {self._max_read_timeout_s:.0f} s: {len(self._waiting)} groups "
+                        f"batch {step} did not come in {self.max_read_timeout_s:.0f} s: {len(self._waiting)} groups "
                         f"are waiting, {rule.groups_per_batch} are needed, the oldest open explore step is "
                         f"{self._cursor.low}. Is an explorer running? "
                         "(buffer.trainer_input.experience_buffer.max_read_timeout)"
@@ -193,33 +176,33 @@ class LogSource(BatchSource):
                 return partial
             if now - began >= patience_s:
                 raise NotYet(f"batch {step} is not there yet")
-            time.sleep(min(max(_POLL_COST * (now - looked), _MIN_POLL_S), self._poll_interval_s))
+            time.sleep(min(max(_POLL_COST * (now - looked), _MIN_POLL_S), self.poll_interval_s))
 
     def _select(self, step: int, count: int | None = None) -> Selection | None:
         """The groups of batch `step` (`count` in place of a whole batch's), of what is there now."""
-        if self._replay is None:
-            return select_groups(self._waiting, self._cursor, step - 1, self._rule, count)
-        used = self._uses.ready(step - 1, self._clock())
-        return select_with_reuse(self._waiting, used, self._cursor, step - 1, self._rule, self._replay, count)
+        if self.replay is None:
+            return select_groups(self._waiting, self._cursor, step - 1, self.rule, count)
+        used = self._uses.ready(step - 1, self.clock())
+        return select_with_reuse(self._waiting, used, self._cursor, step - 1, self.rule, self.replay, count)
 
     def _index_new_shards(self) -> None:
         """Take up the groups of shards that were not seen before; set damaged ones aside."""
 
         def try_read(name: ShardName) -> pa.Table | DamagedError:
             try:
-                return self._log.read(name, self._reader.columns)
+                return self.log.read(name, self._reader.columns)
             except DamagedError as error:
                 return error
 
         # What is compacted is settled: when this trainer looks for the first time, or else by itself, so it knows it.
-        look = self._log.loose_shards if self._looked else self._log.shards
+        look = self.log.loose_shards if self._looked else self.log.shards
         names = [name for name in look(self._cursor.low) if name.text not in self._seen]
-        for name, table in zip(names, in_order(try_read, names, self._log.num_readers), strict=True):
+        for name, table in zip(names, in_order(try_read, names, self.log.num_readers), strict=True):
             if isinstance(table, DamagedError):
-                self._log.quarantine(name, str(table))
+                self.log.quarantine(name, str(table))
                 continue  # not seen: the same writer may make it again, to the byte
             self._seen.add(name.text)
-            for group in groups_of_shard(table, name, self._tasks_per_unit):
+            for group in groups_of_shard(table, name, self.tasks_per_unit):
                 # A settled or waiting position makes this group a repeat: its work unit ran twice, one copy is taken.
                 if group.position not in self._cursor and group.position not in self._waiting:
                     self._waiting[group.position] = group
@@ -244,7 +227,7 @@ class LogSource(BatchSource):
             drop.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
         drop.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
         table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in selection.use])
-        reasons = iter(self._filter.reasons(table, step))
+        reasons = iter(self.batch_filter.reasons(table, step))
         use: list[Rows] = []
         for group in selection.use:
             # By reason, in the order of the rows: a group that is kept whole is one run of rows.
@@ -254,40 +237,37 @@ class LogSource(BatchSource):
             for reason, numbers in by_reason.items():
                 (drop if reason else use).append(Rows(group.source, tuple(numbers), reason))
         use.extend(Rows(group.source, group.rows) for group in selection.reuse)
-        if self._demonstrations is not None:
-            use.append(self._demonstrations.rows(step))
+        if self.demonstrations is not None:
+            use.append(self.demonstrations.rows(step))
 
         notes: dict[str, float] = {}
-        missing = self._rule.groups_per_batch - len(selection.settled) - len(selection.reuse)
+        missing = self.rule.groups_per_batch - len(selection.settled) - len(selection.reuse)
         if missing > 0:
             notes[MISSING_NOTE] = missing
         if selection.reuse:
             notes[REUSED_NOTE] = len(selection.reuse)
-        if self._replay is not None and self._replay.reuse_cooldown_s:
-            notes[TIME_NOTE] = self._clock()
-        if self._notes_settled:
-            notes[SETTLED_NOTE] = self._cursor.num_settled(self._rule.tasks_per_step) + len(selection.settled)
-        return LedgerEntry(step, self._ledger.lineage, tuple(use), tuple(drop), selection.settled, notes)
+        if self.replay is not None and self.replay.reuse_cooldown_s:
+            notes[TIME_NOTE] = self.clock()
+        if self.notes_settled:
+            notes[SETTLED_NOTE] = self._cursor.num_settled(self.rule.tasks_per_step) + len(selection.settled)
+        return LedgerEntry(step, self.ledger.lineage, tuple(use), tuple(drop), selection.settled, notes)
 
 
+@dataclass(eq=False)
 class EntryReader:
     """Reads the rows that ledger entries name, as a batch. Any rank may have one; it forms nothing and decides nothing.
 
     Example: EntryReader(log, batch_filter=batch_filter).read(entry, places=[0, 1, 2])
     """
 
-    def __init__(
-        self,
-        log: ExperienceLog,
-        *,
-        batch_filter: BatchFilter | None = None,
-        demonstrations: Demonstrations | None = None,
-    ) -> None:
-        self._log = log
-        self._filter = batch_filter or BatchFilter()
-        self.columns = (*BATCH_COLUMNS, "status", "error", *self._filter.columns)
+    log: ExperienceLog
+    _: KW_ONLY
+    batch_filter: BatchFilter = field(default_factory=BatchFilter)
+    demonstrations: Demonstrations | None = None
+
+    def __post_init__(self) -> None:
+        self.columns = (*BATCH_COLUMNS, "status", "error", *self.batch_filter.columns)
         """Columns of a shard that the trainer takes: texts stay where they are."""
-        self._demonstrations = demonstrations
         self._tables: dict[str, pa.Table] = {}
         self._num_bytes = 0
 
@@ -314,9 +294,9 @@ class EntryReader:
         baselines = [part for part in entry.drop if part.reason == BASELINE]
         batch = batch_from_table(self._trained_rows(rollouts), self._trained_rows(baselines) if baselines else None)
         for part, within in shown:
-            if self._demonstrations is None:
+            if self.demonstrations is None:
                 raise DataError(f"ledger entry {entry.step} names {part.source}, and no demonstrations are configured")
-            batch = join_batches(batch, self._demonstrations.batch(part, entry.step, within))
+            batch = join_batches(batch, self.demonstrations.batch(part, entry.step, within))
         return batch
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:
@@ -343,7 +323,7 @@ class EntryReader:
             name = ShardName.try_parse(source)
             if name is None:
                 raise DamagedError(f"the ledger names {source!r}, which is no shard")
-            self._tables[source] = self._log.read(name, self.columns)
+            self._tables[source] = self.log.read(name, self.columns)
             self._num_bytes += self._tables[source].nbytes
         return self._tables[source]
 
@@ -361,4 +341,4 @@ class EntryReader:
     def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
         """The rows of the log with the rewards they are trained with."""
         table = self.rows(parts)
-        return with_rewards(table, self._filter.rewards(table))
+        return with_rewards(table, self.batch_filter.rewards(table))

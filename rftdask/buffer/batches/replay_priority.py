@@ -16,16 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from rftdask.buffer.batches.ledger import LedgerEntry, Rows
-from rftdask.buffer.batches.selection import (
-    Cursor,
-    Group,
-    Position,
-    SampleRule,
-    Selection,
-    UsedGroup,
-    next_positions,
-    staleness,
-)
+from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, UsedGroup, next_positions
 from rftdask.config import Config
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
 
@@ -181,9 +172,7 @@ class UseCounts:
 
         A group sampled by version v is trained after step v at the earliest, therefore the bound limits the fold.
         """
-        if self._max_staleness is None:
-            return self.step + 1
-        return max(self.step + 1, step - self._max_staleness)
+        return self.step + 1 if self._max_staleness is None else max(self.step + 1, step - self._max_staleness)
 
     def fold(self, entry: LedgerEntry, version_of: Callable[[Rows], int]) -> None:
         """Count the uses in an entry; entries come in order. version_of: oldest version of some rows of the log."""
@@ -191,16 +180,15 @@ class UseCounts:
         if self._replay.reuse_cooldown_s is None:
             return
         at_s = entry.notes.get(TIME_NOTE, 0.0)
-        for rows in entry.use:
-            if rows.of_dataset:
-                continue
+        for rows in (rows for rows in entry.use if not rows.of_dataset):
             key = (rows.source, rows.rows)
             group = self._groups.get(key) or UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
             self._groups[key] = replace(group, num_uses=group.num_uses + 1, last_used_s=at_s)
-        self._groups = {key: group for key, group in self._groups.items() if self._may_be_used(group, entry.step)}
+        # What is too old or used up by now stays so: the fold holds no more than may still be trained.
+        self._groups = {(group.source, group.rows): group for group in self._usable(entry.step)}
 
     def ready(self, policy_version: int, now_s: float) -> list[UsedGroup]:
-        """Return those that have cooled down and are within the bound, in an order that the ledger alone decides."""
+        """Return those that have cooled down and are within the bounds."""
         return [group for group in self._usable(policy_version) if self._is_cool(group, now_s)]
 
     def is_cooling(self, policy_version: int, now_s: float) -> bool:
@@ -208,13 +196,15 @@ class UseCounts:
         return any(not self._is_cool(group, now_s) for group in self._usable(policy_version))
 
     def _usable(self, policy_version: int) -> list[UsedGroup]:
+        """Those within the bounds of staleness and of uses, cool or not, in an order that the ledger alone decides."""
+        oldest = None if self._max_staleness is None else policy_version - self._max_staleness
+        limit = self._replay.priority_fn.max_uses
         groups = (self._groups[key] for key in sorted(self._groups))
-        return [group for group in groups if self._may_be_used(group, policy_version)]
-
-    def _may_be_used(self, group: UsedGroup, policy_version: int) -> bool:
-        limit, bound = self._replay.priority_fn.max_uses, self._max_staleness
-        fresh = bound is None or staleness(policy_version, group.min_policy_version) <= bound
-        return fresh and (limit is None or group.num_uses < limit)
+        return [
+            group
+            for group in groups
+            if (oldest is None or group.min_policy_version >= oldest) and (limit is None or group.num_uses < limit)
+        ]
 
     def _is_cool(self, group: UsedGroup, now_s: float) -> bool:
         # Written so that a clock that was set back cannot keep a group for longer than its cooldown from then on.
@@ -243,11 +233,9 @@ def select_with_reuse(
     fresh = [waiting[position] for position in positions]
     unusable = [group for group in fresh if rule.rejects(group, policy_version)][:wanted]
     good = [group for group in fresh if not rule.rejects(group, policy_version)]
-    values = replay.priorities(
-        [group.min_policy_version for group in good] + [group.min_policy_version for group in used],
-        [0] * len(good) + [group.num_uses for group in used],
-        policy_version + 1,
-    )
+    versions = [group.min_policy_version for group in good] + [group.min_policy_version for group in used]
+    uses = [0] * len(good) + [group.num_uses for group in used]
+    values = replay.priorities(versions, uses, step=policy_version + 1)
     taken: list[int] = []
     places_of_fresh = wanted - len(unusable)
     for number in np.argsort(-values, kind="stable").tolist():
@@ -261,9 +249,5 @@ def select_with_reuse(
     if len(taken) + len(unusable) < wanted:
         return None
     taken.sort()  # fresh groups by position, then used ones
-    return Selection(
-        use=tuple(good[number] for number in taken if number < len(good)),
-        stale=tuple(group for group in unusable if group.trainable_rows),
-        empty=tuple(group for group in unusable if not group.trainable_rows),
-        reuse=tuple(used[number - len(good)] for number in taken if number >= len(good)),
-    )
+    reuse = [used[number - len(good)] for number in taken if number >= len(good)]
+    return Selection.of([good[number] for number in taken if number < len(good)], unusable, reuse)

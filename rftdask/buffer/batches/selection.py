@@ -64,6 +64,12 @@ class Selection:
     reuse: tuple[UsedGroup, ...] = ()
     """Trained before, and now again."""
 
+    @classmethod
+    def of(cls, use: Iterable[Group], rejected: Sequence[Group], reuse: Iterable[UsedGroup] = ()) -> Selection:
+        """The selection of `use`, the rejected groups by whether they have a trainable row."""
+        stale = tuple(group for group in rejected if group.trainable_rows)
+        return cls(tuple(use), stale, tuple(group for group in rejected if not group.trainable_rows), tuple(reuse))
+
     @property
     def settled(self) -> tuple[Position, ...]:
         """Positions that no longer wait: those of every fresh group."""
@@ -242,20 +248,15 @@ def select_groups(
     Returns: a Selection whose `use` is empty if every group of the batch has failed or is too stale.
     """
     size = rule.groups_per_batch if count is None else count
-    if rule.ordered:
-        positions = next_positions(cursor, size, rule.tasks_per_step)
-        if any(position not in waiting for position in positions):
-            return None
-        groups: Sequence[Group] = [waiting[position] for position in positions]
-    else:
-        if len(waiting) < size:
-            return None
-        groups = rule.strategy.choose([waiting[position] for position in sorted(waiting)], size, policy_version)
+    if len(waiting) < size:
+        return None
+    positions = next_positions(cursor, size, rule.tasks_per_step) if rule.ordered else sorted(waiting)
+    if any(position not in waiting for position in positions):
+        return None
+    groups: Sequence[Group] = [waiting[position] for position in positions]
+    if not rule.ordered:
+        groups = rule.strategy.choose(groups, size, policy_version)
         if len(groups) < size:
             return None
     rejected = [group for group in groups if rule.rejects(group, policy_version)]
-    return Selection(
-        use=tuple(group for group in groups if not rule.rejects(group, policy_version)),
-        stale=tuple(group for group in rejected if group.trainable_rows),
-        empty=tuple(group for group in rejected if not group.trainable_rows),
-    )
+    return Selection.of((group for group in groups if not rule.rejects(group, policy_version)), rejected)

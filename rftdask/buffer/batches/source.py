@@ -111,7 +111,7 @@ class ReplayedSource(BatchSource):
         original = self._parent.read(step)
         if original is None:
             return None
-        entry = copied_entry(original, self._ledger.lineage)
+        entry = replace(original, lineage=self._ledger.lineage)
         if step > self._known_until:
             self._ledger.write(entry)
         elif self._ledger.read(step) != entry:
@@ -123,8 +123,3 @@ class ReplayedSource(BatchSource):
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         return self._rows.read(entry, places)
-
-
-def copied_entry(entry: LedgerEntry, lineage: str) -> LedgerEntry:
-    """The same batch in the ledger of another lineage."""
-    return replace(entry, lineage=lineage)

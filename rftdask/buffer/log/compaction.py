@@ -72,10 +72,8 @@ class CompactedShards:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
         self._folder = f"{folder}/{COMPACT}"
-        self._records: dict[str, MergedFile] = {}
-        """By their paths without a suffix. They never change."""
-        self._places: dict[str, tuple[str, int]] = {}
-        """Of each shard in them, the file and the row group."""
+        self._records: dict[str, MergedFile] = {}  # By their paths without a suffix. They never change.
+        self._places: dict[str, tuple[str, int]] = {}  # Of each shard in them, the file and the row group.
         self._lock = threading.Lock()
         """Guards what follows: the last file read from, on object stores a copy that took a while, and the last row
         group, because shards are mostly read in their order.

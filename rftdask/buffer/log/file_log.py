@@ -28,10 +28,8 @@ STEPS_PER_BUCKET = 64
 """Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
 
 _SEALED = "SEALED.json"
-_MAX_PARSED = 8
-"""Buckets whose names are kept parsed."""
-_REMOVED = "removed"
-"""Folder with one file a bucket that names the shards retention removed."""
+_MAX_PARSED = 8  # Buckets whose names are kept parsed.
+_REMOVED = "removed"  # Folder with one file a bucket that names the shards retention removed.
 
 
 class FileLog(ExperienceLog):
@@ -39,14 +37,12 @@ class FileLog(ExperienceLog):
 
     suffix: str
     """Of the names of its shards."""
-    takes_parts = True
     num_readers = NUM_THREADS
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(folder, run)
         self._storage = storage
-        self._gone: set[str] = set()
-        """Quarantined shards whose originals are gone."""
+        self._gone: set[str] = set()  # Quarantined shards whose originals are gone.
         self._parsed: dict[str, dict[str, ShardName | None]] = {}
         """Of buckets listed lately, the names: a waiting trainer looks often, and parsing costs more than listing."""
 
@@ -71,9 +67,6 @@ class FileLog(ExperienceLog):
         name = replace(name, part=part)
         self._storage.put(self.path(name), data)
         return name
-
-    def find(self, explore_step: int, unit: int) -> ShardName | None:
-        return next((n for n in self.find_all(explore_step, unit) if n.part is None), None)
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
         names = self._names_in(self._bucket(explore_step))

@@ -48,9 +48,6 @@ class ExperienceLog(ABC):
         self.writer = uuid.uuid4().hex[:12]
         """Random for each incarnation of a process: a restarted worker cannot reuse a name."""
 
-    takes_parts: bool = False
-    """True where `commit` takes some groups of a work unit before the others are done."""
-
     num_readers: int = 1
     """Calls of `read` that gain from going on at once."""
 
@@ -67,14 +64,13 @@ class ExperienceLog(ABC):
         Raises: StorageError.
         """
 
-    @abstractmethod
     def find(self, explore_step: int, unit: int) -> ShardName | None:
-        """A committed shard of this whole work unit, if there is one."""
+        """A committed shard of this whole work unit, if there is one; of `loose_shards` only."""
+        return next((name for name in self.find_all(explore_step, unit) if name.part is None), None)
 
+    @abstractmethod
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
         """The committed shards of this work unit, whole or in parts; of `loose_shards` only."""
-        whole = self.find(explore_step, unit)
-        return [] if whole is None else [whole]
 
     @abstractmethod
     def shards(self, first_step: int = 1) -> list[ShardName]:
@@ -103,13 +99,13 @@ class ExperienceLog(ABC):
     def num_quarantined(self) -> int:
         """Shards set aside. One whose original is still listed does not count yet: its unit would look done."""
 
-    def quarantined(self) -> list[ShardName] | None:
-        """The names of the shards that were set aside; None where they are not known."""
-        return None
+    @abstractmethod
+    def quarantined(self) -> list[ShardName]:
+        """The names of the shards that were set aside."""
 
+    @abstractmethod
     def remove(self, names: Sequence[ShardName]) -> None:
-        """Remove shards for good, their names written down first. Raises: UserError: this log cannot."""
-        raise UserError(f"{type(self).__name__} keeps everything; set experience_buffer.retention.keep to all")
+        """Remove shards for good, their names written down first."""
 
     def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
         """Move shards into few large files. Nobody may compact this log at the same time.
@@ -118,9 +114,9 @@ class ExperienceLog(ABC):
         """
         raise UserError(f"{type(self).__name__} has no small files to merge; only storage_type queue has")
 
+    @abstractmethod
     def removed(self, first_step: int = 1) -> list[ShardName]:
         """Shards of explore steps >= `first_step` that were removed, or are about to be."""
-        return []
 
     @abstractmethod
     def seal(self, num_explore_steps: int) -> None:
@@ -162,11 +158,10 @@ def noted_complete(storage: Storage) -> int:
 def first_open_step(storage: Storage, log: ExperienceLog) -> int:
     """Find an explore step before which all are complete. What it costs does not grow with the log."""
     noted = noted_complete(storage)
-    quarantined = log.quarantined() if noted else None
-    if quarantined is None:
+    if not noted:
         return 1
     first = noted + 1
-    for step, unit in {(name.explore_step, name.unit) for name in quarantined if name.explore_step <= noted}:
+    for step, unit in {(name.explore_step, name.unit) for name in log.quarantined() if name.explore_step <= noted}:
         # A unit with a shard in quarantine is done all the same if its groups are committed again, loose or compacted.
         loose = log.find_all(step, unit)
         if not done_units(loose) and (step, unit) not in done_units([*loose, *log.compacted_shards(step, step)]):

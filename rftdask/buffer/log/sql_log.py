@@ -39,14 +39,10 @@ FILE = "experiences.sqlite"
 """The database of a run that names none, in its folder."""
 _MARKER = "DATABASE.json"
 _SUFFIX = "sql"
-_BUSY_S = 30
-"""A writer waits so long for another; a commit takes milliseconds."""
-_MAX_TRIES = 5
-"""Of a transaction, when the database is busy or the connection was lost."""
-_CREATE_LOCK = 7_237_231
-"""Number of the PostgreSQL lock under which tables are made; any constant will do."""
-_DTYPES = {pa.int32(): "<i4", pa.float32(): "<f4"}
-"""Elements of an array in a blob."""
+_BUSY_S = 30  # A writer waits so long for another; a commit takes milliseconds.
+_MAX_TRIES = 5  # Of a transaction, when the database is busy or the connection was lost.
+_CREATE_LOCK = 7_237_231  # Number of the PostgreSQL lock under which tables are made; any constant will do.
+_DTYPES = {pa.int32(): "<i4", pa.float32(): "<f4"}  # Elements of an array in a blob.
 
 _Result = TypeVar("_Result")
 _Work = Callable[[sa.Connection], _Result]
@@ -115,8 +111,6 @@ class SqlLog(ExperienceLog):
     Example: SqlLog(storage, "postgresql://me@host/experiments"); the URL may name variables of the environment.
     """
 
-    takes_parts = True
-
     def __init__(self, storage: Storage, url: str | None = None, folder: str = EXPERIENCES, run: str = "") -> None:
         """url: None for a SQLite file in the run folder, which must then be local.
 
@@ -172,9 +166,6 @@ class SqlLog(ExperienceLog):
                     f"{explore_step}{before}: {error.orig}"
                 ) from error
         return name
-
-    def find(self, explore_step: int, unit: int) -> ShardName | None:
-        return next((n for n in self.find_all(explore_step, unit) if n.part is None), None)
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
         return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == unit)

@@ -17,8 +17,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import MAX_PART_TASKS, Part, ShardName
 from rftdask.errors import WaitTimeout
 
-_JOIN_S = 600.0
-"""For a commit under way to end; storage gives up long before, after its bounded retries."""
+_JOIN_S = 600.0  # For a commit under way to end; storage gives up long before, after its bounded retries.
 
 
 class UnitWriter:
@@ -49,13 +48,11 @@ class UnitWriter:
         """
         self._log = log
         self._explore_step, self._unit, self._num_tasks = explore_step, unit, num_tasks
-        self._flush_age_s = flush_age_s if log.takes_parts and num_tasks <= MAX_PART_TASKS else None
+        self._flush_age_s = flush_age_s if num_tasks <= MAX_PART_TASKS else None
         self._committed = set(committed)
         self._names: list[ShardName] = []
-        self._waiting: dict[int, Sequence[Experience]] = {}
-        """Groups that are finished and not committed, by slot."""
-        self._oldest_s = 0.0
-        """When the first of them came, by the monotonic clock."""
+        self._waiting: dict[int, Sequence[Experience]] = {}  # Groups that are finished and not committed, by slot.
+        self._oldest_s = 0.0  # When the first of them came, by the monotonic clock.
         self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import RoleError
+from rftdask.explorer import poison
 from rftdask.explorer.poison import MAX_IN_A_ROW, MAX_LOSSES, STRIKES, PoisonTracker, Trial
 from rftdask.explorer.worker_task import RolloutTask
 from rftdask.synchronizer.styles import WeightRequirement
@@ -125,7 +126,7 @@ def find_poison(tracker: PoisonTracker, unit: RolloutTask) -> Trial:
 
 
 def test_only_what_was_running_on_a_lost_worker_is_suspected() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     tracker.began(WORKER, "one")
     assert tracker.was_running("one", on=WORKER)
     assert not tracker.was_running("waiting", on=WORKER)
@@ -136,7 +137,7 @@ def test_only_what_was_running_on_a_lost_worker_is_suspected() -> None:
 
 
 def test_losses_of_a_unit_that_was_waiting_are_no_strikes() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     for _ in range(MAX_LOSSES - 1):
         assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone") == Trial(2)
     with pytest.raises(RoleError, match=f"{MAX_LOSSES} workers were lost that had work unit .*: gone"):
@@ -144,7 +145,7 @@ def test_losses_of_a_unit_that_was_waiting_are_no_strikes() -> None:
 
 
 def test_a_unit_that_ends_well_is_forgotten() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     for _ in range(STRIKES - 1):
         tracker.lost(work_unit(1, 2), was_running=True, cause="gone")
     assert tracker.finished(work_unit(1, 2), num_rollouts=4).is_over
@@ -152,7 +153,7 @@ def test_a_unit_that_ends_well_is_forgotten() -> None:
 
 
 def test_a_task_is_told_of_as_poisonous_once() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     assert find_poison(tracker, work_unit(1, 2)).poisonous == (0,)
     assert tracker.lost(work_unit(1, 2), was_running=False, cause="gone").poisonous == ()
     assert tracker.lost(work_unit(1, 2), was_running=True, cause="gone").poisonous == ()
@@ -160,13 +161,13 @@ def test_a_task_is_told_of_as_poisonous_once() -> None:
 
 
 def test_a_unit_whose_last_task_was_poisonous_is_forgotten_too() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     assert find_poison(tracker, work_unit(1)).is_over
     assert tracker.lost(work_unit(1), was_running=True, cause="a damaged shard: it runs again") == Trial(1, strikes=1)
 
 
 def test_a_poisonous_task_is_known_in_later_epochs() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     assert find_poison(tracker, work_unit(5, 6)).poisonous == (0,)
     again = tracker.begin(work_unit(7, 5, step=9, epoch=1))
     assert (again.singles, again.poisonous) == ((0,), (1,))
@@ -174,7 +175,7 @@ def test_a_poisonous_task_is_known_in_later_epochs() -> None:
 
 
 def test_task_after_task_is_not_the_fault_of_tasks() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     for number in range(MAX_IN_A_ROW):
         find_poison(tracker, work_unit(number, step=number + 1))
     with pytest.raises(RoleError, match="workers are lost whatever they run: 4 tasks in a row"):
@@ -182,20 +183,21 @@ def test_task_after_task_is_not_the_fault_of_tasks() -> None:
 
 
 def test_rollouts_that_end_well_between_them_clear_the_workers() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     for number in range(3 * MAX_IN_A_ROW):
         find_poison(tracker, work_unit(number, step=number + 1))
         tracker.finished(work_unit(100, step=1000 + number), num_rollouts=2)
 
 
-def test_a_log_without_parts_ends_the_run_in_place_of_a_search() -> None:
-    tracker = PoisonTracker(takes_parts=False)
+def test_a_unit_too_large_for_parts_ends_the_run_in_place_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "MAX_PART_TASKS", 1)
+    tracker = PoisonTracker()
     with pytest.raises(RoleError, match="cannot keep a part of it"):
         find_poison(tracker, work_unit(1, 2))
 
 
 def test_a_worker_that_was_told_to_end_blames_nothing_that_it_ran() -> None:
-    tracker = PoisonTracker(takes_parts=True)
+    tracker = PoisonTracker()
     tracker.began(WORKER, "one")
     tracker.leaves(WORKER)
     assert not tracker.was_running("one", on=WORKER)
