@@ -47,8 +47,12 @@ class RemoteWorkersCluster(Cluster):
         self._folder = folder
         self.security = folder.make_keys() if cluster.tls else None
         folder.make()
+        try:
+            host = get_ip() if cluster.interface is None else get_ip_interface(cluster.interface)
+        except ValueError as error:
+            raise UserError(f"cluster.interface: {error}") from error
         self._restore = dask.config.set(DASK_CONFIG)
-        options = {"host": _host(cluster.interface), "protocol": "tls://" if cluster.tls else "tcp://"}
+        options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
         control = worker_spec("control-0", (CONTROL_RESOURCE,), {}, security=self.security, **options)
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it
@@ -71,12 +75,3 @@ class RemoteWorkersCluster(Cluster):
             self._folder.remove_address(self.address)
         close_in_turn(self.client, self._cluster)
         self._restore.__exit__(None, None, None)
-
-
-def _host(interface: str | None) -> str:
-    if interface is None:
-        return str(get_ip())
-    try:
-        return str(get_ip_interface(interface))
-    except ValueError as error:
-        raise UserError(f"cluster.interface: {error}") from error

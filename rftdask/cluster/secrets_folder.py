@@ -75,9 +75,13 @@ class PrivateFolder:
         newest = self.path / _FILES["key"]
         if not newest.exists() or time.time() - newest.stat().st_mtime > _RENEW_S:
             made = Security.temporary()
-            contents = {"ca": made.tls_ca_file, "cert": made.tls_worker_cert, "key": made.tls_worker_key}
-            for name, file in _FILES.items():
-                self._write(file, contents[name])
+            # The key last: its age is what says that all of them are there.
+            for part, content in (
+                ("ca", made.tls_ca_file),
+                ("cert", made.tls_worker_cert),
+                ("key", made.tls_worker_key),
+            ):
+                self._write(_FILES[part], content)
         return self.security()
 
     def security(self) -> Security:

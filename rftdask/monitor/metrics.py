@@ -128,7 +128,13 @@ class MetricsWriter:
             if self._path:
                 self._storage.put(self._path, data)
             else:
-                self._path = self._create(data)
+                number = max((part for part, _ in _parts(self._storage, self._role)), default=0)
+                while not self._path:  # ends: each turn somebody else made a part
+                    number += 1
+                    path = f"{FOLDER}/{self._role}/{self._first_step:08d}-{number:06d}.jsonl"
+                    # Create-only, so that a writer that was thought dead cannot share a part with this one.
+                    if self._storage.put_new(path, data):
+                        self._path = path
             self._num_durable, self._put_at = len(self._lines), self._clock()
 
     def close(self) -> None:
@@ -140,17 +146,6 @@ class MetricsWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _create(self, data: bytes) -> str:
-        """Begin a new part with `data`; returns its path."""
-        folder = f"{FOLDER}/{self._role}"
-        number = max((part for part, _ in _parts(self._storage, self._role)), default=0)
-        while True:  # ends: each turn somebody else made a part
-            number += 1
-            path = f"{folder}/{self._first_step:08d}-{number:06d}.jsonl"
-            # Create-only, so that a writer that was thought dead cannot share a part with this one.
-            if self._storage.put_new(path, data):
-                return path
 
 
 class MetricsFollower:

@@ -21,9 +21,8 @@ from rftdask.testing.crashtest.ending import check_ending, new_memory
 from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
 from rftdask.testing.crashtest.kills import list_places
 from rftdask.testing.crashtest.power import lose_power
-from rftdask.testing.crashtest.protections import CheckThenWrite, LateLedger, TrustingLog
 from rftdask.testing.crashtest.rivals import meet_rivals
-from rftdask.testing.crashtest.suite import CrashTestOptions
+from rftdask.testing.crashtest.suite import CheckThenWrite, CrashTestOptions, LateLedger, TrustingLog
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from crash_cases import part, run_crash_test
 
-from rftdask.testing.crashtest.protections import PROTECTIONS
+from rftdask.testing.crashtest.suite import PROTECTIONS
 
 pytestmark = pytest.mark.slow
 

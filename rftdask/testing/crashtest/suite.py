@@ -1,32 +1,103 @@
-"""Suite: the parts of the crash test in their order, in a folder of the user's own file system."""
+"""Suite: the parts of the crash test in their order, in a folder of the user's own file system; then what keeps the
+promises is taken away, one protection at a time, and the same tests must find something broken: a test that finds
+nothing would prove nothing.
+
+Protections are taken away by what stands in their place at a seam: another disk, storage, log or ledger. Invariant: in
+a run that nothing disturbs, what stands there changes nothing; else a test would find itself.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rftdask.errors import UserError
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import ShardName
+from rftdask.errors import DamagedError, UserError
 from rftdask.storage import open_storage
 from rftdask.storage.local import LocalStorage
 from rftdask.testing.crashtest.damage import damage_files
-from rftdask.testing.crashtest.figures import CrashReport, Figures
+from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFigures
 from rftdask.testing.crashtest.kills import kill_at_random, stop_everywhere
 from rftdask.testing.crashtest.power import lose_power
-from rftdask.testing.crashtest.protections import PROTECTIONS, take_away
 from rftdask.testing.crashtest.rivals import meet_rivals
-from rftdask.testing.crashtest.workload import Plan
+from rftdask.testing.crashtest.workload import Parts, Plan
+from rftdask.testing.storage_faults import FaultyStorage
 
 PARTS = ("stops", "kills", "power", "rivals", "damage", "protections")
 
+_WITHOUT = Plan(6, ordered=False)
 _SHORT = (Plan(3), Plan(3, ordered=False))
 _LONG = Plan(30, save_interval=4)
 """40 optimizer steps, of which a killed trainer trains up to 3 again."""
 _NUM_POWER_SEEDS = 3
+
+
+class CheckThenWrite(FaultyStorage):
+    """`put_new` as one would write it without create-only: look whether it is there, then write."""
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        if self.inner.exists(path):
+            return False
+        self.inner.put(path, data)
+        return True
+
+
+class TrustingLog(ParquetLog):
+    """Reads what is there, whatever its checksum says."""
+
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        try:
+            chosen = None if columns is None else list(columns)
+            return pq.read_table(pa.BufferReader(data), columns=chosen, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"shard {name.text}: {error}") from error
+
+
+class LateLedger(Ledger):
+    """Writes the entry of a step when it was trained, and not before."""
+
+    _late: LedgerEntry | None = None
+
+    def write(self, entry: LedgerEntry) -> None:
+        self._late = entry
+        if not entry.use:
+            self.write_late()  # nothing will be trained
+
+    def write_late(self) -> None:
+        """Called after every optimizer step."""
+        if self._late is not None:
+            super().write(self._late)
+            self._late = None
+
+
+PROTECTIONS: dict[str, Callable[[int], Figures]] = {
+    "fsync of files": lambda every: lose_power(_WITHOUT, range(1), every=every, sync_files=False),
+    "fsync of folders": lambda every: lose_power(_WITHOUT, range(1), every=every, sync_folders=False),
+    "create-only": lambda every: meet_rivals(
+        _WITHOUT,
+        range(3),
+        every=max(1, every // 6),
+        where="before put.* ledger/.*",
+        wrap=lambda storage: CheckThenWrite(storage, lambda *call: None),
+    ),
+    "checksums of shards": lambda every: damage_files(
+        Plan(6), 0, num_flips=16, kinds="shard", parts=Parts(log=TrustingLog), every=max(1, every // 6)
+    ),
+    "the ledger before training": lambda every: lose_power(
+        _WITHOUT, range(3), where="create .*/ledger/.*", parts=Parts(ledger=LateLedger)
+    ),
+}
+"""Name -> the test without it, trying every n-th place; where only few places matter, these, and less thinly."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +150,10 @@ def run_crash_test(
         without = []
         for name in PROTECTIONS if "protections" in options.parts else ():
             # Thinly: one broken place is enough to show that the test can find it.
-            without.append(take_away(name, max(6, every)))
-            say(f"  without {name}: {without[-1].num_broken} of {without[-1].num_tried} broken, as it must be")
+            found = PROTECTIONS[name](max(6, every))
+            num_broken, example = len(found.problems), next(iter(found.problems), "")
+            without.append(ProtectionFigures(name, found.num_tried, num_broken, example))
+            say(f"  without {name}: {num_broken} of {found.num_tried} broken, as it must be")
         return CrashReport(seed, parts, without)
 
 
