@@ -5,7 +5,7 @@ Invariant: an operator looks only at rows that are still kept, so a failed or dr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -179,21 +179,20 @@ class RewardShapingMapper(Operator):
         rewards_N = table.rewards_N
         for rule in self.reward_shaping_configs or ():
             given_N = table.stats.get(rule["stats_key"])
-            if given_N is not None:
-                rewards_N = _shaped(rewards_N, rule.get("op_type", "ADD"), rule.get("weight", 1.0) * given_N)
+            if given_N is None:
+                continue
+            value_N = rule.get("weight", 1.0) * given_N
+            results = {
+                "ADD": rewards_N + value_N,
+                "SUB": rewards_N - value_N,
+                "MUL": rewards_N * value_N,
+                "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
+            }
+            shaped_N = results[rule.get("op_type", "ADD")]
+            rewards_N = torch.where(torch.isnan(value_N), rewards_N, shaped_N)  # nan: the experience has no such number
         change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
         mean = float(change_N.mean()) if len(change_N) else 0.0
         return replace(table, rewards_N=rewards_N), {"reward_change_mean": mean}
-
-
-def _shaped(rewards_N: Tensor, op: str, value_N: Tensor) -> Tensor:
-    results = {
-        "ADD": rewards_N + value_N,
-        "SUB": rewards_N - value_N,
-        "MUL": rewards_N * value_N,
-        "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
-    }
-    return torch.where(torch.isnan(value_N), rewards_N, results[op])
 
 
 @dataclass(frozen=True)
@@ -222,13 +221,3 @@ def pass_rates(table: ExperienceTable) -> tuple[Tensor, Tensor]:
     stats = group_stats(table.rewards_N, table.group_N, used_N, table.num_groups)
     groups_K = (stats.count_G > 0).nonzero().squeeze(-1)
     return groups_K, stats.mean_G[groups_K]
-
-
-def run_operators(operators: Sequence[Operator], table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-    """All operators in order; counters of the same name add up."""
-    metrics: dict[str, float] = {}
-    for operator in operators:
-        table, more = operator(table)
-        for name, value in more.items():
-            metrics[name] = metrics.get(name, 0.0) + value if name.startswith("dropped/") else value
-    return table, metrics

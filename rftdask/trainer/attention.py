@@ -106,7 +106,11 @@ def _by_length(
         query, key, value = (
             t[begin:end].unflatten(0, (rows, length)).transpose(1, 2) for t in (query_S, key_S, value_S)
         )
-        mask = None if window is None or window >= length else _window(length, window, query_S.device)
+        mask = None
+        if window is not None and window < length:  # a token sees itself and the window - 1 before it
+            place = torch.arange(length, device=query_S.device)
+            behind = place[:, None] - place[None, :]
+            mask = (behind >= 0) & (behind < window)
         out = scaled_dot_product_attention(
             query,
             key,
@@ -120,13 +124,6 @@ def _by_length(
         parts.append(out.transpose(1, 2).flatten(0, 1))
         begin = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _window(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: a token sees itself and the window - 1 before it."""
-    place = torch.arange(length, device=device)
-    behind = place[:, None] - place[None, :]
-    return (behind >= 0) & (behind < window)
 
 
 AttentionInterface.register(PACKED, packed_attention)

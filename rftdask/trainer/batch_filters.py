@@ -36,10 +36,18 @@ class AlgorithmFilter(BatchFilter):
         self.columns = ("metrics",) if self._operators else ()
 
     def reasons(self, table: pa.Table, step: int) -> list[str]:
-        reasons = self._baseline_reasons(table)
+        reasons = [""] * len(table)
+        if self._baseline_rollout is not None:
+            greedy = table.column("rollout").to_numpy() == self._baseline_rollout
+            groups = batch_from_table(table).groups
+            there = np.isin(groups, groups[greedy])
+            both = zip(greedy, there, strict=True)
+            reasons = [BASELINE if is_greedy else "" if ok else NO_BASELINE for is_greedy, ok in both]
+        # Each stage sees what the one before has left: a dropped rollout is in nobody's baseline.
         for stage in (self._operator_drops, self._advantage_drops):
             kept = np.array([i for i, reason in enumerate(reasons) if not reason], dtype=np.int64)
-            for row, code in zip(kept, stage(table.take(pa.array(kept)), step), strict=True):
+            codes = stage(table.take(pa.array(kept)), step) if len(kept) else []
+            for row, code in zip(kept, codes, strict=True):
                 reasons[row] = "" if code == DropReason.KEPT else DropReason(code).name.lower()
         return reasons
 
@@ -49,25 +57,14 @@ class AlgorithmFilter(BatchFilter):
         shaped, _ = run_pipeline(self._shaping, table)
         return shaped.rewards_N.numpy().astype(np.float32)
 
-    def _baseline_reasons(self, table: pa.Table) -> list[str]:
-        if self._baseline_rollout is None:
-            return [""] * len(table)
-        greedy = table.column("rollout").to_numpy() == self._baseline_rollout
-        groups = batch_from_table(table).groups
-        there = np.isin(groups, groups[greedy])
-        return [
-            BASELINE if is_greedy else "" if ok else NO_BASELINE for is_greedy, ok in zip(greedy, there, strict=True)
-        ]
-
     def _operator_drops(self, table: pa.Table, step: int) -> list[int]:
-        if not self._operators or not len(table):
+        if not self._operators:
             return [DropReason.KEPT] * len(table)
-        result, _ = run_pipeline(self._operators, table)
-        return [int(code) for code in result.reasons_N]
+        return [int(code) for code in run_pipeline(self._operators, table)[0].reasons_N]
 
     def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
         advantage = self._algorithm.advantage_fn
-        if advantage is None or advantage.without_drops() == advantage or not len(table):
+        if advantage is None or advantage.without_drops() == advantage:
             return [DropReason.KEPT] * len(table)
         batch = batch_from_table(with_rewards(table, self.rewards(table)))
         inputs = PaddedRows(batch, torch.device("cpu")).advantage_inputs(step)

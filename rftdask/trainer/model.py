@@ -25,6 +25,7 @@ from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
+from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.packing import PackedRows
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -51,8 +52,13 @@ def load_policy(
     """
     source = local_model(model_path)
     folder = Path(source)
-    if folder.is_dir():
-        _check_folder(folder)
+    needed = {"configuration (config.json)": ("config.json",), "weights": _WEIGHTS, "tokenizer": _TOKENIZER}
+    for what, patterns in needed.items() if folder.is_dir() else ():
+        if not any(match for pattern in patterns for match in folder.glob(pattern)):
+            raise DataError(
+                f"model.model_path {folder} holds no {what}; expected {' or '.join(patterns)}. "
+                "Give a folder written by save_pretrained of both the model and the tokenizer"
+            )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
@@ -77,16 +83,6 @@ def load_policy(
                 f"model.model_path {model_path}: {error}; lower trainer.ulysses_sequence_parallel_size {num_splits}"
             ) from error
     return model, tokenizer
-
-
-def _check_folder(folder: Path) -> None:
-    needed = {"configuration (config.json)": ("config.json",), "weights": _WEIGHTS, "tokenizer": _TOKENIZER}
-    for what, patterns in needed.items():
-        if not any(match for pattern in patterns for match in folder.glob(pattern)):
-            raise DataError(
-                f"model.model_path {folder} holds no {what}; expected {' or '.join(patterns)}. "
-                "Give a folder written by save_pretrained of both the model and the tokenizer"
-            )
 
 
 @torch.no_grad()
@@ -240,19 +236,6 @@ class _LogprobAndEntropy(torch.autograd.Function):
         return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None, None
 
 
-def state_dict_bytes(model: torch.nn.Module) -> bytes:
-    """The state dict in safetensors format, of tied tensors the first name only. Same weights, same bytes."""
-    return state_bytes({name: tensor.detach().cpu().contiguous() for name, tensor in _distinct(model).items()})
-
-
-def _distinct(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict, of tied tensors the first name only."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        tensors.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(tensors.values())
-
-
 def state_bytes(tensors: dict[str, Tensor]) -> bytes:
     """Weights by name, tied ones once, in safetensors format."""
     return safetensors.torch.save(tensors, metadata={"format": "pt"})
@@ -285,7 +268,7 @@ def export_hf(
     if dtype not in (None, model.dtype):
         tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in (tensors or _distinct(model)).items()
+            for name, tensor in (tensors or distinct_state(model)).items()
         }
     model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)

@@ -57,7 +57,9 @@ class Fingerprint:
         """
         if [len(row) for row in measured] != [len(row) for row in self.logprobs]:
             return f"{[len(row) for row in measured]} logprobs, not {[len(row) for row in self.logprobs]}"
-        bound = max((TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype)), key=_maximum)
+        bound = max(
+            (TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype)), key=lambda t: t.maximum
+        )
         gaps = [
             abs(own - other)
             for row, others in zip(self.logprobs, measured, strict=True)
@@ -71,17 +73,9 @@ class Fingerprint:
             f"{bound.maximum:g} and {bound.mean:g}"
         )
 
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON and MessagePack."""
-        return {
-            "sequences": [list(sequence) for sequence in self.sequences],
-            "logprobs": [list(row) for row in self.logprobs],
-            "dtype": self.dtype,
-        }
-
     @classmethod
     def from_plain(cls, tree: Mapping[str, Any]) -> Fingerprint:
-        """Raises: KeyError, TypeError, ValueError: it is none."""
+        """From what JSON makes of `dataclasses.asdict`. Raises: KeyError, TypeError, ValueError: it is none."""
         return cls(
             tuple(tuple(int(token) for token in sequence) for sequence in tree["sequences"]),
             tuple(tuple(float(value) for value in row) for row in tree["logprobs"]),
@@ -99,7 +93,3 @@ def fixed_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
             sequence.append((state >> 33) % vocab_size)
         sequences.append(tuple(sequence))
     return tuple(sequences)
-
-
-def _maximum(tolerance: Tolerance) -> float:
-    return tolerance.maximum

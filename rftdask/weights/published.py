@@ -8,7 +8,7 @@ pointer is no news.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
@@ -60,8 +60,12 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
     A pointer beyond to what is not there is damaged, and is not believed: one flipped bit makes 90 of 10.
     """
     now = read_pointer(storage, pointer)
-    if now == number or (now is not None and now > number and _is_named(storage, pointer, now)):
+    if now == number:
         return False
+    if now is not None and now > number:
+        folder = weights_folder(now) if pointer == WEIGHTS_POINTER else f"global_step_{now}"
+        if _try_manifest(storage, folder) is not None:
+            return False
     storage.put(pointer, f"{number}\n".encode())
     return True
 
@@ -74,12 +78,6 @@ def restore_pointer(storage: Storage, version: int) -> bool:
         return False
     move_pointer(storage, WEIGHTS_POINTER, version)
     return True
-
-
-def _is_named(storage: Storage, pointer: str, number: int) -> bool:
-    """True if there is a folder for the number that a pointer holds."""
-    folder = weights_folder(number) if pointer == WEIGHTS_POINTER else f"global_step_{number}"
-    return _try_manifest(storage, folder) is not None
 
 
 def publish_weights(
@@ -142,7 +140,7 @@ def _published(manifest: Manifest, folder: str) -> Published:
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
     """The `extra` of a manifest that carries the fingerprint."""
-    return {} if fingerprint is None else {"fingerprint": fingerprint.to_plain()}
+    return {} if fingerprint is None else {"fingerprint": asdict(fingerprint)}
 
 
 def fingerprint_of(manifest: Manifest) -> Fingerprint | None:

@@ -53,7 +53,7 @@ def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spre
         spread: whether each rank holds parts of its own. What several ranks hold is then for the lowest of them, so
             that a rank which later reads those parts again needs one file more; else they share the work.
     """
-    writer = _Writer(_numbered(name, ranks.rank))
+    writer = _Writer(f"{name.removesuffix(_ENDING)}-{ranks.rank}{_ENDING}" if ranks.rank else name)
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=spread
     )
@@ -100,7 +100,12 @@ class SavedTensors(StorageReader):
                     "of rftdask wrote it; begin a new run with what `rftdask convert` makes of it"
                 )
             for key, dtype, offsets, sizes in chunks:
-                self._add(key, getattr(torch, dtype), ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                # The whole reaches as far as the part that ends last.
+                ends = torch.Size(start + size for start, size in zip(offsets, sizes, strict=True))
+                empty = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), ends, [])
+                known = self._tensors.setdefault(key, empty)
+                known.size = torch.Size(map(max, known.size, ends))
+                known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 self._file_of[MetadataIndex(key, offsets)] = file
 
     @property
@@ -187,12 +192,6 @@ class SavedTensors(StorageReader):
             chunks.append((name, str(tensor.dtype).removeprefix("torch."), offsets, list(tensor.shape)))
         return file, placed is not None, chunks
 
-    def _add(self, name: str, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> None:
-        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        known = self._tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), torch.Size(ends), []))
-        known.size = torch.Size(map(max, known.size, ends))
-        known.chunks.append(chunk)
-
 
 class _Writer(StorageWriter):
     """Keeps the file of one rank."""
@@ -232,11 +231,6 @@ class _Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return False
-
-
-def _numbered(name: str, number: int) -> str:
-    """optim.safetensors, then optim-1.safetensors and so on."""
-    return f"{name.removesuffix(_ENDING)}-{number}{_ENDING}" if number else name
 
 
 def _done(value: Any) -> Future[Any]:

@@ -13,7 +13,7 @@ import torch
 from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.learning_selectors import DifficultyBased, DifficultyState
-from rftdask.algorithm.operators import ExperienceTable, pass_rates, run_operators
+from rftdask.algorithm.operators import ExperienceTable, pass_rates
 from rftdask.algorithm.selectors import EasyToHard
 from rftdask.errors import UserError
 from tests.numerics import shifted_seed
@@ -84,8 +84,10 @@ def test_pass_rates_are_the_means_of_the_kept_rollouts() -> None:
 
 
 def test_operators_run_in_order_over_what_is_still_kept() -> None:
-    chain = [make_operator("reward_filter", {"threshold": 0.0}), make_operator("reward_std_filter")]
-    result, metrics = run_operators(chain, table([-5, 1, 1, 0, 1], [0, 0, 0, 1, 1]))
+    rows = table([-5, 1, 1, 0, 1], [0, 0, 0, 1, 1])
+    positive, metrics = make_operator("reward_filter", {"threshold": 0.0})(rows)
+    result, more = make_operator("reward_std_filter")(positive)
+    metrics |= more
     reasons = [DropReason.REWARD_RANGE, DropReason.LOW_STD, DropReason.LOW_STD, 0, 0]
     assert result.reasons_N.tolist() == reasons
     assert (metrics["dropped/reward_range"], metrics["dropped/low_std"]) == (1.0, 2.0)

@@ -29,8 +29,10 @@ from transformers import (
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
-from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_dict_bytes, token_logprobs
+from rftdask.trainer.engines.strategies.base import Single
+from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
+from rftdask.trainer.ranks import Ranks
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 50
@@ -93,6 +95,11 @@ def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
     logits_TV = policy(ids_L[None]).logits[0, prompt - 1 : length - 1] / TEMPERATURES[row]
     categorical = torch.distributions.Categorical(logits=logits_TV)
     return categorical.log_prob(ids_L[prompt:]), categorical.entropy()
+
+
+def state_dict_bytes(model: torch.nn.Module) -> bytes:
+    """What an engine publishes of a whole model."""
+    return state_bytes(Single(Ranks()).full_state(model))
 
 
 class TestTokenLogprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -94,7 +95,7 @@ def test_weights_without_one_are_weights(storage: Storage) -> None:
 
 
 def test_a_checkpoint_carries_it_for_engines_that_evaluate_it(storage: Storage) -> None:
-    state = {"step": 2, "fingerprint": PRINT.to_plain()}
+    state = {"step": 2, "fingerprint": asdict(PRINT)}
     Checkpoints(storage, "main").save(2, {CHECKPOINT_MODEL_FILE: b"weights"}, state)
     published = read_checkpoint_weights(storage, "global_step_2")
     assert published is not None and published.fingerprint == PRINT
@@ -119,4 +120,4 @@ def test_one_that_cannot_be_read_is_damage(storage: Storage) -> None:
 
 def test_it_survives_json_to_the_bit() -> None:
     odd = Fingerprint(((1, 2),), ((-1 / 3,),), "bfloat16")
-    assert Fingerprint.from_plain(json.loads(json.dumps(odd.to_plain()))) == odd
+    assert Fingerprint.from_plain(json.loads(json.dumps(asdict(odd)))) == odd
