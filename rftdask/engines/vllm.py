@@ -24,13 +24,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils.hub import cached_file
 
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.engines.transformers import end_ids
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from rftdask.weights.fingerprint import SEQUENCE_LENGTH
@@ -123,7 +123,10 @@ class VllmEngine(Engine):
             self._args["enforce_eager"] = True  # compiling takes minutes there
             # Of a prompt that it takes in parts vLLM turns back the generator, which that of a CPU cannot: it dies.
             self._args["enable_chunked_prefill"] = False
-        self._end_ids = _end_ids(model_path, trust_remote_code)
+        try:
+            self._end_ids = end_ids(model_path, trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-")
         self._num_requests = self._num_adapters = 0
         self._adapter: Any = None
@@ -158,7 +161,11 @@ class VllmEngine(Engine):
                     if request is None:
                         unwanted.add(number)
                         continue
-                    self._check(number, request)
+                    if 0 < request.sampling.temperature < MIN_TEMPERATURE:
+                        raise RoleError(
+                            f"{self} cannot answer request {number}: temperature is {request.sampling.temperature}, "
+                            f"must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+                        )
                     future = self._submit(self._generate(request))
                     under_way[future] = number
                     future.add_done_callback(finished.put)
@@ -176,15 +183,8 @@ class VllmEngine(Engine):
             for future in under_way:
                 future.cancel()
 
-    def _check(self, number: int, request: GenerateRequest) -> None:
-        if 0 < request.sampling.temperature < MIN_TEMPERATURE:
-            raise RoleError(
-                f"{self} cannot answer request {number}: temperature is {request.sampling.temperature}, must be 0 "
-                f"(greedy) or at least {MIN_TEMPERATURE}"
-            )
-
     async def _generate(self, request: GenerateRequest) -> Generation:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # late: see _start
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
@@ -221,23 +221,23 @@ class VllmEngine(Engine):
         return Generation(tuple(answer.token_ids), logprobs, answer.finish_reason, version, self.policy_version)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return self._run(self._score_all(pairs), f"scoring {len(pairs)} responses")
+        from vllm import SamplingParams  # late: see _start
 
-    async def _score_all(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return list(await asyncio.gather(*(self._score(prompt, response) for prompt, response in pairs)))
+        async def score(prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[float, ...]:
+            if not prompt or not response:
+                raise RoleError(f"{self} cannot score: an empty prompt or response")
+            found = (await self._ask((*prompt, *response), sampling)).prompt_logprobs
+            return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
 
-    async def _score(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[float, ...]:
-        from vllm import SamplingParams
+        async def score_all() -> list[tuple[float, ...]]:
+            return list(await asyncio.gather(*(score(prompt, response) for prompt, response in pairs)))
 
-        if not prompt or not response:
-            raise RoleError(f"{self} cannot score: an empty prompt or response")
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        found = (await self._ask((*prompt, *response), sampling)).prompt_logprobs
-        return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
+        return self._run(score_all(), f"scoring {len(pairs)} responses")
 
     async def _ask(self, tokens: Sequence[int], sampling: Any) -> Any:
         """Run one request to its last output; it shares cached prefixes only with those of the same weights."""
-        from vllm.inputs import tokens_input
+        from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
         prompt = tokens_input(list(tokens), cache_salt=f"version-{self.policy_version}")
@@ -255,26 +255,23 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
         by_name = {file.name: file for file in files}
         await self._llm.pause_generation(mode="keep")
-        if ADAPTER_FILE in by_name:
-            await self._load_adapter(by_name)
-        else:
+        if ADAPTER_FILE not in by_name:
             await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
+        else:
+            from vllm.lora.request import LoRARequest  # late: see _start
+
+            self._num_adapters += 1
+            folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
+            folder.mkdir()
+            for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
+                shutil.copyfile(by_name[name], folder / name)  # vLLM may read them again
+            adapter = LoRARequest(folder.name, self._num_adapters, str(folder))
+            await self._llm.add_lora(adapter)
+            former, self._adapter = self._adapter, adapter
+            if former is not None:
+                await self._llm.remove_lora(former.lora_int_id)
+                shutil.rmtree(former.lora_path)
         await self._llm.resume_generation()
-
-    async def _load_adapter(self, by_name: Mapping[str, Path]) -> None:
-        from vllm.lora.request import LoRARequest
-
-        self._num_adapters += 1
-        folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
-        folder.mkdir()
-        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-            shutil.copyfile(by_name[name], folder / name)  # vLLM may read them again
-        adapter = LoRARequest(folder.name, self._num_adapters, str(folder))
-        await self._llm.add_lora(adapter)
-        former, self._adapter = self._adapter, adapter
-        if former is not None:
-            await self._llm.remove_lora(former.lora_int_id)
-            shutil.rmtree(former.lora_path)
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
         """Start vLLM again, on a folder with these weights in place of the model's own; about a minute."""
@@ -285,7 +282,10 @@ class VllmEngine(Engine):
         folder = Path(self._folder.name) / f"version-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        for path in _local_folder(self.model_path).iterdir():
+        source = Path(self.model_path)
+        if not source.is_dir():  # a name on the Hub: vLLM has fetched what it needs into one folder
+            source = Path(str(cached_file(self.model_path, "config.json"))).parent
+        for path in source.iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin") and ".index." not in path.name:
                 (folder / path.name).symlink_to(path.resolve())
         for number, file in enumerate(files, 1):
@@ -295,6 +295,7 @@ class VllmEngine(Engine):
 
     def _start(self, model_path: str) -> None:
         try:
+            # Late: vLLM is optional, takes ten seconds, and reads the environment variables that __init__ sets.
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
@@ -333,8 +334,16 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} failed on {what}: {type(error).__name__}: {error}") from error
 
     def _stop(self) -> None:
+        async def shut_down(llm: Any) -> None:
+            llm.shutdown()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=_STOP_S)
+
         if self._llm is not None:
-            self._run(_shut_down(self._llm), "its end")
+            self._run(shut_down(self._llm), "its end")
         self._llm = self._adapter = None
 
     def close(self) -> None:
@@ -373,15 +382,6 @@ def end_with_engine() -> None:
     threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
-async def _shut_down(llm: Any) -> None:
-    llm.shutdown()
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=_STOP_S)
-
-
 def _mixed(seed: int) -> int:
     """Mix any int64 into a seed whose lower half differs, too: the only half that PyTorch's CPU generator reads.
 
@@ -398,31 +398,3 @@ def _lora_args(rank: int) -> dict[str, Any]:
     if fitting is None:
         raise UserError(f"model.lora_configs: vLLM takes no lora_rank above {_LORA_RANKS[-1]}, not {rank}")
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": fitting}
-
-
-def _local_folder(model_path: str) -> Path:
-    if Path(model_path).is_dir():
-        return Path(model_path)
-    return Path(str(cached_file(model_path, "config.json"))).parent  # vLLM has fetched what it needs into the same
-
-
-def _end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
-    """Every token that the generation config, the config or the tokenizer of the model calls the end of a response."""
-    options: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "local_files_only": Path(model_path).is_dir(),
-    }
-    found: list[Any] = []
-    try:
-        found.append(AutoConfig.from_pretrained(model_path, **options).get_text_config().eos_token_id)
-        with contextlib.suppress(OSError):  # a model need not have one
-            found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
-        folder = Path(model_path)
-        if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
-            found.append(AutoTokenizer.from_pretrained(model_path, **options).eos_token_id)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
-    ids: set[int] = set()
-    for value in found:
-        ids.update([value] if isinstance(value, int) else value or [])
-    return sorted(ids)

@@ -20,24 +20,12 @@ OPEN_REQUESTS = 8
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The explorer's view of one moment."""
-
-    at_s: float
-    """Time on any clock that does not go back."""
-    num_workers: int
-    """Explorer workers that are there."""
-    backlog: int
-    """Work units under way or ready to run this moment."""
-
-
-@dataclass(frozen=True)
 class ScaleRule:
     """The number of workers to ask for, from what was seen until now. Immutable: `after` gives the next one.
 
     Example:
         rule = ScaleRule(min_workers=2, max_workers=16)
-        rule = rule.after(Seen(at_s=10.0, num_workers=2, backlog=40))
+        rule = rule.after(at_s=10.0, num_workers=2, backlog=40)
         rule.target == 10   # 8 more than there are
     """
 
@@ -61,18 +49,24 @@ class ScaleRule:
     def target(self) -> int:
         return self._bounded(self.asked)
 
-    def after(self, seen: Seen) -> ScaleRule:
-        """The rule once `seen` is known."""
-        wanted = self._bounded(seen.backlog)
+    def after(self, at_s: float, num_workers: int, backlog: int) -> ScaleRule:
+        """The rule once it is known what there is at one moment.
+
+        Args:
+            at_s: time on any clock that does not go back.
+            num_workers: explorer workers that are there.
+            backlog: work units under way or ready to run this moment.
+        """
+        wanted = self._bounded(backlog)
         if wanted >= self.target:
             # More than the cluster has given are asked for step by step, so that it is not flooded.
-            reachable = seen.num_workers + max(OPEN_REQUESTS, seen.num_workers)
+            reachable = num_workers + max(OPEN_REQUESTS, num_workers)
             asked = max(self.target, min(wanted, reachable))
-            return replace(self, asked=asked, needed=0, since_s=seen.at_s, seen_s=seen.at_s)
+            return replace(self, asked=asked, needed=0, since_s=at_s, seen_s=at_s)
         needed = max(self.needed, wanted)
-        if seen.at_s - self.since_s < self.idle_s:
-            return replace(self, asked=self.target, needed=needed, seen_s=seen.at_s)
-        return replace(self, asked=self._bounded(needed), needed=0, since_s=seen.at_s, seen_s=seen.at_s)
+        if at_s - self.since_s < self.idle_s:
+            return replace(self, asked=self.target, needed=needed, seen_s=at_s)
+        return replace(self, asked=self._bounded(needed), needed=0, since_s=at_s, seen_s=at_s)
 
     def _bounded(self, count: int) -> int:
         return max(self.min_workers, min(count, self.max_workers))

@@ -21,6 +21,7 @@ from rftdask.buffer.batches.groups import first_copies
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName, done_units
+from rftdask.config import Config
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tasksets import Taskset
@@ -75,35 +76,23 @@ class LearnedOrder:
     """Chooses the tasks of each explore step of one run; see `task_order.TaskOrder`.
 
     Example:
-        order = LearnedOrder(storage, log, taskset, batch_size=32, units_per_step=4, repeat_times=8)
+        order = LearnedOrder(storage, log, config, taskset)
         order.tasks(step=5, known=3)
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        log: ExperienceLog,
-        config: TasksetConfig,
-        *,
-        batch_size: int,
-        units_per_step: int,
-        repeat_times: int,
-        plugin_dirs: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, storage: Storage, log: ExperienceLog, config: Config, taskset: TasksetConfig) -> None:
         """Raises: DataError: the columns of `feature_keys` are missing, or an argument of the selector is wrong."""
-        selector = make_selector(config.data_selector, plugin_dirs)
+        selector = make_selector(taskset.data_selector, config.explorer.plugin_dirs)
         if not isinstance(selector, LearningSelector):
-            raise UserError(f"selector {config.data_selector.selector_type!r} learns, and is no LearningSelector")
+            raise UserError(f"selector {taskset.data_selector.selector_type!r} learns, and is no LearningSelector")
         self._selector = selector
-        numbers = Taskset(config).numbers(config.data_selector.feature_keys)
-        self._state = self._selector.initial(torch.tensor(numbers, dtype=torch.float64))
+        numbers = Taskset(taskset).numbers(taskset.data_selector.feature_keys)
+        self._state = selector.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
         """Explore steps whose results are in the state."""
         self._log = log
+        self._config = config
         self._chosen = ChosenTasks(storage)
-        self._batch_size = batch_size
-        self._units_per_step = units_per_step
-        self._repeat_times = repeat_times
         self._last: tuple[int, list[TaskRef]] = (0, [])
         """The step that was asked for last, and its tasks: each work unit of a step asks again."""
 
@@ -119,7 +108,7 @@ class LearnedOrder:
         if tasks is None:
             if not self._learn(known):
                 return None
-            indices = self._selector.select(self._state, step, self._batch_size).tolist()
+            indices = self._selector.select(self._state, step, self._config.buffer.batch_size).tolist()
             refs = [TaskRef(0, step - 1, index) for index in indices]
             tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
         self._last = (step, tasks)
@@ -135,9 +124,9 @@ class LearnedOrder:
                     tables.append((name, self._log.read(name)))
                 except DamagedError as error:
                     self._log.quarantine(name, str(error))
-            if len(done_units(name for name, _ in tables)) < self._units_per_step:
+            if len(done_units(name for name, _ in tables)) < self._config.units_per_step:
                 return False
-            rates = pass_rates(first_copies(tables), self._repeat_times)
+            rates = pass_rates(first_copies(tables), self._config.algorithm.repeat_times)
             rows, values = torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
             self._state = self._selector.updated(self._state, rows, values)
             self._folded = step

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, pstdev
 
 from rftdask.buffer.log import open_log
@@ -30,28 +30,6 @@ Record = Callable[[str, int, Mapping[str, float]], None]
 """(name of the taskset, policy version, metrics): called once for each complete evaluation."""
 
 
-@dataclass(frozen=True)
-class EvalTaskset:
-    """A taskset that measures the policy."""
-
-    name: str
-    number: int
-    """Position in `buffer.explorer_input.eval_tasksets`."""
-    size: int
-    """Tasks."""
-    repeat_times: int
-    """Number of rollouts of each task."""
-
-
-def eval_tasksets(config: Config, sizes: Mapping[str, int]) -> tuple[EvalTaskset, ...]:
-    """The evaluation tasksets of a stage, from the numbers of tasks by name. Raises: DataError: a taskset is empty."""
-    tasksets = config.buffer.explorer_input.eval_tasksets
-    for taskset in tasksets:
-        if not sizes[taskset.name]:
-            raise DataError(f"taskset {taskset.name} ({taskset.path}) is empty")
-    return tuple(EvalTaskset(t.name, number, sizes[t.name], t.repeat_times) for number, t in enumerate(tasksets))
-
-
 class EvaluationQueue:
     """The evaluations of a stage: done, under way, waiting.
 
@@ -67,22 +45,30 @@ class EvaluationQueue:
         self,
         storage: Storage,
         config: Config,
-        tasksets: Sequence[EvalTaskset],
+        sizes: Mapping[str, int],
         versions: Sequence[int],
         make_unit: MakeUnit,
         record: Record,
     ) -> None:
-        """versions: those to evaluate whatever is published (bench); empty: by `explorer.eval_interval`."""
+        """sizes: tasks by name of the taskset; versions: those to evaluate whatever is published (bench); empty: by
+        `explorer.eval_interval`. Raises: DataError: a taskset is empty.
+        """
         self._storage = storage
         self._config = config
-        self._tasksets = tasksets
+        self._tasksets = config.buffer.explorer_input.eval_tasksets
+        """A taskset is known by its number: its place here."""
+        for taskset in self._tasksets:
+            if not sizes[taskset.name]:
+                raise DataError(f"taskset {taskset.name} ({taskset.path}) is empty")
+        self._sizes = [sizes[taskset.name] for taskset in self._tasksets]
+        # As many rollouts as a unit of training has, so that evaluating needs no more memory.
+        rollouts_per_unit = config.tasks_per_unit * config.algorithm.repeat_times
+        self._tasks_per_unit = [max(1, rollouts_per_unit // taskset.repeat_times) for taskset in self._tasksets]
         self._versions = versions
         self._make_unit = make_unit
         self._record = record
         # Only versions that the trainer publishes can be evaluated: multiples of both intervals.
         self._interval = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
-        # As many rollouts as a unit of training has, so that evaluating needs no more memory.
-        self._rollouts_per_unit = config.tasks_per_unit * config.algorithm.repeat_times
         self._done: set[tuple[int, int]] = set()
         """(version, number of the taskset) of complete evaluations."""
         self._num_open: dict[tuple[int, int], int] = {}
@@ -98,26 +84,26 @@ class EvaluationQueue:
     def read(self) -> None:
         """Find what was evaluated before; older versions whose weights are gone stay as they are."""
         self._oldest = min(published_versions(self._storage), default=0)
-        for taskset in self._tasksets:
+        for number, taskset in enumerate(self._tasksets):
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 units.setdefault(name.explore_step, set()).add(name.unit)
-            num_units = -(-taskset.size // self._tasks_per_unit(taskset))
+            num_units = -(-self._sizes[number] // self._tasks_per_unit[number])
             for version in sorted(version for version, indices in units.items() if len(indices) == num_units):
-                self._done.add((version, taskset.number))
+                self._done.add((version, number))
                 if version in self._versions:
-                    self._record_from_log(taskset, version)  # bench reports also what was evaluated before
+                    self._record_from_log(taskset.name, version)  # bench reports also what was evaluated before
 
     def add_due(self, newest: int, ended_at: int | None) -> None:
         """Let the units of the evaluations wait that can run now and have not.
 
         Args: newest: newest published version; ended_at: the last version there will be, once that is known.
         """
-        for version, taskset in list(self._due(newest, ended_at)):
-            tasks = [TaskRef(taskset.number, 0, index) for index in range(taskset.size)]
-            size = self._tasks_per_unit(taskset)
-            parts = [tasks[start : start + size] for start in range(0, taskset.size, size)]
-            self._num_open[version, taskset.number] = len(parts)
+        for version, number in list(self._due(newest, ended_at)):
+            tasks = [TaskRef(number, 0, index) for index in range(self._sizes[number])]
+            size, taskset = self._tasks_per_unit[number], self._tasksets[number]
+            parts = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+            self._num_open[version, number] = len(parts)
             weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
             for unit_index, part in enumerate(parts):
                 self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
@@ -128,14 +114,14 @@ class EvaluationQueue:
 
     def finish(self, unit: RolloutTask) -> bool:
         """Note that a unit is on storage; True if it was the last of its evaluation, which is recorded then."""
-        taskset = next(t for t in self._tasksets if f"eval/{t.name}" == unit.folder)
-        key = (unit.explore_step, taskset.number)
+        names = [f"eval/{taskset.name}" for taskset in self._tasksets]
+        key = (unit.explore_step, names.index(unit.folder))
         self._num_open[key] -= 1
         if self._num_open[key]:
             return False
         del self._num_open[key]
         self._done.add(key)
-        self._record_from_log(taskset, unit.explore_step)
+        self._record_from_log(self._tasksets[key[1]].name, unit.explore_step)
         return True
 
     def is_empty(self, newest: int, ended_at: int | None) -> bool:
@@ -147,7 +133,8 @@ class EvaluationQueue:
         waiting = [unit.weights.version for unit in self._waiting]
         return waiting + [version for version, _ in self._due(newest, ended_at)]
 
-    def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, EvalTaskset]]:
+    def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, int]]:
+        """(version, number of the taskset) of what can be evaluated now and has not begun."""
         versions = list(self._versions)
         if not versions:
             versions = [0] if self._config.explorer.eval_on_startup else []
@@ -157,18 +144,13 @@ class EvaluationQueue:
                 versions.extend(range(first, newest + 1, self._interval))
                 if ended_at and ended_at not in versions:
                     versions.append(ended_at)
-        for version in versions:
-            for taskset in self._tasksets:
-                key = (version, taskset.number)
-                if key not in self._done and key not in self._num_open:
-                    yield version, taskset
+        for key in product(versions, range(len(self._tasksets))):
+            if key not in self._done and key not in self._num_open:
+                yield key
 
-    def _tasks_per_unit(self, taskset: EvalTaskset) -> int:
-        return max(1, self._rollouts_per_unit // taskset.repeat_times)
-
-    def _record_from_log(self, taskset: EvalTaskset, version: int) -> None:
-        log = open_log(self._storage, self._config, f"eval/{taskset.name}")
-        self._record(taskset.name, version, evaluation_metrics(log, version))
+    def _record_from_log(self, taskset: str, version: int) -> None:
+        log = open_log(self._storage, self._config, f"eval/{taskset}")
+        self._record(taskset, version, evaluation_metrics(log, version))
 
 
 def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:

@@ -41,8 +41,8 @@ from rftdask.buffer.log.shard import done_units
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import FencedError, ProcessLostError, RftError, RoleError, UserError
-from rftdask.explorer.autoscale import ScaleRule, Seen
-from rftdask.explorer.evaluation import EvaluationQueue, eval_tasksets
+from rftdask.explorer.autoscale import ScaleRule
+from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.step_metrics import step_metrics
 from rftdask.explorer.task_order import make_task_order
@@ -139,9 +139,7 @@ class Explorer:
         self._rules = make_sync_rules(config)
         self._follows_trainer = config.mode == "both"
         self._order = make_task_order(storage, self._log, config, sizes) if num_steps else None
-        self._evals = EvaluationQueue(
-            storage, config, eval_tasksets(config, sizes), eval_versions, self._make_unit, self._record_evaluation
-        )
+        self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
         self._poison = PoisonTracker()
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
         self._config_fingerprint = ""
@@ -490,7 +488,7 @@ class Explorer:
                 break
             backlog += self._config.units_per_step - unit_index
             upcoming = (step + 1, 0) if step < self._num_steps else None
-        self._scale_rule = before.after(Seen(now, num_engines, backlog))
+        self._scale_rule = before.after(now, num_engines, backlog)
         target = self._scale_rule.target
         if target != before.target:
             there = f"{num_engines} are there, and {backlog} work units to run"

@@ -78,15 +78,7 @@ def make_task_order(storage: Storage, log: ExperienceLog, config: Config, sizes:
         # Late: it needs torch, which the driver does without otherwise.
         from rftdask.explorer.difficulty import LearnedOrder
 
-        return LearnedOrder(
-            storage,
-            log,
-            tasksets[0],  # the only one, by the config's rules
-            batch_size=config.buffer.batch_size,
-            units_per_step=config.units_per_step,
-            repeat_times=config.algorithm.repeat_times,
-            plugin_dirs=plugin_dirs,
-        )
+        return LearnedOrder(storage, log, config, tasksets[0])  # the only one, by the config's rules
     return FixedOrder(tasksets, sizes, config.buffer.batch_size, plugin_dirs)
 
 

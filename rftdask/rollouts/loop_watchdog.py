@@ -68,19 +68,14 @@ class Watchdog:
                 told_of = beat
                 lines = "".join(traceback.format_stack(frame)[-_TAIL_LINES:])
                 log.warning("the event loop of all rollouts is blocked for %.1f s by:\n%s", blocked_s, lines)
-            if blocked_s > self._max_block_s and broken_off != beat and self._may_break_off(beat):
+            # The frames as they are now: while the warning was written, the loop may have gone on.
+            frame = sys._current_frames().get(self._thread_id)
+            if blocked_s <= self._max_block_s or broken_off == beat or self._beat_at != beat:
+                continue
+            while frame is not None and frame.f_code.co_name != self._only_within:
+                frame = frame.f_back
+            if frame is not None:
                 broken_off = beat
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
                 )
-
-    def _may_break_off(self, beat: float) -> bool:
-        # The frames as they are now: while the warning was written, the loop may have gone on.
-        frame = sys._current_frames().get(self._thread_id)
-        if self._beat_at != beat:
-            return False
-        while frame is not None:
-            if frame.f_code.co_name == self._only_within:
-                return True
-            frame = frame.f_back
-        return False

@@ -26,7 +26,7 @@ from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.workflows.registry import get_workflow
+from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 
@@ -96,7 +96,7 @@ def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
             load_plugin_folders(folders)
             workflows, rewards = taskset.plugins()
             for name in sorted(workflows):
-                get_workflow(name)
+                find_workflow(name)
             for name in sorted(rewards):
                 get_reward(name)
             sizes[config.name] = len(taskset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
@@ -27,16 +26,12 @@ def countdown_reward(response: str, truth: str, task: Task) -> Reward:
     answer = last_answer(response)
     if answer is None:
         return Reward(0.0, {"accuracy": 0.0})
-    correct = _solves(answer, target, numbers)
-    return Reward(1.0 if correct else FORMAT_REWARD, {"accuracy": float(correct)})
-
-
-def _solves(answer: str, target: int, numbers: list[int]) -> bool:
     try:
         value, used = evaluate(answer)
+        correct = value == target and sorted(used) == sorted(numbers)
     except ExpressionError:
-        return False
-    return value == target and sorted(used) == sorted(numbers)
+        correct = False
+    return Reward(1.0 if correct else FORMAT_REWARD, {"accuracy": float(correct)})
 
 
 def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
@@ -46,12 +41,9 @@ def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
         parsed = None
     for source in (parsed, task.row, task.row.get("metadata")):
         if isinstance(source, Mapping) and "target" in source and ("numbers" in source or "nums" in source):
-            return int(source["target"]), [int(number) for number in _numbers(source)]
+            numbers = source["numbers"] if "numbers" in source else source["nums"]
+            return int(source["target"]), [int(number) for number in numbers]
     raise ValueError(
         f"task {task.group_id} is no countdown puzzle: neither its truth nor its row has target and numbers "
         f"(columns: {', '.join(task.row) or 'none'})"
     )
-
-
-def _numbers(source: Mapping[str, Any]) -> Any:
-    return source["numbers"] if "numbers" in source else source["nums"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
-from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Reward
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.rollouts.workflows.single_turn import MATH_SYSTEM_PROMPT, ask
 
@@ -56,7 +56,11 @@ async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
     judge = model.auxiliary(options["auxiliary_model"])
     answer = (await ask(task, model)).text
     with model.timer("reward"):
-        met = await _judge(judge, _question(task), answer, [text for text, _ in rubric], options["max_judge_tokens"])
+        listed = "\n".join(f"{number}: {text}" for number, (text, _) in enumerate(rubric, start=1))
+        prompt = _JUDGE.format(question=_question(task), answer=answer, criteria=listed)
+        asked = [{"role": "user", "content": prompt}]
+        said = await judge.chat(asked, max_tokens=options["max_judge_tokens"], temperature=0.0)
+        met = parse_verdicts(said.text, len(rubric))
     total = sum(weight for _, weight in rubric)
     earned = sum(weight for (_, weight), is_met in zip(rubric, met, strict=True) if is_met)
     return Reward(earned / total, {"num_criteria_met": float(sum(met))})
@@ -84,15 +88,6 @@ def parse_verdicts(text: str, count: int) -> list[bool]:
     if missing:
         raise ValueError(f"the judge gave no verdict on criterion {', '.join(missing)}: {text!r:.200}")
     return [verdicts[number] for number in range(1, count + 1)]
-
-
-async def _judge(
-    judge: AuxiliaryModel, question: str, answer: str, criteria: Sequence[str], max_tokens: int
-) -> list[bool]:
-    listed = "\n".join(f"{number}: {text}" for number, text in enumerate(criteria, start=1))
-    prompt = _JUDGE.format(question=question, answer=answer, criteria=listed)
-    said = await judge.chat([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0)
-    return parse_verdicts(said.text, len(criteria))
 
 
 def _question(task: Task) -> str:

@@ -75,7 +75,7 @@ def find_workflow(name: str) -> FoundWorkflow:
 
     Raises: UserError: there is none, it has no `run`, or it blocks and is declared in_process.
     """
-    plugin = find_part("workflow", name, registered_workflows())
+    plugin: Any = find_part("workflow", name, registered_workflows())
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
@@ -83,27 +83,18 @@ def find_workflow(name: str) -> FoundWorkflow:
     in_process = runs_in_process(plugin)
     if in_process and not is_async:
         raise UserError(f"workflow {name!r} is declared in_process, so it must be an async function or async run")
-    run = _new_instance(plugin) if inspect.isclass(plugin) else function
+    run: Callable[[Task, Any], Any] = function
+    if inspect.isclass(plugin):
+        make: Any = plugin
+        run = lambda task, model: make().run(task, model)  # noqa: E731 -- an instance for each rollout
+
+    async def run_in_thread(task: Task, model: PolicyModel) -> Any:
+        return await asyncio.to_thread(run, task, model.blocking())
+
     return FoundWorkflow(
-        run=run if is_async else _in_thread(run),
+        run=run if is_async else run_in_thread,
         in_process=in_process,
         max_concurrent=getattr(plugin, "max_concurrent", None),
         module=module_of(plugin),
         requires=tuple(required_modules(plugin)),
     )
-
-
-def get_workflow(name: str) -> WorkflowFn:
-    """The workflow as an async function; see `find_workflow`."""
-    return find_workflow(name).run
-
-
-def _new_instance(plugin: Any) -> Callable[[Task, Any], Any]:
-    return lambda task, model: plugin().run(task, model)
-
-
-def _in_thread(function: Callable[[Task, Any], Any]) -> WorkflowFn:
-    async def run_in_thread(task: Task, model: PolicyModel) -> Any:
-        return await asyncio.to_thread(function, task, model.blocking())
-
-    return run_in_thread

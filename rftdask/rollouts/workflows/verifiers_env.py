@@ -37,38 +37,27 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
         raise ValueError(f"task {task.group_id} is not of verifiers: set the taskset's path to verifiers:<taskset>")
     vf = importlib.import_module("verifiers.v1")
     environment = _environment(json.dumps({**task.row["environment"], **task.workflow_args}, sort_keys=True))
-    own = _own_task(environment, task.row["task"])
+    # The environment's task of the row, without loading the taskset, which may read a large dataset.
+    kind = type(environment.taskset).task_type()
+    own = kind(kind.data_type().model_validate(dict(task.row["task"])), environment.taskset.config.task)
     async with open_endpoint(model) as endpoint, environment.serving():
         client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=KEY_VARIABLE)
         episode = await environment.run_slot(environment.slots(own)[0], vf.ModelContext(model="policy", client=client))
     if not episode.ok:
-        raise _failure(episode, endpoint.failure, task)
+        if endpoint.failure is not None:  # it says more than what came back over HTTP
+            raise endpoint.failure
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "without a reason"
+        raise RuntimeError(f"the episode of task {task.group_id} failed: {text[:400]}")
     rewards = [float(trace.reward) for trace in episode.traces]
-    return Reward(sum(rewards) / len(rewards), _metrics(episode.traces[0]))
+    trace = episode.traces[0]
+    told = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    told |= {name: value for name, value in trace.metrics.items() if value is not None}
+    metrics = {name: float(value) for name, value in told.items() if math.isfinite(value)}
+    return Reward(sum(rewards) / len(rewards), metrics)
 
 
 @lru_cache(maxsize=4)
 def _environment(settings: str) -> Any:
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     return loaders.load_environment(loaders.resolve_env_config(json.loads(settings)))
-
-
-def _own_task(environment: Any, data: Mapping[str, Any]) -> Any:
-    """The environment's task of a row, without loading the taskset, which may read a large dataset."""
-    kind = type(environment.taskset).task_type()
-    return kind(kind.data_type().model_validate(dict(data)), environment.taskset.config.task)
-
-
-def _failure(episode: Any, asked: Exception | None, task: Task) -> Exception:
-    """`asked`: what went wrong where the policy was asked, which says more than what came back over HTTP."""
-    if asked is not None:
-        return asked
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "without a reason"
-    return RuntimeError(f"the episode of task {task.group_id} failed: {text[:400]}")
-
-
-def _metrics(trace: Any) -> dict[str, float]:
-    told = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    told |= {name: value for name, value in trace.metrics.items() if value is not None}
-    return {name: float(value) for name, value in told.items() if math.isfinite(value)}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.explorer.autoscale import OPEN_REQUESTS, ScaleRule, Seen
+from rftdask.explorer.autoscale import OPEN_REQUESTS, ScaleRule
 
 LIMITS = st.tuples(st.integers(1, 40), st.integers(0, 40)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 STEPS = st.lists(st.tuples(st.floats(0.001, 50), st.integers(0, 60), st.integers(0, 100)), max_size=30)
@@ -24,7 +24,7 @@ def follow(rule: ScaleRule, steps: list[tuple[float, int, int]]) -> list[ScaleRu
     rules, at_s = [], 0.0
     for passed_s, num_workers, backlog in steps:
         at_s += passed_s
-        rule = rule.after(Seen(at_s, num_workers, backlog))
+        rule = rule.after(at_s, num_workers, backlog)
         rules.append(rule)
     return rules
 
@@ -65,7 +65,7 @@ def test_with_the_same_work_the_target_comes_to_rest_at_what_there_is_to_do(
     rule = ([ScaleRule(*limits), *follow(ScaleRule(*limits), steps)])[-1]
     targets, at_s = [], rule.since_s + 10_000.0
     for _ in range(8):
-        rule = rule.after(Seen(at_s, rule.target, backlog))  # the cluster gives all that is asked for
+        rule = rule.after(at_s, rule.target, backlog)  # the cluster gives all that is asked for
         targets.append(rule.target)
         at_s += rule.idle_s + 1
     assert set(targets[-2:]) == {max(limits[0], min(backlog, limits[1]))}
@@ -86,7 +86,7 @@ def test_a_cluster_that_gives_nothing_is_not_asked_for_ever_more(num_workers: in
 @given(LIMITS, st.integers(0, 60), st.integers(0, 100), st.integers(0, 100))
 def test_more_work_never_means_fewer_workers(limits: tuple[int, int], num_workers: int, one: int, more: int) -> None:
     rule = ScaleRule(*limits)
-    few, many = (rule.after(Seen(1.0, num_workers, backlog)) for backlog in sorted((one, one + more)))
+    few, many = (rule.after(1.0, num_workers, backlog) for backlog in sorted((one, one + more)))
     assert few.target <= many.target
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
-from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.config import load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DamagedError, UserError
 from rftdask.explorer.difficulty import ChosenTasks, LearnedOrder, pass_rates
@@ -32,10 +32,17 @@ class World:
 
     def explorer(self) -> LearnedOrder:
         selector = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": self.kwargs}
-        taskset = TasksetConfig.model_validate({"name": "t", "path": str(self.tasks_file), "data_selector": selector})
-        return LearnedOrder(
-            self.storage, self.log, taskset, batch_size=BATCH_SIZE, units_per_step=2, repeat_times=REPEAT_TIMES
+        taskset = {"name": "t", "path": str(self.tasks_file), "data_selector": selector}
+        config = load_config(
+            {
+                "model": {"model_path": "none", "max_model_len": 64},
+                "algorithm": {"repeat_times": REPEAT_TIMES},
+                "buffer": {"batch_size": BATCH_SIZE, "explorer_input": {"tasksets": [taskset]}},
+                "explorer": {"tasks_per_batch": BATCH_SIZE // 2},
+            }
         )
+        [section] = config.buffer.explorer_input.train_tasksets
+        return LearnedOrder(self.storage, self.log, config, section)
 
     def run(self, step: int, tasks: list[TaskRef] | None) -> None:
         """Commit the step's rollouts; tasks of an even row pass."""

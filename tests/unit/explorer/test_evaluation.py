@@ -24,7 +24,6 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import Config, load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.explorer.evaluation import (
-    EvalTaskset,
     EvaluationQueue,
     evaluation_metrics,
     expected_best,
@@ -33,7 +32,8 @@ from rftdask.explorer.evaluation import (
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import WeightRequirement
 
-LARGE, SMALL = EvalTaskset("large", 0, 10, 1), EvalTaskset("small", 1, 3, 4)
+SIZES = {"large": 10, "small": 3}
+REPEAT_TIMES = {"large": 1, "small": 4}
 
 
 def stage(*overrides: str) -> Config:
@@ -54,13 +54,17 @@ def make_unit(
 
 
 def make_queue(
-    config: Config, *tasksets: EvalTaskset, versions: tuple[int, ...] = ()
+    config: Config, *tasksets: str, versions: tuple[int, ...] = ()
 ) -> tuple[EvaluationQueue, list[tuple[str, int]]]:
     recorded: list[tuple[str, int]] = []
+    tree = config.to_dict()
+    tree["buffer"]["explorer_input"]["eval_tasksets"] = [
+        {"name": name, "path": f"{name}.jsonl", "repeat_times": REPEAT_TIMES[name]} for name in tasksets
+    ]
     queue = EvaluationQueue(
         open_storage("memory://evaluation-queue"),
-        config,
-        tasksets,
+        load_config(tree),
+        SIZES,
         versions,
         make_unit,
         lambda taskset, version, metrics: recorded.append((taskset, version)),
@@ -69,7 +73,7 @@ def make_queue(
 
 
 def due_versions(config: Config, newest: int, ended_at: int | None, versions: tuple[int, ...] = ()) -> list[int]:
-    return make_queue(config, SMALL, versions=versions)[0].versions_in_use(newest, ended_at)
+    return make_queue(config, "small", versions=versions)[0].versions_in_use(newest, ended_at)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_bench_names_its_versions() -> None:
 
 
 def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
-    queue, _ = make_queue(stage(), LARGE, SMALL)
+    queue, _ = make_queue(stage(), "large", "small")
     queue.add_due(newest=0, ended_at=None)
     assert queue.num_waiting == 6
     sizes = [(taken.folder, taken.unit_index, len(taken.tasks)) for taken in (queue.take() for _ in range(6))]
@@ -105,7 +109,7 @@ def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
 
 
 def test_an_evaluation_is_recorded_at_its_last_unit_and_is_not_due_again() -> None:
-    queue, recorded = make_queue(stage(), LARGE)
+    queue, recorded = make_queue(stage(), "large")
     queue.add_due(newest=0, ended_at=None)
     queue.add_due(newest=0, ended_at=None)
     assert queue.num_waiting == 3 and not queue.is_empty(0, None)

@@ -8,7 +8,7 @@ import pytest
 from rftdask.data.task import Task
 from rftdask.rollouts.workflows.base import Response, Reward, Step
 from rftdask.rollouts.workflows.grid import QUESTION, Grid
-from rftdask.rollouts.workflows.registry import get_workflow
+from rftdask.rollouts.workflows.registry import find_workflow
 
 
 class Walker:
@@ -29,7 +29,7 @@ class Walker:
 
 def walk(text: str, walker: Walker, **fields: Any) -> Reward:
     task = Task("t", 0, 0, prompt=text, **fields)
-    reward = asyncio.run(get_workflow("grid_workflow")(task, walker))
+    reward = asyncio.run(find_workflow("grid_workflow").run(task, walker))
     assert isinstance(reward, Reward)
     return reward
 

@@ -19,7 +19,7 @@ from rftdask.rollouts.rewards.dapo import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward
 from rftdask.rollouts.workflows.games import board_text, find_action
 from rftdask.rollouts.workflows.judged import parse_verdicts, read_rubric
-from rftdask.rollouts.workflows.registry import find_workflow, get_workflow
+from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.rollouts.workflows.tools import call_tool
 from rftdask.rollouts.workflows.turns import StepWiseWorkflow, propagate_rewards
 
@@ -47,7 +47,7 @@ def task(**fields: Any) -> Task:
 
 
 def play(name: str, model: Script, **fields: Any) -> Reward:
-    return as_reward(asyncio.run(get_workflow(name)(task(**fields), model)))  # type: ignore[arg-type]
+    return as_reward(asyncio.run(find_workflow(name).run(task(**fields), model)))  # type: ignore[arg-type]
 
 
 def call(expression: Any, name: str = "calculator") -> str:

@@ -12,7 +12,7 @@ from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
-from rftdask.rollouts.workflows.registry import find_workflow, get_workflow, workflow
+from rftdask.rollouts.workflows.registry import find_workflow, workflow
 from rftdask.rollouts.workflows.single_turn import BOXED_SYSTEM_PROMPT, MATH_SYSTEM_PROMPT, THINKING_SYSTEM_PROMPT
 
 
@@ -39,7 +39,7 @@ def task(*messages: tuple[str, str], **fields: Any) -> Task:
 
 def run(name: str, task: Task, answer: str) -> tuple[float | Reward, list[Any]]:
     model = ScriptedModel(answer)
-    return asyncio.run(get_workflow(name)(task, model)), model.asked  # type: ignore[arg-type]
+    return asyncio.run(find_workflow(name).run(task, model)), model.asked  # type: ignore[arg-type]
 
 
 def test_simple_workflow_asks_the_chat_as_it_is() -> None:
@@ -87,7 +87,7 @@ def test_math_boxed_workflow_charges_for_a_missing_thought(reward_fn: str) -> No
 
 @pytest.mark.parametrize("name", ["simple_workflow", "math_workflow", "math_boxed_workflow"])
 def test_the_async_names_of_the_reference_system_are_the_same_workflows(name: str) -> None:
-    assert get_workflow(f"async_{name}") is get_workflow(name)
+    assert find_workflow(f"async_{name}").run is find_workflow(name).run
 
 
 class Counting:
@@ -117,14 +117,14 @@ def test_an_object_with_run_is_a_workflow() -> None:
 
 def test_a_dotted_path_names_a_workflow_without_registration() -> None:
     path = "rftdask.rollouts.workflows.single_turn.math_workflow"
-    assert get_workflow(path) is get_workflow("math_workflow")
+    assert find_workflow(path).run is find_workflow("math_workflow").run
 
 
 def test_a_wrong_name_is_a_user_error_with_the_nearest_ones() -> None:
     with pytest.raises(UserError, match="unknown workflow 'math_worklow'; did you mean math_workflow"):
-        get_workflow("math_worklow")
+        find_workflow("math_worklow")
     with pytest.raises(UserError, match=r"unknown workflow 'zzz'; there are .*simple_workflow"):
-        get_workflow("zzz")
+        find_workflow("zzz")
 
 
 def test_a_function_that_is_not_async_cannot_be_declared_in_process() -> None:
@@ -132,7 +132,7 @@ def test_a_function_that_is_not_async_cannot_be_declared_in_process() -> None:
     assert not find_workflow("test_not_async").in_process
     not_async.in_process = True  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="'test_not_async' is declared in_process, so it must be an async function"):
-        get_workflow("test_not_async")
+        find_workflow("test_not_async")
 
 
 def test_a_name_cannot_be_taken_twice() -> None:

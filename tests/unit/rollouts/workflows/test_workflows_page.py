@@ -13,7 +13,7 @@ import yaml
 
 from rftdask.config import load_config
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.workflows.registry import get_workflow
+from rftdask.rollouts.workflows.registry import find_workflow
 
 PAGE = (Path(__file__).parents[4] / "docs/workflows.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: file=(\S+))?\n(.*?)```", PAGE, re.DOTALL)
@@ -36,7 +36,7 @@ def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert printed == text
             num_checked += 1
     assert num_checked == 4
-    get_workflow("my_workflows.short_answer")
+    find_workflow("my_workflows.short_answer")
 
 
 def test_the_configuration_on_the_page_is_valid() -> None:
@@ -52,7 +52,7 @@ WITH_EXTRAS = {"reasoning_gym_reward", "verifiers_workflow"}
 
 
 def find(name: str) -> object:
-    return (get_workflow if name.endswith("_workflow") else get_reward)(name)
+    return (find_workflow if name.endswith("_workflow") else get_reward)(name)
 
 
 def test_every_name_in_the_tables_is_there() -> None:
