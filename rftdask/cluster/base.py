@@ -76,6 +76,7 @@ def scaled(
     like = next((worker for worker in reversed(layout.workers) if role in worker.resources), None)
     if like is None:
         raise UserError(f"cluster: no worker of this run is for role {role!r}, so there is none to add more like it")
+    # The oldest stay: they have loaded their models, and the newest have the least to lose.
     kept = [worker for worker in workers if role in worker.resources][:num_workers]
     others = [worker for worker in workers if role not in worker.resources]
     used = {w.gpu + i for w in (*others, *kept) if w.gpu is not None for i in range(w.num_gpus)}
@@ -98,6 +99,7 @@ def _runs(free: Sequence[int], length: int) -> list[int | None]:
     >>> _runs([1, 2, 3, 5, 6], 2)
     [1, 5]
     """
+    # Neighbors, since an engine's GPUs are named as one slice of those that the machine has.
     found: list[int | None] = []
     end = 0
     for gpu in free:
@@ -167,7 +169,8 @@ class Cluster(ABC):
         return
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the workers of this cluster and let go of Dask. Idempotent."""
 
     def __enter__(self) -> Cluster:
         return self
@@ -208,7 +211,7 @@ def close_in_turn(*parts: Closable) -> None:
 
     By then all that the run came to is on storage: closing slowly is not a failure of it, nor may it hide one.
     """
-    for part in parts:
+    for part in parts:  # the client first: it would try to reconnect to a scheduler that ends before it
         try:
             part.close(timeout=_CLOSE_S)
         except TimeoutError:
@@ -246,6 +249,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     """
     ranks, first, explorers, each = _demand(stages, num_gpus)
     roles = ranks + explorers
+    # A trainer and an explorer may share a single core, so that a run starts on any machine.
     if roles > max(num_cpus, 2):
         raise UserError(
             f"cluster: {ranks} trainer + {explorers} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) "
@@ -290,6 +294,7 @@ def _demand(stages: Sequence[Config], num_gpus: int) -> tuple[int, int, int, int
     first = max((stage.explorer.fewest_workers for stage in exploring), default=0)
     most = max((stage.explorer.most_workers for stage in exploring), default=0)
     each = max((stage.explorer.rollout_model.num_gpus for stage in exploring), default=1)
+    # What as many explorers as there may ever be leave over: ranks cannot be moved while a stage runs.
     left = max(1, num_gpus - most * each)
     return max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0), first, most, each
 

@@ -65,6 +65,7 @@ def placed(base: Any, layout: Layout) -> Any:
         num_placed = 0
 
         def new_worker_spec(self) -> dict[Any, Any]:
+            # dask-cuda calls it once for each worker, in order, and gives the n-th worker the n-th GPU.
             worker = layout.workers[self.num_placed]
             self.num_placed += 1
             ((device, spec),) = super().new_worker_spec().items()

@@ -97,6 +97,7 @@ def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str
     Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.
     """
     needed = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+    # If any worker has a role, whoever started them has placed the roles, and none is added.
     there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in ROLES}
     if any(there.values()):
         for role in ROLES:

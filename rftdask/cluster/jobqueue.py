@@ -197,6 +197,7 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     def close(self) -> None:
         if not self._closed.is_set():
+            # The thread first: it would replace the jobs that are cancelled below.
             self._closed.set()
             self._wake.set()
             self._thread.join(_SUBMIT_S)
@@ -220,6 +221,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 self._error = RoleError(f"the jobs of the run are no longer kept: {type(error).__name__}: {error}")
                 return
             failures = max(self._failed_submits, *self._failed_starts.values())
+            # Twice as long after each failure in a row: the batch system, or whoever set it up, needs time.
             pause_s, self._pause_s = self._pause_s, min(1.3 * self._pause_s, _LOOK_S)
             self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
             self._wake.clear()
@@ -231,6 +233,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     def _look(self) -> None:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         names = [str(info["name"]) for info in workers.values()]
+        # The record of a job is replaced, not changed, so a shallow copy tells whether there is something to note.
         now_s, before = time.time(), dict(self._jobs)
         for role in ROLES:
             jobs = [
@@ -239,6 +242,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             ]
             states = self.states([job.job_id for job in jobs])
             if states is None:
+                # No command to ask by: a job lives until its worker was there and has been gone for long. One that
+                # waits in the queue has never been there, and may wait as long as it likes.
                 missing_s = {job.job_id: now_s - (job.missing_since_s or now_s) for job in jobs}
                 states = {job_id: "" for job_id, seconds in missing_s.items() if seconds < _MISSING_S}
             change = plan_change(jobs, frozenset(states), self._asked[role], self._failed_starts[role])
@@ -258,7 +263,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                     f"last one, {last}, wrote to {self._logs}:\n" + "\n".join("\n".join(tail) for tail in tails)
                 )
             for _ in range(change.num_new):
-                if not self._closed.is_set():
+                if not self._closed.is_set():  # submitting takes seconds, and `close` cancels what it finds here
                     self._jobs[role].append(self._submit(role))
                     self._failed_submits = 0
         if self._jobs != before:

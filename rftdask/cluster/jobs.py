@@ -65,6 +65,7 @@ def plan_change(jobs: Sequence[JobRecord], alive: frozenset[str], num_asked: int
     failed = num_failed_starts
     for job in lost:
         failed = 0 if job.joined else failed + 1
+    # One that has joined proves that workers can start here, whatever became of others.
     if any(job.joined for job in kept):
         failed = 0
     return Change(lost, tuple(kept[num_asked:]), max(0, num_asked - len(kept)), failed)

@@ -69,6 +69,8 @@ def _run(command: list[str]) -> int:
             told.append(number)
             worker.terminate()
 
+        # SLURM sends SIGTERM to this process alone or to all of the step: the worker gets it either way, and once more
+        # does no harm.
         before = signal.signal(signal.SIGTERM, on_terminate)
         try:
             code = worker.wait()

@@ -106,7 +106,7 @@ class LocalCluster(Cluster):
         self._restore = dask.config.set(DASK_CONFIG)
         self._layout = layout
         self._plans = list(layout.workers)
-        self._num_named = len(self._plans)
+        self._num_named = len(self._plans)  # counts on, so that a name never comes back
         self._scaling = threading.Lock()
         self._cluster = self._start(layout, dashboard_address)
         self.client = Client(self._cluster)  # the default client: actor calls look for it
@@ -130,10 +130,12 @@ class LocalCluster(Cluster):
     def scale(self, role: str, num_workers: int) -> None:
         with self._scaling:
             num_gpus = len(visible_gpus()) if any(plan.gpu is not None for plan in self._plans) else 0
+            # All GPUs of the machine, also those that the layout left over: they are what new explorers get.
             before = {plan.name for plan in self._plans}
             self._plans = scaled(self._plans, self._layout, role, num_workers, num_gpus, self._num_named)
             self._num_named += sum(plan.name not in before for plan in self._plans)
             spec = {plan.name: self._worker_spec(plan) for plan in self._plans}
+            # In the loop of the cluster, which reads the dict of workers there.
             assert self._cluster.loop is not None
             self._cluster.loop.add_callback(self._apply, spec)
 
@@ -141,7 +143,6 @@ class LocalCluster(Cluster):
         return sum(role in plan.resources for plan in self._plans)
 
     def _apply(self, spec: dict[str, Any]) -> None:
-        """In the loop of the cluster, which reads the dict there."""
         there = self._cluster.worker_spec
         for name in there.keys() - spec.keys():
             del there[name]

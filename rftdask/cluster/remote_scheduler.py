@@ -57,6 +57,7 @@ class RemoteWorkersCluster(Cluster):
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it
         self.address = str(self._cluster.scheduler_address)
+        # From here on workers find this scheduler, so it is written when everything else is there.
         folder.write_address(self.address)
         try:
             self.client.wait_for_workers(1, timeout=_START_DEADLINE_S)
@@ -71,6 +72,7 @@ class RemoteWorkersCluster(Cluster):
         return sum(role in worker.resources for worker in self._layout.workers)
 
     def close(self) -> None:
+        # A worker that finds no address ends for good; one that finds an old address waits for the next scheduler.
         if not self.may_return:
             self._folder.remove_address(self.address)
         close_in_turn(self.client, self._cluster)

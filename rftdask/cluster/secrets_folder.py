@@ -123,6 +123,7 @@ class PrivateFolder:
                 self.scheduler_file.unlink()
 
     def _write(self, name: str, content: str) -> None:
+        # Under another name until it is whole, and never readable by others, not even for a moment.
         temporary = self.path / f".{name}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(content)

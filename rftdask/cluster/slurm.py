@@ -72,6 +72,7 @@ def forget_restarts() -> None:
 
 def interrupt(job_id: str) -> None:
     """SIGINT to the script of a job, which ends its run with a checkpoint; tasks of an array that wait are dropped."""
+    # First those that wait, else one of them would start when the one that runs has ended.
     call("scancel", "--quiet", "--state=PENDING", job_id)
     call("scancel", "--batch", "--signal=INT", job_id)
 
@@ -114,7 +115,7 @@ def read_capacity(partition: str | None) -> Capacity:
     """Raises: UserError: there is no such partition, or no SLURM."""
     told = call("sinfo", "--noheader", "--format=%P|%D|%c|%G", *(["--partition", partition] if partition else []))
     rows = [line.strip().split("|") for line in told.splitlines() if line.strip()]
-    if not partition:
+    if not partition:  # the default partition is marked so; without one, whatever there is
         rows = [row for row in rows if row[0].endswith("*")] or rows
     if not rows:
         raise UserError(f"cluster.slurm: there is no partition {partition!r}; sinfo lists those that you may use")
