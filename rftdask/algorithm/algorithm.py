@@ -8,7 +8,6 @@ micro-batches add up to the batch's.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult
@@ -65,27 +64,15 @@ class Algorithm:
         """The algorithm for rows that its advantage function has not dropped; see `AdvantageFn.without_drops`."""
         return self if self.advantage_fn is None else replace(self, advantage_fn=self.advantage_fn.without_drops())
 
-    def token_weights(
-        self,
-        loss_mask_BT: Tensor,
-        *,
-        max_tokens: int | None = None,
-        expert_mask_B: Tensor | None = None,
-        step: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
+    def token_weights(self, loss_mask_BT: Tensor, **given: Any) -> Tensor:
         """Weights of the WHOLE batch's tokens, [B, T]; cut them up together with the batch.
 
         Args:
             loss_mask_BT: [B, T] bool, all rows of all ranks and micro-batches.
-            max_tokens: longest response that may be sampled; for seq-mean-token-sum-norm.
-            expert_mask_B: [B] bool, demonstrations; for the mixtures.
-            step: training step; for schedules of the mixture.
+            given: as `PolicyLoss.token_weights` takes it: max_tokens, expert_mask_B, step, dtype.
         Raises: ValueError: something the mode or the loss needs is missing.
         """
-        weights = self.policy_loss_fn.token_weights
-        more: dict[str, Any] = {"expert_mask_B": expert_mask_B, "step": step, "dtype": dtype}
-        return weights(loss_mask_BT, self.loss_agg_mode, max_tokens=max_tokens, **more)
+        return self.policy_loss_fn.token_weights(loss_mask_BT, self.loss_agg_mode, **given)
 
     def compute_advantages(self, inputs: AdvantageInputs, *, kl_coef: float | None = None) -> AdvantageResult:
         """Advantages of a whole batch, the KL penalty taken off the rewards first (`kl_coef`: its adaptive

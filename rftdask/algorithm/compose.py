@@ -32,6 +32,8 @@ BASES: Mapping[str, type] = {
     "operator": Operator,
 }
 """Key -> the class that a part named there is a subclass of."""
+PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
+"""The keys of section `algorithm` that name a part."""
 
 
 def find_class(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
@@ -67,74 +69,62 @@ def _construct(what: str, cls: Any, args: Args) -> Any:
 def make_algorithm(
     algorithm_type: str,
     *,
-    advantage_fn: str | None = None,
-    advantage_fn_args: Args | None = None,
-    policy_loss_fn: str | None = None,
-    policy_loss_fn_args: Args | None = None,
-    kl_penalty_fn: str | None = None,
-    kl_penalty_fn_args: Args | None = None,
-    kl_loss_fn: str | None = None,
-    kl_loss_fn_args: Args | None = None,
-    entropy_loss_fn: str | None = None,
-    entropy_loss_fn_args: Args | None = None,
     loss_agg_mode: str | None = None,
     rollout_correction: Args | None = None,
     plugin_dirs: Sequence[str] = (),
+    **parts: Any,
 ) -> Algorithm:
     """The algorithm of that name, with the given parts in place of its defaults.
 
-    A part's `_args` are merged over the type's own arguments for that part, if the part is the type's default, and
-    over the part's defaults. `loss_agg_mode` inside `policy_loss_fn_args` is the same setting as outside.
+    parts: names and arguments as section `algorithm` has them, `policy_loss_fn` and `policy_loss_fn_args` and so on for
+    each of `PARTS`; None: the type's own. Arguments are merged over the type's own for that part, if the part is the
+    type's default, and over the part's defaults. `loss_agg_mode` in `policy_loss_fn_args` is the same as outside.
 
     Raises: UserError: an unknown name (near matches), arguments a part does not take, a value out of range, parts that
         do not go together.
     """
+    if unknown := parts.keys() - {key for part in PARTS for key in (part, f"{part}_args")}:
+        raise TypeError(f"make_algorithm takes no {', '.join(sorted(unknown))}")
     kind: type[AlgorithmType] = find_class("algorithm_type", algorithm_type, plugin_dirs)
     type_name = getattr(kind, "algorithm_type", algorithm_type)
+    given = {part: dict(parts.get(f"{part}_args") or {}) for part in PARTS}
+    names: dict[str, Any] = {part: parts.get(part) or getattr(kind, part, None) for part in PARTS}
 
-    loss_args = dict(policy_loss_fn_args or {})
-    inner_mode = loss_args.pop("loss_agg_mode", None)
+    def make(part: str) -> Any:
+        own = getattr(kind, f"{part}_args", {}) if names[part] == getattr(kind, part, None) else {}
+        return make_part(part, names[part] or "none", {**own, **given[part]}, plugin_dirs)
+
+    inner_mode = given["policy_loss_fn"].pop("loss_agg_mode", None)
     if None not in (inner_mode, loss_agg_mode) and inner_mode != loss_agg_mode:
         raise UserError(f"loss_agg_mode is {loss_agg_mode!r}, but policy_loss_fn_args say {inner_mode!r}; give it once")
     mode = loss_agg_mode or inner_mode
     if mode not in (None, *AGGREGATIONS):
         raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
 
-    loss_name = policy_loss_fn or kind.policy_loss_fn
-    if loss_name == kind.policy_loss_fn:
-        loss_args = {**kind.policy_loss_fn_args, **loss_args}
-    loss: PolicyLoss = make_part("policy_loss_fn", loss_name, loss_args, plugin_dirs)
-
-    advantage: AdvantageFn | None = None
-    advantage_name = advantage_fn or kind.advantage_fn
-    if not loss.uses_advantages:
-        if advantage_fn or advantage_fn_args:
-            raise UserError(
-                f"policy_loss_fn {loss_name!r} takes no advantages; "
-                f"remove advantage_fn from algorithm_type {type_name!r}"
-            )
-    elif advantage_name is None:
-        raise UserError(f"policy_loss_fn {loss_name!r} needs an advantage_fn; algorithm_type {type_name!r} has none")
-    else:
-        own = kind.advantage_fn_args if advantage_name == kind.advantage_fn else {}
-        advantage = make_part("advantage_fn", advantage_name, {**own, **(advantage_fn_args or {})}, plugin_dirs)
-
+    loss: PolicyLoss = make("policy_loss_fn")
+    if not loss.uses_advantages and (parts.get("advantage_fn") or given["advantage_fn"]):
+        raise UserError(
+            f"policy_loss_fn {names['policy_loss_fn']!r} takes no advantages; "
+            f"remove advantage_fn from algorithm_type {type_name!r}"
+        )
+    if loss.uses_advantages and names["advantage_fn"] is None:
+        raise UserError(
+            f"policy_loss_fn {names['policy_loss_fn']!r} needs an advantage_fn; algorithm_type {type_name!r} has none"
+        )
     algorithm = Algorithm(
         name=type_name,
         schema=kind.schema,
         repeat_times=kind.repeat_times,
         loss_agg_mode=mode or loss.only_agg_mode or kind.loss_agg_mode,
         sample_strategy=kind.sample_strategy,
-        advantage_fn=advantage,
+        advantage_fn=make("advantage_fn") if loss.uses_advantages else None,
         policy_loss_fn=loss,
-        kl_loss_fn=make_part("kl_loss_fn", kl_loss_fn or kind.kl_loss_fn, kl_loss_fn_args, plugin_dirs),
-        kl_penalty_fn=make_part("kl_penalty_fn", kl_penalty_fn or "none", kl_penalty_fn_args, plugin_dirs),
-        entropy_loss_fn=make_part(
-            "entropy_loss_fn", entropy_loss_fn or kind.entropy_loss_fn, entropy_loss_fn_args, plugin_dirs
-        ),
+        kl_loss_fn=make("kl_loss_fn"),
+        kl_penalty_fn=make("kl_penalty_fn"),
+        entropy_loss_fn=make("entropy_loss_fn"),
         correction=_construct("rollout_correction", Correction, rollout_correction or {}),
     )
-    if problem := _mismatch(algorithm, kind, loss_name, advantage_name):
+    if problem := _mismatch(algorithm, kind, names["policy_loss_fn"], names["advantage_fn"]):
         raise UserError(problem)
     return algorithm
 

@@ -53,12 +53,13 @@ class Correction:
         """[B, T] factors, detached, and metrics: is_weight (mean factor), is_clip_frac."""
         proximal_BT = inputs.proximal_logprobs_BT
         trainer_BT = inputs.policy_logprobs_BT.detach() if proximal_BT is None else proximal_BT
-        return self.from_log_ratio(inputs, trainer_BT - inputs.rollout_logprobs_BT)
-
-    def from_log_ratio(self, inputs: LossInputs, log_w_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`factors` for a given log w."""
-        log_w_BT = log_w_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        weight_BT = self._level(inputs, log_w_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        log_w_BT = (trainer_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        if self.method == "geometric_mask" or self.level == "geometric":
+            log_w_BT = inputs.spread(inputs.sequence_means(log_w_BT))
+        elif self.level == "sequence":
+            # Bounded again: a product over a long sequence leaves the range of a float.
+            log_w_BT = inputs.spread(inputs.sequence_sums(log_w_BT)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        weight_BT = log_w_BT.exp()
         outside_BT = (weight_BT < self.low) | (weight_BT > self.high)
         if self.method == "truncate":
             factor_BT = weight_BT.clamp(self.low, self.high)
@@ -70,10 +71,3 @@ class Correction:
             "is_weight": inputs.weighted(factor_BT),
             "is_clip_frac": inputs.weighted(outside_BT),
         }
-
-    def _level(self, inputs: LossInputs, log_w_BT: Tensor) -> Tensor:
-        if self.method == "geometric_mask" or self.level == "geometric":
-            return inputs.spread(inputs.sequence_means(log_w_BT))
-        if self.level == "sequence":
-            return inputs.spread(inputs.sequence_sums(log_w_BT))
-        return log_w_BT

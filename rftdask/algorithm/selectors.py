@@ -4,7 +4,7 @@ Without torch, for the process that hands out tasks does without it: selectors t
 learning_selectors.py. Invariant: an order is a function of its arguments, so a resumed run takes the same tasks.
 """
 
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from rftdask.config.plugins import bind_arguments, parameters_of
 from rftdask.config.schema.algorithm import load_part
 from rftdask.config.schema.buffer import DataSelectorConfig
 from rftdask.errors import DataError, UserError
+
+Features: TypeAlias = npt.NDArray[np.float64]
+Order: TypeAlias = npt.NDArray[np.int64]
 
 
 class Selector:
@@ -38,9 +41,7 @@ class Selector:
     for_datasets: ClassVar[bool] = False
     """It may stand beside a dataset that is trained on or evaluated, whose rows are shuffled if it is seeded."""
 
-    def order(
-        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
-    ) -> npt.NDArray[np.int64]:
+    def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
         """[N] rows of the taskset, each once, as `epoch` (from 0) takes them.
 
         Args:
@@ -57,9 +58,7 @@ class Sequential(Selector):
     seeded = False
     for_datasets = True
 
-    def order(
-        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
-    ) -> npt.NDArray[np.int64]:
+    def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
         return np.arange(len(features_NF), dtype=np.int64)
 
 
@@ -69,9 +68,7 @@ class Shuffle(Selector):
     selector_name = "shuffle"
     for_datasets = True
 
-    def order(
-        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
-    ) -> npt.NDArray[np.int64]:
+    def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
         # Raw words, sorted: unlike Generator.permutation, their stream is promised not to change with the version.
         return np.argsort(random.random_raw(len(features_NF)), kind="stable").astype(np.int64)
 
@@ -92,13 +89,11 @@ class EasyToHard(Selector):
     features = "columns that tell the difficulty"
     seeded = False
 
-    def order(
-        self, features_NF: npt.NDArray[np.float64], epoch: int, random: np.random.BitGenerator
-    ) -> npt.NDArray[np.int64]:
+    def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
         require(features_NF.shape[1] > 0, "offline_easy2hard needs at least one feature per task")
         # lexsort sorts by its last key first, and is stable: rows that tie in all features come in reversed order.
         backward_N = np.arange(len(features_NF) - 1, -1, -1)
-        order_N: npt.NDArray[np.int64] = backward_N[np.lexsort(-features_NF[backward_N, ::-1].T)]
+        order_N: Order = backward_N[np.lexsort(-features_NF[backward_N, ::-1].T)]
         return order_N
 
 

@@ -197,8 +197,8 @@ class StageRun:
             log_folder=self._log_folder,
         )
         return Gang(
-            self._client,
-            spec,
+            client=self._client,
+            spec=spec,
             max_restarts=self._config.trainer.max_restarts,
             worker_deadline_s=self._cluster.worker_deadline_s,
             note=self._note,

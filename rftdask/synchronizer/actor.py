@@ -39,14 +39,10 @@ class Synchronizer:
     """The actor. All methods are coroutines and run on the event loop of its worker; storage is read in a thread."""
 
     def __init__(self, url: str, poll_interval_s: float) -> None:
-        self._url = url
-        self._poll_interval_s = poll_interval_s
+        self._storage, self._poll_interval_s = open_storage(url), poll_interval_s
         self._published: Published | None = None
-        self._storage: Storage | None = None
-        self._changed: asyncio.Condition | None = None
+        self._changed, self._nudge, self._starting = asyncio.Condition(), asyncio.Event(), asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._nudge: asyncio.Event | None = None
-        self._starting = asyncio.Lock()
         self._closed = False
 
     async def latest(self) -> Published | None:
@@ -57,12 +53,13 @@ class Synchronizer:
     async def wait_for_version(self, version: int, timeout_s: float) -> Published | None:
         """The newest version once it is `version` or newer, or None after `timeout_s` (bounded by 20 s)."""
         await self._start()
-        assert self._changed is not None
+
+        def reached() -> bool:
+            return self._published is not None and self._published.version >= version
+
         async with self._changed:
             try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self._reached(version)), min(timeout_s, _LONGEST_CALL_S)
-                )
+                await asyncio.wait_for(self._changed.wait_for(reached), min(timeout_s, _LONGEST_CALL_S))
             except TimeoutError:
                 return None
         return self._published
@@ -70,7 +67,6 @@ class Synchronizer:
     async def hint(self) -> None:
         """Look now: somebody says that the pointer moved."""
         await self._start()
-        assert self._nudge is not None
         self._nudge.set()
 
     async def close(self) -> None:
@@ -79,22 +75,15 @@ class Synchronizer:
         if self._task is not None:
             self._task.cancel()
 
-    def _reached(self, version: int) -> bool:
-        return self._published is not None and self._published.version >= version
-
     async def _start(self) -> None:
         # Not in __init__, which runs in a thread without an event loop. The lock: several may be the first to call, and
         # there must not be two watchers.
         async with self._starting:
             if self._task is None and not self._closed:
-                self._storage = open_storage(self._url)
-                self._changed = asyncio.Condition()
-                self._nudge = asyncio.Event()
                 await self._look()
                 self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        assert self._nudge is not None
         while not self._closed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._nudge.wait(), self._poll_interval_s)
@@ -102,10 +91,9 @@ class Synchronizer:
             try:
                 await self._look()
             except Exception:  # a watcher that ends would leave all who wait to their deadlines
-                log.exception("the synchronizer cannot read %s; it tries again", self._url)
+                log.exception("the synchronizer cannot read %s; it tries again", self._storage.url)
 
     async def _look(self) -> None:
-        assert self._storage is not None and self._changed is not None
         try:
             published = await asyncio.to_thread(latest_published, self._storage)
         except StorageError:

@@ -87,24 +87,21 @@ class RankSpec:
 
 def free_address(dask_worker: Worker) -> tuple[str, int]:
     """This host and a port that is free now, on the worker that will run rank 0."""
-    host = host_of(dask_worker.address)
+    host = _host_of(dask_worker.address)
     with socket.socket() as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]
 
 
-def host_of(address: str) -> str:
-    """The host in an address of Dask, such as tcp://10.0.0.7:4001."""
-    return address.rsplit(":", 1)[0].split("//")[-1]
+def _host_of(address: str) -> str:
+    return address.rsplit(":", 1)[0].split("//")[-1]  # of Dask's, such as tcp://10.0.0.7:4001
 
 
 def interface_of(host: str) -> str | None:
     """Name of the network interface with this address, for gloo, which else takes what the host's name stands for."""
     interfaces: Mapping[str, Any] = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        if any(address.address == host for address in addresses):
-            return name
-    return None
+    named = ((address.address, name) for name, addresses in interfaces.items() for address in addresses)
+    return next((name for address, name in named if address == host), None)
 
 
 def active_keys(dask_worker: Worker) -> list[str]:
@@ -124,7 +121,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         # here.
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
     called_off = make_called_off()
-    interface = interface_of(host_of(address))
+    interface = interface_of(_host_of(address))
     child = Child(
         RANK,
         asdict(spec),
@@ -156,39 +153,26 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         child.close()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gang:
     """Runs the ranks to the end, and restarts all of them from storage when one is lost.
 
-    Example: Gang(client, spec, max_restarts=3, ...).run() == Ended(step=40, stopped=False)
+    Example: Gang(client=client, spec=spec, max_restarts=3, ...).run() == Ended(step=40, stopped=False)
     """
 
-    def __init__(
-        self,
-        client: DaskClient,
-        spec: RankSpec,
-        *,
-        max_restarts: int,
-        worker_deadline_s: float,
-        note: Callable[[str], None],
-        cancelled: Callable[[], bool],
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """
-        Args:
-            spec: of every rank but for its number and the place where they meet.
-            max_restarts: after so many the next loss ends the run.
-            worker_deadline_s: how long the workers may take to join.
-            note: told of restarts.
-            cancelled: the run is over, so trying ends.
-            stopping: it is to end; ranks see that for themselves, so this is for the time when there are none.
-        """
-        self._client = client
-        self._spec = spec
-        self._max_restarts = max_restarts
-        self._worker_deadline_s = worker_deadline_s
-        self._note = note
-        self._cancelled = cancelled
-        self._stopping = stopping
+    client: DaskClient
+    spec: RankSpec
+    """Of every rank but for its number and the place where they meet."""
+    max_restarts: int
+    """After so many the next loss ends the run."""
+    worker_deadline_s: float
+    """How long the workers may take to join."""
+    note: Callable[[str], None]
+    """Told of restarts."""
+    cancelled: Callable[[], bool]
+    """The run is over, so trying ends."""
+    stopping: Callable[[], bool] = lambda: False
+    """It is to end; ranks see that for themselves, so this is for the time when there are none."""
 
     def run(self) -> Ended | None:
         """How rank 0 ended; None: the run was to end while no rank was at work.
@@ -202,15 +186,15 @@ class Gang:
                 if not addresses:
                     return None
                 try:
-                    rendezvous = self._client.run(free_address, workers=addresses[:1])[addresses[0]]
+                    rendezvous = self.client.run(free_address, workers=addresses[:1])[addresses[0]]
                 except (OSError, KeyError) as error:
                     text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
                     raise ProcessLostError(text) from error
                 generation = f"trainer-{num_losses}-{time.time_ns()}"  # a key is never used again
                 futures = [
-                    self._client.submit(
+                    self.client.submit(
                         supervise,
-                        replace(self._spec, rank=rank, rendezvous=rendezvous),
+                        replace(self.spec, rank=rank, rendezvous=rendezvous),
                         address,
                         key=f"{generation}-rank-{rank}",
                         workers=[address],
@@ -227,11 +211,9 @@ class Gang:
                     self._call_off(futures)
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1
-                if num_losses > self._max_restarts or self._cancelled():
+                if num_losses > self.max_restarts or self.cancelled():
                     raise RoleError(f"the trainer failed {num_losses} times; the last time: {loss}") from loss
-                self._note(
-                    f"trainer restarts from its newest checkpoint ({num_losses} of {self._max_restarts}): {loss}"
-                )
+                self.note(f"trainer restarts from its newest checkpoint ({num_losses} of {self.max_restarts}): {loss}")
 
     def _watch(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> Ended:
         """Wait until all ranks have ended, or one has failed. Raises: the error that the others follow from."""
@@ -248,7 +230,7 @@ class Gang:
                 except TimeoutError as error:
                     raise ProcessLostError("rank 0 ended, and its worker was lost with the result") from error
                 return result
-            if self._cancelled():
+            if self.cancelled():
                 raise RoleError("the run ended while the trainer was at work")
             changed.wait(_POLL_S)
             changed.clear()
@@ -264,7 +246,7 @@ class Gang:
             causes = [_error(rank, future) for rank, future in enumerate(futures) if future.status in _FAILED]
             found = [cause for cause in causes if not isinstance(cause, PeerLostError)]
             found.sort(key=lambda cause: isinstance(cause, _LOSSES))  # what a restart does not mend comes first
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            workers = self.client.scheduler_info(n_workers=-1)["workers"]
             gone = [
                 ProcessLostError(f"rank {rank} was lost with its worker {address}")
                 for rank, address in enumerate(addresses)
@@ -279,11 +261,11 @@ class Gang:
 
         Raises: ProcessLostError: one still runs after 30 s.
         """
-        self._client.cancel(futures, force=True)
+        self.client.cancel(futures, force=True)
         keys = {str(future.key) for future in futures}
         deadline = time.monotonic() + _CALL_OFF_S
         while time.monotonic() < deadline:
-            running = self._client.run(active_keys, on_error="ignore")
+            running = self.client.run(active_keys, on_error="ignore")
             if not any(keys & set(active) for active in running.values()):
                 return
             time.sleep(_LOOK_S)
@@ -296,17 +278,17 @@ class Gang:
 
         Raises: WaitTimeout: too few joined.
         """
-        deadline = time.monotonic() + self._worker_deadline_s
+        deadline = time.monotonic() + self.worker_deadline_s
         while True:
-            if self._stopping():
+            if self.stopping():
                 return []
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            workers = self.client.scheduler_info(n_workers=-1)["workers"]
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
-            if len(able) >= self._spec.world_size:
-                return able[: self._spec.world_size]
+            if len(able) >= self.spec.world_size:
+                return able[: self.spec.world_size]
             if time.monotonic() > deadline:
                 raise WaitTimeout(
-                    f"{len(able)} of {self._spec.world_size} trainer workers joined in {self._worker_deadline_s:.0f} "
+                    f"{len(able)} of {self.spec.world_size} trainer workers joined in {self.worker_deadline_s:.0f} "
                     "s; start more workers, or lower trainer.num_ranks: checkpoints are read at any number of ranks"
                 )
             time.sleep(_LOOK_S)

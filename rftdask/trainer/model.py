@@ -128,8 +128,18 @@ def token_logprobs(
     causal: Any = model
     head = causal.get_output_embeddings()
     size = max(1, max_logits // head.weight.shape[0])
-    logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, rows.temperature_Q, statistic or with_entropy, size)
-    return rows.aligned(logprobs_Q), rows.aligned(more_Q) if statistic or with_entropy else None
+    wanted = statistic or with_entropy
+    if len(hidden_QH) <= size:
+        logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, rows.temperature_Q, wanted)
+    else:
+        hidden = hidden_QH.split(size)
+        temperatures = [None] * len(hidden) if rows.temperature_Q is None else rows.temperature_Q.split(size)
+        chunks = zip(hidden, rows.target_Q.split(size), temperatures, strict=True)
+        # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
+        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        parts = [checkpoint(_score, head, *chunk, wanted, **again) for chunk in chunks]
+        logprobs_Q, more_Q = (torch.cat(values) for values in zip(*parts, strict=True))
+    return rows.aligned(logprobs_Q), rows.aligned(more_Q) if wanted else None
 
 
 def entropy(logprobs_QV: Tensor) -> Tensor:
@@ -165,28 +175,8 @@ def _score(
     targets_Q: Tensor,
     temperature_Q: Tensor | None,
     wanted: Callable[[Tensor], Tensor] | bool,
-    size: int,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False), `size` at a time."""
-    if len(hidden_QH) <= size:
-        return _score_chunk(head, hidden_QH, targets_Q, temperature_Q, wanted)
-    hidden = hidden_QH.split(size)
-    temperatures = [None] * len(hidden) if temperature_Q is None else temperature_Q.split(size)
-    parts = []
-    for chunk in zip(hidden, targets_Q.split(size), temperatures, strict=True):
-        # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
-        parts.append(checkpoint(_score_chunk, head, *chunk, wanted, use_reentrant=False, preserve_rng_state=False))
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _score_chunk(
-    head: torch.nn.Module,
-    hidden_QH: Tensor,
-    targets_Q: Tensor,
-    temperature_Q: Tensor | None,
-    wanted: Callable[[Tensor], Tensor] | bool,
-) -> tuple[Tensor, Tensor]:
+    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False)."""
     if callable(wanted):
         with torch.no_grad():
             logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)

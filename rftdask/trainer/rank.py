@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.compose import PARTS, make_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
 from rftdask.buffer.batches.dataset_source import DatasetSource, Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.ledger import Ledger
@@ -58,7 +58,6 @@ and is longer than what a rank may have to do alone, such as writing weights. A 
 """
 _LOOK_EVERY_S = 0.2
 """Between two looks for the file that asks the trainer to stop."""
-_PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
 
 
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
@@ -214,7 +213,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
     section = config.algorithm
-    choices = {name: getattr(section, name) for part in _PARTS for name in (part, f"{part}_args")}
+    choices = {name: getattr(section, name) for part in PARTS for name in (part, f"{part}_args")}
     try:
         return make_algorithm(
             section.algorithm_type,

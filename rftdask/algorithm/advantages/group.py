@@ -69,7 +69,11 @@ class Grpo(AdvantageFn):
         centered_N = rewards_N - stats.mean_G[inputs.group_N]
         advantages_N = centered_N
         if self.std != "none":
-            divisor_N = self._divisor(rewards_N, inputs, stats.std_G)
+            divisor_N = stats.std_G[inputs.group_N]
+            if self.std_cal_level == "batch":
+                batch_N = torch.zeros_like(inputs.group_N)
+                whole = group_stats(rewards_N, batch_N, inputs.used_N, 1, sample=self.std != "population")
+                divisor_N = whole.std_G[batch_N]
             advantages_N = torch.where(divisor_N > 0.0, centered_N / (divisor_N + self.epsilon), 0.0)
         drops_N = base_drops(inputs)
         if self.std_threshold is not None:
@@ -78,13 +82,6 @@ class Grpo(AdvantageFn):
 
     def without_drops(self) -> AdvantageFn:
         return replace(self, std_threshold=None)
-
-    def _divisor(self, rewards_N: Tensor, inputs: AdvantageInputs, std_G: Tensor) -> Tensor:
-        if self.std_cal_level == "group":
-            return std_G[inputs.group_N]
-        batch_N = torch.zeros_like(inputs.group_N)
-        whole = group_stats(rewards_N, batch_N, inputs.used_N, 1, sample=self.std != "population")
-        return whole.std_G[batch_N]
 
     def _likelihood_rank(self, inputs: AdvantageInputs) -> Tensor:
         """[N] rank / n of the mean logprob within the task, in [0, 1): the likeliest has the largest."""
@@ -150,15 +147,14 @@ class OpmdAdvantage(AdvantageFn):
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_G = stats.mean_G
         if self.opmd_baseline == "logavgexp":
-            baseline_G = self._log_mean_exp(inputs, stats.count_G)
+            scaled_N = torch.where(inputs.used_N, inputs.rewards_N, -torch.inf).double() / self.tau
+            # Less the largest of the task, so that no exp overflows; a task without rows has none.
+            peak_G = torch.full_like(stats.count_G, -torch.inf).scatter_reduce(0, inputs.group_N, scaled_N, "amax")
+            peak_G = peak_G.nan_to_num(neginf=0.0)
+            sums_G = group_sums((scaled_N - peak_G[inputs.group_N]).exp(), inputs.group_N, inputs.num_groups)
+            means_G = sums_G / stats.count_G.clamp(min=1.0)
+            baseline_G = self.tau * (peak_G + means_G.clamp(min=1e-300).log())
         return result(inputs, inputs.rewards_N - baseline_G[inputs.group_N], stats.metrics())
-
-    def _log_mean_exp(self, inputs: AdvantageInputs, count_G: Tensor) -> Tensor:
-        scaled_N = torch.where(inputs.used_N, inputs.rewards_N, -torch.inf).double() / self.tau
-        peak_G = torch.full_like(count_G, -torch.inf).scatter_reduce(0, inputs.group_N, scaled_N, "amax")
-        peak_G = peak_G.nan_to_num(neginf=0.0)
-        sums_G = group_sums((scaled_N - peak_G[inputs.group_N]).exp(), inputs.group_N, inputs.num_groups)
-        return self.tau * (peak_G + (sums_G / count_G.clamp(min=1.0)).clamp(min=1e-300).log())
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,15 @@ class Gigpo(AdvantageFn):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         turns = Turns.of(inputs)
-        rewards_N = torch.where(inputs.used_N, self._turn_rewards(inputs, turns), 0.0)
+        rewards_N = inputs.rewards_N.double()
+        if inputs.turn_rewards_N is not None:
+            # What the turns leave of the rollout's reward is the last turn's, so they add up to it.
+            given_N = torch.where(inputs.used_N, inputs.turn_rewards_N.double(), 0.0)
+            rest_N = rewards_N - group_sums(given_N, turns.rollout_N, turns.num_rollouts)[turns.rollout_N]
+            rewards_N = given_N + torch.where(turns.is_last_N, rest_N, 0.0)
+        else:
+            rewards_N = torch.where(turns.is_last_N, rewards_N, 0.0)
+        rewards_N = torch.where(inputs.used_N, rewards_N, 0.0)
         totals_R = group_sums(rewards_N, turns.rollout_N, turns.num_rollouts)
         first_N = inputs.used_N & (turns.position_N == 0)
         episode_N, stats = self._centered(totals_R[turns.rollout_N], inputs.group_N, first_N, inputs.num_groups)
@@ -153,16 +161,6 @@ class Gigpo(AdvantageFn):
         divisor_N = stats.std_G[group_N] if self.fnorm == "std" else torch.ones_like(values_N)
         centered_N = (values_N - stats.mean_G[group_N]) / (divisor_N + self.epsilon)
         return torch.where(stats.count_G[group_N] > 1, centered_N, 0.0), stats.metrics()
-
-    @staticmethod
-    def _turn_rewards(inputs: AdvantageInputs, turns: Turns) -> Tensor:
-        """[N] float64 immediate rewards; those of a rollout add up to its reward."""
-        totals_N = inputs.rewards_N.double()
-        if inputs.turn_rewards_N is None:
-            return torch.where(turns.is_last_N, totals_N, 0.0)
-        given_N = torch.where(inputs.used_N, inputs.turn_rewards_N.double(), 0.0)
-        rest_N = totals_N - group_sums(given_N, turns.rollout_N, turns.num_rollouts)[turns.rollout_N]
-        return given_N + torch.where(turns.is_last_N, rest_N, 0.0)
 
     def _discounted(self, rewards_N: Tensor, turns: Turns) -> Tensor:
         """[N] sum over later turns k of gamma^(k - t) r_k; one vector operation per turn number."""

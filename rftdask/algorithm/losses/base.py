@@ -170,7 +170,10 @@ class PolicyLoss(ABC):
         step: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Weights of the whole batch's tokens in this loss, [B, T]; see `aggregation.token_weights`."""
+        """Weights of the whole batch's tokens in this loss, [B, T]; see `aggregation.token_weights`.
+
+        expert_mask_B: [B] bool, demonstrations. step: training step. Both are for the mixtures.
+        """
         del expert_mask_B, step
         return aggregation.token_weights(loss_mask_BT, mode, max_tokens=max_tokens, dtype=dtype)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,8 +103,8 @@ def gang(
     stopping: bool | Callable[[], bool] = False,
 ) -> Gang:
     return Gang(
-        client,  # type: ignore[arg-type]  # its futures are fakes too
-        RankSpec({}, "memory://x", None, world_size, threads=1, log_folder=None),
+        client=client,  # type: ignore[arg-type]  # its futures are fakes too
+        spec=RankSpec({}, "memory://x", None, world_size, threads=1, log_folder=None),
         max_restarts=2,
         worker_deadline_s=worker_deadline_s,
         note=(notes if notes is not None else []).append,
@@ -246,8 +247,8 @@ def test_the_next_generation_waits_until_the_ranks_of_the_last_have_ended() -> N
     client = FakeClient({"tcp://b": True}, [ProcessLostError("lost")], [Ended(3, False)])
     client.lingering = 2
     looks_at_second_start: list[int] = []
-    runs = gang(client)
-    runs._note = lambda _: looks_at_second_start.append(client.looks)  # called between two generations
+    # Told between two generations.
+    runs = replace(gang(client), note=lambda _: looks_at_second_start.append(client.looks))
     assert runs.run() == Ended(3, False)
     assert looks_at_second_start == [3]
 
