@@ -44,7 +44,6 @@ from rftdask.errors import FencedError, ProcessLostError, RftError, RoleError, U
 from rftdask.explorer.autoscale import ScaleRule
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
-from rftdask.explorer.step_metrics import step_metrics
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.worker_task import (
     BEGAN_TOPIC,
@@ -54,6 +53,7 @@ from rftdask.explorer.worker_task import (
     UnitKey,
     commit_poisoned,
     run_rollouts,
+    step_metrics,
 )
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.metrics import MetricsWriter
@@ -212,8 +212,7 @@ class Explorer:
 
                 # Meanwhile the workers roll out and commit. Record what has ended; what was lost runs again, and tells
                 # whether a task of it is to blame.
-                for unit, future in self._wait_for_ended():
-                    result, error = self._fetch(future)
+                for unit, future, result, error in self._wait_for_ended():
                     if result is not None:
                         self._count(unit, result)
                         self._poison.ended(result.worker, str(future.key))
@@ -375,30 +374,31 @@ class Explorer:
     def _num_under_way(self, is_eval: bool) -> int:
         return sum(unit.is_eval == is_eval for unit, _ in self._under_way.values())
 
-    def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture]]:
-        """Take the units whose Dask tasks have ended out of the window; wait a tick for the first."""
-        try:
-            key = self._ended.get(timeout=_TICK_S)
-            while True:
-                if key in self._under_way:
-                    yield self._under_way.pop(key)
-                key = self._ended.get_nowait()
-        except queue.Empty:
-            return
+    def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture, RolloutResult | None, BaseException | None]]:
+        """Take units whose Dask tasks have ended out of the window, with result or error; wait a tick for the first.
 
-    def _fetch(self, future: UnitFuture) -> tuple[RolloutResult | None, BaseException | None]:
-        """The result of a Dask task that ended, else its error; neither: it was lost after it had ended."""
-        if future.status != "finished":
-            return None, future.exception() if future.status == "error" else None
-        deadline = time.monotonic() + _RESULT_S
-        while time.monotonic() < deadline and not self._cancelled():
+        Neither result nor error: it was lost after it had ended.
+        """
+        timeout_s = _TICK_S
+        while True:
             try:
-                return future.result(timeout=_RESULT_LOOK_S), None
-            except TimeoutError:
+                key = self._ended.get(timeout=timeout_s)
+            except queue.Empty:
+                return
+            timeout_s = 0.0
+            if key not in self._under_way:
                 continue
-            except CancelledError:
-                break
-        return None, None
+            unit, future = self._under_way.pop(key)
+            result, status = None, future.status
+            deadline = time.monotonic() + (_RESULT_S if status == "finished" else 0.0)
+            while result is None and time.monotonic() < deadline and not self._cancelled():
+                try:
+                    result = future.result(timeout=_RESULT_LOOK_S)
+                except TimeoutError:
+                    continue
+                except CancelledError:
+                    break
+            yield unit, future, result, future.exception() if status == "error" else None
 
     def _take_failure(self, unit: RolloutTask, future: UnitFuture, error: BaseException | None) -> None:
         """Let the unit run again, if that may help. Raises: RoleError: it may not; UserError, FencedError: the unit's.
@@ -443,7 +443,6 @@ class Explorer:
     # ---- record
 
     def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
-        """Count what was committed of a unit."""
         if result.note:
             self._emit(Note(result.note))
         if not unit.is_eval and result.num_rollouts:

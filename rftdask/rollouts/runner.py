@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
@@ -24,7 +24,6 @@ from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout, RolloutTimes, max_block_s
-from rftdask.rollouts.concurrency import ConcurrencyLimiter
 from rftdask.rollouts.loop_watchdog import Watchdog
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, RecordingModel, Served, ServedModel, ServedRemote
@@ -38,6 +37,7 @@ from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 from rftdask.weights.published import Published
 
+Key = TypeVar("Key", bound=Hashable)
 _SANDBOX = "sandbox"
 """Kind of place of the ConcurrencyLimiter for processes, beside those named by workflows."""
 
@@ -291,7 +291,6 @@ class _RunningUnit:
         self._admitted[key].set()
 
     async def _run(self, rollout: Rollout) -> None:
-        """Run one rollout; if it is the last of its task, end the task."""
         try:
             experiences = await rollout.run(self._admitted[rollout.key])
         finally:
@@ -323,3 +322,45 @@ class _RunningUnit:
         """Experiences of a task, ordered by rollout and turn."""
         ended = self._experiences[number]
         return [experience for key in sorted(ended) for experience in ended[key]]
+
+
+class ConcurrencyLimiter(Generic[Key]):
+    """Which rollouts may run now, under limits on how many of a kind run at once. No clock, no tasks.
+
+    Invariant: rollouts are admitted in the order of the unit, except that one that waits for a full kind does not hold
+    up those behind it that need another. So who runs depends on who has ended, not on timing.
+
+    Example:
+    limiter = ConcurrencyLimiter({"sandbox": 2})
+    [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
+    limiter.leave("b")  ->  ["c"]
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """limits: places of each kind; a kind without one has any number."""
+        self._free = dict(limits)
+        self._running: dict[Key, tuple[str, ...]] = {}
+        self._waiting: dict[Key, tuple[str, ...]] = {}
+
+    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
+        """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
+        self._waiting[key] = kinds
+        return bool(self._admit(key))
+
+    def leave(self, key: Key) -> list[Key]:
+        """Give up the places of `key`. Returns: those that run in its place. Idempotent."""
+        self._waiting.pop(key, None)
+        for kind in self._running.pop(key, ()):
+            if kind in self._free:
+                self._free[kind] += 1
+        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
+
+    def _admit(self, key: Key) -> bool:
+        kinds = self._waiting[key]
+        if any(self._free.get(kind, 1) <= 0 for kind in kinds):
+            return False
+        for kind in kinds:
+            if kind in self._free:
+                self._free[kind] -= 1
+        self._running[key] = self._waiting.pop(key)
+        return True

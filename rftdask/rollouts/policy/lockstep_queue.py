@@ -1,6 +1,6 @@
 """LockstepQueue: gathers what many rollouts ask of the engine into few calls. Knows no text, tasks or rewards.
 
-For runs that are to be the same bit by bit; others pass requests on as they come (stream.py), which is quicker.
+For runs that are to be the same bit by bit; others pass requests on as they come (StreamingQueue), which is quicker.
 A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
 elsewhere; those are then waited for no more until they ask again. One call is in flight at a time. Requests are ordered
 by (task, rollout, turn). So as long as workflows wait for nothing but the policy, or not for longer than `max_wait_s`,
@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.errors import RoleError
@@ -29,23 +30,26 @@ class RolloutKey(NamedTuple):
     rollout: int
 
 
-class RequestQueue(Protocol):
+class RequestQueue(ABC):
     """A queue in which the rollouts of one work unit ask one engine."""
 
-    failure: Exception | None
-    """Error of the engine, once it has raised one: every later request raises it again."""
-    busy_s: float
-    """Seconds in which the engine had something to do."""
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        """Error of the engine, once it has raised one: every later request raises it again."""
+        self.busy_s = 0.0
+        """Seconds in which the engine had something to do."""
 
-    def enter(self, key: RolloutKey) -> None:
-        """Announce a rollout that has a place and will ask."""
+    def enter(self, key: RolloutKey) -> None:  # noqa: B027 -- not every queue waits for somebody
+        """Announce a rollout that has a place and will ask. Here nobody waits for it."""
 
-    def leave(self, key: RolloutKey) -> None:
+    def leave(self, key: RolloutKey) -> None:  # noqa: B027 -- as above
         """Say that the rollout has ended. Idempotent."""
 
+    @abstractmethod
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
         """The engine's answer to `request`. Raises: what the engine raised."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Cancel what is under way. Idempotent."""
 
@@ -57,8 +61,8 @@ class _Waiting(NamedTuple):
     answer: asyncio.Future[Generation]
 
 
-class LockstepQueue:
-    """The rollouts of one work unit in front of one engine; a `RequestQueue`.
+class LockstepQueue(RequestQueue):
+    """The rollouts of one work unit in front of one engine.
 
     Example:
         queue = LockstepQueue(generate_batch)
@@ -69,8 +73,7 @@ class LockstepQueue:
     """
 
     def __init__(self, generate_batch: GenerateBatch, max_wait_s: float = 0.02) -> None:
-        self.failure: Exception | None = None
-        self.busy_s = 0.0
+        super().__init__()
         self._generate_batch = generate_batch
         self._max_wait_s = max_wait_s
         self._live: set[RolloutKey] = set()

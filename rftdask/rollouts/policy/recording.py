@@ -148,10 +148,7 @@ class RecordingModel(PolicyHandle):
         tools = options.pop("tools", None) or ()
         turn, seed = self._next_turn(name)
         request = GenerateRequest((), _sampling(served.sampling, options), seed)
-        if method == "chat":
-            answer = await served.model.chat(asked, request.sampling, seed, tools)
-        else:
-            answer = await served.model.generate(asked, request.sampling, seed)
+        answer = await served.model.ask(method, asked, request.sampling, seed, tools)
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
             prompt = asked if method == "generate" else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
@@ -161,7 +158,6 @@ class RecordingModel(PolicyHandle):
         return response
 
     def _next_turn(self, name: str) -> tuple[int, int]:
-        """Turn and seed of the next call of a model."""
         turn = self._num_turns if name == POLICY else self._num_asked
         self._num_turns += name == POLICY
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"

@@ -12,9 +12,8 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
@@ -59,7 +58,7 @@ class RemoteModel:
 
     Example:
         model = RemoteModel("a-model", config.model.external_model)
-        answer = await model.chat([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), seed=1)
+        answer = await model.ask("chat", [{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
         await model.close()
 
     `failure`: why no request can succeed, such as a wrong key, once that is known.
@@ -92,54 +91,51 @@ class RemoteModel:
             max_retries=max_retries,
         )
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, seed: int, tools: Sequence[Any] = ()
+    async def ask(
+        self, method: Literal["chat", "generate"], asked: Any, sampling: SamplingParams, seed: int, tools: Any = ()
     ) -> RemoteAnswer:
-        """Raises: RemoteModelError; UserError: the service refuses us."""
-        extra = {"tools": list(tools)} if tools else {}
-        answer = await self._ask(
-            self._client.chat.completions, messages=[dict(m) for m in messages], **_parameters(sampling, seed), **extra
-        )
-        message = answer.choices[0].message
-        calls = "".join(_written(call) for call in message.tool_calls or ())
-        return _answer(answer, (message.content or "") + calls)
+        """Answer a chat, `asked` being its messages, or continue a plain text; a service may know chats only.
 
-    async def generate(self, prompt: str, sampling: SamplingParams, seed: int) -> RemoteAnswer:
-        """Continue a plain text; otherwise as `chat`. A service may know chats only."""
-        answer = await self._ask(self._client.completions, prompt=prompt, **_parameters(sampling, seed))
-        return _answer(answer, answer.choices[0].text)
-
-    async def _ask(self, endpoint: Any, **request: Any) -> Any:
+        Raises: RemoteModelError; UserError: the service refuses us.
+        """
         if self.failure is not None:
             raise self.failure
+        request = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
+        # Of the parameters that not every service knows those that differ from defaults.
+        usual = SamplingParams(max_tokens=1)
+        more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
+        if extra := {name: value for name, value in more.items() if value != getattr(usual, name)}:
+            request["extra_body"] = extra
+        if method == "chat":
+            endpoint, request["messages"] = self._client.chat.completions, [dict(message) for message in asked]
+        else:
+            endpoint, request["prompt"] = self._client.completions, asked
+        if tools:
+            request["tools"] = list(tools)
         try:
             async with self._places:
-                answer = await endpoint.create(model=self._name, **request)
+                answer = await endpoint.create(model=self._name, seed=seed, **request)
         except self._openai.APIStatusError as error:
+            told = f"{self._where} refuses us: {_one_line(error)}"
             if error.status_code in _REFUSALS:
-                self.failure = UserError(
-                    f"{self._where} refuses us: {_one_line(error)}; check its name, address and key"
-                )
+                self.failure = UserError(f"{told}; check its name, address and key")
                 raise self.failure from None
             raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
         except self._openai.OpenAIError as error:
             raise RemoteModelError(f"{self._where}, {self._max_retries + 1} tries: {_one_line(error)}") from None
         if not getattr(answer, "choices", None):
             raise RemoteModelError(f"{self._where} answered without a choice")
-        return answer
+        choice, usage = answer.choices[0], answer.usage
+        if method == "chat":
+            text = (choice.message.content or "") + "".join(map(_written, choice.message.tool_calls or ()))
+        else:
+            text = choice.text
+        counts = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        return RemoteAnswer(text, choice.finish_reason or "stop", *counts)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
         await self._client.close()
-
-
-def _parameters(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Parameters of a request: those that every service knows, and of the others those that differ from defaults."""
-    defaults = SamplingParams(max_tokens=1)
-    more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
-    asked = {name: value for name, value in more.items() if value != getattr(defaults, name)}
-    known = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
-    return {**known, "seed": seed, **({"extra_body": asked} if asked else {})}
 
 
 def _written(call: Any) -> str:
@@ -148,12 +144,6 @@ def _written(call: Any) -> str:
     except ValueError:
         arguments = call.function.arguments
     return f"<tool_call>{json.dumps({'name': call.function.name, 'arguments': arguments})}</tool_call>"
-
-
-def _answer(answer: Any, text: str) -> RemoteAnswer:
-    usage = answer.usage
-    counts = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
-    return RemoteAnswer(text, answer.choices[0].finish_reason or "stop", *counts)
 
 
 def _one_line(error: Exception) -> str:

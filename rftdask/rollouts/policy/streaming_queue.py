@@ -19,7 +19,7 @@ from functools import partial
 
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.errors import WaitTimeout
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 
 Submit = Callable[[list[GenerateRequest]], Sequence[Future[Generation]]]
 """Returns futures of the answers, in the order of the requests, without blocking. A cancelled one's request leaves the
@@ -36,8 +36,8 @@ class Streaming:
     name: str = "the engine"
 
 
-class StreamingQueue:
-    """The rollouts of one work unit in front of one engine; a `RequestQueue`.
+class StreamingQueue(RequestQueue):
+    """The rollouts of one work unit in front of one engine.
 
     Example:
         stream = StreamingQueue(Streaming(client.submit, timeout_s=1800))
@@ -46,8 +46,7 @@ class StreamingQueue:
     """
 
     def __init__(self, engine: Streaming) -> None:
-        self.failure: Exception | None = None
-        self.busy_s = 0.0
+        super().__init__()
         self._engine = engine
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
         self._under_way: dict[asyncio.Future[Generation], Future[Generation]] = {}
@@ -56,12 +55,6 @@ class StreamingQueue:
         """Seconds of `busy_s` since the last answer."""
         self._counted_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-
-    def enter(self, key: RolloutKey) -> None:
-        """Nobody waits for it."""
-
-    def leave(self, key: RolloutKey) -> None:
-        """Nobody has waited for it."""
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
         if self.failure is not None:

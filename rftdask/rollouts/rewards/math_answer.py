@@ -128,11 +128,7 @@ def _number(text: str) -> Fraction | None:
     if ratio:
         top, bottom = int(ratio[2] or ratio[4]), int(ratio[3] or ratio[5])
         return None if bottom == 0 else Fraction(-top if ratio[1] == "-" else top, bottom)
-    return _number_in_words(text)
-
-
-def _number_in_words(text: str) -> Fraction | None:
-    """18 of "18 dollars" and of "She earns 18 a day"; None for "2x", "3 or 4" and "2^3"."""
+    # 18 of "18 dollars" and of "She earns 18 a day"; none of "2x", "3 or 4" and "2^3".
     matches = list(_NUMBER.finditer(text))
     if len(matches) != 1:
         return None

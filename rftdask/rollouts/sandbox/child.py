@@ -45,9 +45,8 @@ from rftdask.rollouts.sandbox.messages import (
     Fork,
     FromFork,
     Hello,
+    Imported,
     Kill,
-    Ready,
-    Refused,
     Run,
     SetState,
     Setup,
@@ -77,10 +76,10 @@ def main(control_fd: int) -> None:
         for part in read_functions("rftdask.rollouts.rewards", "reward").values():
             part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
     except BaseException as error:  # whatever a plug-in does when it is imported, its text goes to who started us
-        refused = Refused((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
-        control.send(msgpack.packb(FROM_FORK_SERVER.encode(refused)))
+        problem = Imported((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
+        control.send(msgpack.packb(FROM_FORK_SERVER.encode(problem)))
         return
-    control.send(msgpack.packb(FROM_FORK_SERVER.encode(Ready())))
+    control.send(msgpack.packb(FROM_FORK_SERVER.encode(Imported())))
     _ForkServer(control, spec.max_memory_bytes).run()
 
 

@@ -62,15 +62,10 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Everything is imported."""
+class Imported:
+    """The first message: everything is imported, or why it cannot be."""
 
-
-@dataclass(frozen=True)
-class Refused:
-    """A plug-in cannot be imported."""
-
-    text: str
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,8 @@ class Ended:
 
 ToForkServer: TypeAlias = Setup | Fork | Kill
 TO_FORK_SERVER: Codec[ToForkServer] = Codec(Setup, Fork, Kill)
-FromForkServer: TypeAlias = Ready | Refused | Ended
-FROM_FORK_SERVER: Codec[FromForkServer] = Codec(Ready, Refused, Ended)
+FromForkServer: TypeAlias = Imported | Ended
+FROM_FORK_SERVER: Codec[FromForkServer] = Codec(Imported, Ended)
 
 
 # ---- worker and fork: frames of LENGTH and msgpack on a stream

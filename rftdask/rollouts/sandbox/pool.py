@@ -45,10 +45,10 @@ from rftdask.rollouts.sandbox.messages import (
     Finished,
     Fork,
     FromFork,
+    FromForkServer,
     Hello,
+    Imported,
     Kill,
-    Ready,
-    Refused,
     Run,
     SandboxSpec,
     SetState,
@@ -100,24 +100,24 @@ class ForkServer:
             )
         setup = Setup(tuple(path or os.getcwd() for path in sys.path), spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
-        reply = None
+        reply: FromForkServer | None = None
         try:
             self._control.send(msgpack.packb(TO_FORK_SERVER.encode(setup)))
             self._control.settimeout(START_TIMEOUT_S)
             if packet := self._control.recv(1 << 20):
                 reply = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
         except TimeoutError:
-            reply = Refused(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
+            reply = Imported(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
         except ConnectionError:
             pass  # it died, which `reply` tells
-        if not isinstance(reply, Ready):
+        if reply != Imported():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.0 if reply else 2.0)  # one that died has said all it will
             self._log.seek(0)
             tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
             self.close()
-            if isinstance(reply, Refused):
-                raise UserError(reply.text)
+            if isinstance(reply, Imported):
+                raise UserError(reply.problem)
             raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
         self._spare = self._fork()
@@ -336,7 +336,6 @@ class _Process:
         return FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
     async def _death(self) -> str:
-        """Find out why the process ended."""
         # Its exit code comes by another way, and a little later than the end of its stream.
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
         while self._pid and self._pid not in self._fork_server.exit_codes and self._loop.time() < deadline:

@@ -55,13 +55,15 @@ async def _play(arguments: Mapping[str, Any], task: Task, model: PolicyModel) ->
     # By name: whether it is installed must not change the type check.
     gymnasium = importlib.import_module("gymnasium")
     game = gymnasium.make(options["env_id"], render_mode="ansi", **options["env_args"])
+    rules = [{"role": "system", "content": options["rules"]}] if options["rules"] else []
     steps: list[Step] = []
     is_over, num_invalid = False, 0
     try:
         state, _ = game.reset(seed=int(task.row.get("seed", task.index)))
         while not is_over and len(steps) < options["max_turns"]:
             model.set_state(turn=len(steps))
-            reply = (await model.chat(_messages(options, board_text(game.render())))).text
+            question = f"{board_text(game.render())}\n\nAnswer with one of: {', '.join(options['actions'])}."
+            reply = (await model.chat([*rules, {"role": "user", "content": question}])).text
             action = find_action(reply, options["actions"])
             before, earned = str(state), float(options["invalid_reward"])
             if action is None:
@@ -88,10 +90,3 @@ def find_action(reply: str, actions: Sequence[str]) -> int | None:
 def board_text(rendered: str) -> str:
     """Text that the game shows, the colored place in brackets in place of the terminal's codes."""
     return _COLORED.sub(r"[\1]", rendered).strip()
-
-
-def _messages(options: Mapping[str, Any], board: str) -> list[dict[str, str]]:
-    words = ", ".join(options["actions"])
-    question = f"{board}\n\nAnswer with one of: {words}."
-    rules = [{"role": "system", "content": options["rules"]}] if options["rules"] else []
-    return [*rules, {"role": "user", "content": question}]

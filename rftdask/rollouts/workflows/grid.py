@@ -65,19 +65,14 @@ async def grid_workflow(task: Task, model: PolicyModel) -> Reward:
     options = {"max_turns": 8, "bump_penalty": 0.1, **task.workflow_args}
     grid = Grid.of(task.prompt)
     steps: list[Step] = []
+    system = [message for message in task.messages if message["role"] == "system"]
     while len(steps) < options["max_turns"] and not grid.is_won:
-        answer = await _answer(task, model, QUESTION.format(map=grid.text()))
-        said = _WORD.search(answer)
+        question = QUESTION.format(map=grid.text())
+        asked = [*system, {"role": "user", "content": question}]
+        said = _WORD.search((await (model.chat(asked) if task.messages else model.generate(question))).text)
         after = grid.moved(said[1].lower() if said else "")
         earned = 1.0 if after.is_won else 0.0 if after != grid else -float(options["bump_penalty"])
         steps.append(Step(f"at {grid.at[0]},{grid.at[1]}", earned))
         grid = after
     metrics = {"accuracy": float(grid.is_won), "num_turns": float(len(steps))}
     return Reward(sum(step.reward or 0.0 for step in steps), metrics, tuple(steps))
-
-
-async def _answer(task: Task, model: PolicyModel, question: str) -> str:
-    if not task.messages:
-        return (await model.generate(question)).text
-    system = [message for message in task.messages if message["role"] == "system"]
-    return (await model.chat([*system, {"role": "user", "content": question}])).text

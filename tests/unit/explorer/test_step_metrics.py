@@ -10,8 +10,7 @@ import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task_schedule import TaskRef
-from rftdask.explorer.step_metrics import step_metrics
-from rftdask.explorer.worker_task import RolloutResult, RolloutTask, rollout_status, summarize_unit
+from rftdask.explorer.worker_task import RolloutResult, RolloutTask, rollout_status, step_metrics, summarize_unit
 from rftdask.rollouts.attempt import RolloutTimes
 from rftdask.rollouts.runner import UnitOutcome
 from rftdask.synchronizer.styles import WeightRequirement

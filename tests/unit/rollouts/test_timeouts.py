@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rftdask.rollouts.concurrency import ConcurrencyLimiter
+from rftdask.rollouts.runner import ConcurrencyLimiter
 from rftdask.rollouts.timeouts import attempt_timeout_s, num_tasks_needed, pass_at_k, pass_rates
 
 
