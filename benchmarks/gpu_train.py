@@ -33,6 +33,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.commands.estimate import GB, TrainSizes, train_parts
 from rftdask.config import load_config
+from rftdask.config.schema.model import LoraConfig
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -116,7 +117,7 @@ def measure(report: Report, folder: str, device: str, length: int, prompt: int, 
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     seconds = median(times[2:])
-    trained = shape.lora_parameters(LORA_RANK, "all-linear") if lora else None
+    trained = shape.lora_parameters(LoraConfig(lora_rank=LORA_RANK)) if lora else None
     sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
     expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
     peak, flops = peak_flops(device), flops_of_step(shape, length, lora)

@@ -78,6 +78,9 @@ class BatchJob(Protocol):
     async def start(self) -> object:
         """Write its script and submit it."""
 
+    def job_script(self) -> str:
+        """The script as it would be submitted."""
+
 
 class JobQueueCluster(RemoteWorkersCluster):
     """Example: with PbsCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""

@@ -16,25 +16,13 @@ from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import UserError
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 
+# fmt: off
 GPUS_GB = {
-    "A100 40GB": 40,
-    "A100 80GB": 80,
-    "A6000": 48,
-    "B200": 180,
-    "GH200": 96,
-    "H100 80GB": 80,
-    "H100 NVL": 94,
-    "H200": 141,
-    "L4": 24,
-    "L40S": 48,
-    "MI300X": 192,
-    "RTX 3090": 24,
-    "RTX 4090": 24,
-    "RTX 5090": 32,
-    "T4": 16,
-    "V100 16GB": 16,
-    "V100 32GB": 32,
+    "A100 40GB": 40, "A100 80GB": 80, "A6000": 48, "B200": 180, "GH200": 96, "H100 80GB": 80, "H100 NVL": 94,
+    "H200": 141, "L4": 24, "L40S": 48, "MI300X": 192, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32, "T4": 16,
+    "V100 16GB": 16, "V100 32GB": 32,
 }
+# fmt: on
 """Memory by the makers' data sheets, GB of 10^9 bytes (which is a little less than what the driver shows)."""
 USABLE = 0.9
 """Usable share of a GPU: the rest is the CUDA context, the kernels' work space and what the allocator cannot join."""
@@ -90,23 +78,23 @@ class TrainSizes:
 def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     """Compute the memory of one rank, part by part."""
     held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
-    count, trained = shape.num_parameters, shape.num_parameters if sizes.trained is None else sizes.trained
-    adapters = 0 if sizes.trained is None else trained
-    models = 1 + sizes.critic
+    count, critic = shape.num_parameters, sizes.critic * shape.num_parameters
+    trained, adapters = (count, 0) if sizes.trained is None else (sizes.trained, sizes.trained)
     parts = [
-        Part("weights", held * _MASTER * (models * count + adapters), f"{count:,} in float32"),
-        Part("gradients", held * _MASTER * (trained + sizes.critic * count), f"{trained:,} in float32"),
-        Part("optimizer", held * 2 * _MASTER * (trained + sizes.critic * count), "two moments of Adam"),
+        Part("weights", held * _MASTER * (count + critic + adapters), f"{count:,} in float32"),
+        Part("gradients", held * _MASTER * (trained + critic), f"{trained:,} in float32"),
+        Part("optimizer", held * 2 * _MASTER * (trained + critic), "two moments of Adam"),
         Part("frozen models", held * _MASTER * sizes.num_frozen * count, f"{sizes.num_frozen} (reference, teacher)"),
     ]
     if sizes.compute_bytes < _MASTER:
-        layer = _largest_layer(shape)
-        whole = layer * 2 + _outside(shape) if sizes.sharded else count
+        whole = count
+        if sizes.sharded:  # gathered at a time: two layers, embeddings and output layer
+            tables = [dims for dims in shape.weights.values() if len(dims) == 2 and dims[0] == shape.vocab_size]
+            outside = sum(rows * columns for rows, columns in tables)
+            whole = (count - outside) // max(1, shape.num_layers) * 2 + outside
         parts.append(Part("products", sizes.compute_bytes * whole, "weights in bfloat16, while they multiply"))
-    parts += [
-        Part("activations", activation_bytes(shape, sizes), f"{sizes.tokens:,} tokens a pass"),
-        Part("logits", logit_bytes(shape, sizes.tokens), f"{shape.vocab_size:,} words, in chunks"),
-    ]
+    parts.append(Part("activations", activation_bytes(shape, sizes), f"{sizes.tokens:,} tokens a pass"))
+    parts.append(Part("logits", logit_bytes(shape, sizes.tokens), f"{shape.vocab_size:,} words, in chunks"))
     return tuple(part for part in parts if part.num_bytes)
 
 
@@ -142,16 +130,6 @@ def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) ->
     )
 
 
-def _largest_layer(shape: ModelShape) -> int:
-    return (shape.num_parameters - _outside(shape)) // max(1, shape.num_layers)
-
-
-def _outside(shape: ModelShape) -> int:
-    """Weights of embeddings and output layer."""
-    tables = [dims for dims in shape.weights.values() if len(dims) == 2 and dims[0] == shape.vocab_size]
-    return sum(rows * columns for rows, columns in tables)
-
-
 def longest_part(config: Config) -> int:
     """Tokens of the longest experience that one rank holds: all, unless ranks split it."""
     return -(-config.model.max_model_len // config.trainer.ulysses_sequence_parallel_size)
@@ -169,10 +147,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         tokens = min(tokens, trainer.micro_batch_size * longest)
     trained = None
     if config.model.lora_configs:
-        lora = config.model.lora_configs[0]
-        trained = shape.lora_parameters(
-            lora.lora_rank, lora.target_modules, lora.exclude_modules, use_dora=lora.use_dora
-        )
+        trained = shape.lora_parameters(config.model.lora_configs[0])
     reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none" and trained is None
     return TrainSizes(
         tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
@@ -225,30 +200,27 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float) -> list[st
             f"{each.role}: {verdict}, {each.total_bytes / GB:.1f} of {usable / GB:.1f} GB "
             f"({USABLE:.0%} of {memory_bytes / GB:.0f})"
         )
-        if each.role == config.trainer.name and config.mode != "explore":
-            lines += _train_advice(shape, train_sizes(config, shape), longest_part(config), usable)
-    return lines
+        if each.role != config.trainer.name or config.mode == "explore":
+            continue
+        sizes, longest = train_sizes(config, shape), longest_part(config)
 
+        def total(sizes: TrainSizes = sizes, **changes: Any) -> float:
+            return sum(part.num_bytes for part in train_parts(shape, replace(sizes, **changes)))
 
-def _train_advice(shape: ModelShape, sizes: TrainSizes, longest: int, usable: float) -> list[str]:
-    def total(**changes: Any) -> float:
-        return sum(part.num_bytes for part in train_parts(shape, replace(sizes, **changes)))
-
-    lines = []
-    for checkpointing in (False, True):
-        # All but the logits grows in proportion to the tokens, so two points give the line.
-        fixed = total(tokens=0, checkpointing=checkpointing)
-        each = total(tokens=10**6, checkpointing=checkpointing) - fixed - logit_bytes(shape, 10**6)
-        tokens = int((usable - fixed - logit_bytes(shape, 10**6)) / (each / 10**6))
-        switch = "with" if checkpointing else "without"
-        too_few = f"less than the longest experience ({longest:,} tokens a rank)"
-        room = f"{tokens:,} tokens" if tokens >= longest else too_few
-        lines.append(f"  largest pass {switch} trainer.gradient_checkpointing: {room}")
-    if total() > usable:
-        few = {"checkpointing": True, "tokens": longest, "sharded": True}
-        ranks = next((number for number in range(2, 1025) if total(num_ranks=number, **few) <= usable), None)
-        advice = f"fits {ranks} GPUs" if ranks else "does not fit 1,024 GPUs; use LoRA or a GPU with more memory"
-        lines.append(f"  fsdp2 with gradient checkpointing, passes of {longest:,} tokens: {advice}")
+        for checkpointing in (False, True):
+            # All but the logits grows in proportion to the tokens, so two points give the line.
+            fixed, logits = total(tokens=0, checkpointing=checkpointing), logit_bytes(shape, 10**6)
+            per_token = (total(tokens=10**6, checkpointing=checkpointing) - fixed - logits) / 10**6
+            tokens = int((usable - fixed - logits) / per_token)
+            switch = "with" if checkpointing else "without"
+            too_few = f"less than the longest experience ({longest:,} tokens a rank)"
+            room = f"{tokens:,} tokens" if tokens >= longest else too_few
+            lines.append(f"  largest pass {switch} trainer.gradient_checkpointing: {room}")
+        if total() > usable:
+            few: dict[str, Any] = {"checkpointing": True, "tokens": longest, "sharded": True}
+            ranks = next((number for number in range(2, 1025) if total(num_ranks=number, **few) <= usable), None)
+            advice = f"fits {ranks} GPUs" if ranks else "does not fit 1,024 GPUs; use LoRA or a GPU with more memory"
+            lines.append(f"  fsdp2 with gradient checkpointing, passes of {longest:,} tokens: {advice}")
     return lines
 
 

@@ -64,33 +64,27 @@ def read_run_jobs(url: str) -> RunJobs:
     """Raises: DataError: nothing was ever submitted or started there."""
     storage = open_storage(url)
     records = read_jobs(storage)
-    if not records and not storage.exists(RUN_FILE):
-        read_run(storage)  # raises, with the words for it
     has_begun = storage.exists(RUN_FILE)
+    if not records and not has_begun:
+        read_run(storage)  # raises, with the words for it
+    alive: dict[str, str | None] = {}  # state of those that are in a queue; None where the batch system is not asked
     try:
-        alive = _states(records)
+        for system in {job.system for job in records}:
+            own = [job for job in records if job.system == system]
+            states = _system_of(own[0]).states([job.job_id for job in own])
+            alive.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
     except RftError as error:  # the files tell the rest
         told = f"not known: {error}"
         return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
-    jobs = tuple(_job_status(job, alive) for job in records)
-    return RunJobs(jobs, why_not_running(storage, jobs), has_begun)
-
-
-def _states(jobs: list[JobRecord]) -> dict[str, str | None]:
-    """State by job id of those jobs that are in a queue; None where the batch system is not asked."""
-    found: dict[str, str | None] = {}
-    for system in {job.system for job in jobs}:
-        own = [job for job in jobs if job.system == system]
-        states = _system_of(own[0]).states([job.job_id for job in own])
-        found.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
-    return found
-
-
-def _job_status(job: JobRecord, alive: dict[str, str | None]) -> JobStatus:
-    if job.job_id in alive:
-        state = alive[job.job_id]
-        return JobStatus(job.role, job.name, job.job_id, state or "not asked", state is not None)
-    return JobStatus(job.role, job.name, job.job_id, _system_of(job).reason(job.job_id) or "ended", False)
+    jobs = []
+    for job in records:
+        state, is_alive = alive.get(job.job_id), job.job_id in alive
+        if is_alive:
+            jobs.append(JobStatus(job.role, job.name, job.job_id, state or "not asked", state is not None))
+        else:
+            ended = _system_of(job).reason(job.job_id) or "ended"
+            jobs.append(JobStatus(job.role, job.name, job.job_id, ended, False))
+    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun)
 
 
 def _system_of(job: JobRecord) -> type[JobQueueCluster]:
@@ -129,7 +123,12 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     records = read_jobs(storage)
     drivers = [job for job in records if job.role in _DRIVERS]
     if not drivers:
-        _interrupt_process(storage)
+        holders = [holder for role in ("trainer", "explorer") if (holder := lease_holder(storage, role)) is not None]
+        for host, pid in {(holder["host"], holder["pid"]) for holder in holders}:
+            if host != gethostname():
+                raise UserError(f"{storage.url} is worked on by process {pid} on {host}; press Ctrl-C there")
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGINT)
         return
     folder = PrivateFolder.base_of(_config_of(storage), storage)
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
@@ -148,15 +147,6 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
         _system_of(job).cancel(job.job_id)
     if not in_time:
         raise WaitTimeout(f"the run had not ended after {deadline_s:.0f} s: its jobs were killed, its checkpoints stay")
-
-
-def _interrupt_process(storage: Storage) -> None:
-    holders = [holder for role in ("trainer", "explorer") if (holder := lease_holder(storage, role)) is not None]
-    for host, pid in {(holder["host"], holder["pid"]) for holder in holders}:
-        if host != gethostname():
-            raise UserError(f"{storage.url} is worked on by process {pid} on {host}; press Ctrl-C there")
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGINT)
 
 
 def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[str]]]:

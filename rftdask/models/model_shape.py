@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
 from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
 
@@ -46,32 +47,26 @@ class ModelShape:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weights.values())
 
-    def lora_parameters(
-        self,
-        rank: int,
-        target: str | tuple[str, ...],
-        exclude: str | tuple[str, ...] | None = None,
-        *,
-        use_dora: bool = False,
-    ) -> int:
-        """Count the weights of adapters on the layers that PEFT would take for these names: rank * (in + out) each."""
+    def lora_parameters(self, lora: LoraConfig) -> int:
+        """Count the weights of adapters on the layers that PEFT would take: rank * (in + out) each."""
+
+        def is_named(names: str | tuple[str, ...], layer: str) -> bool:
+            if isinstance(names, str):
+                return re.fullmatch(names, layer) is not None
+            return any(layer == name or layer.endswith(f".{name}") for name in names)
+
         total = 0
         for name, shape in self.weights.items():
             layer = name.removesuffix(".weight")
             # PEFT adapts linear layers: no biases, no norms, no embeddings (unless they are named, which we refuse).
             if len(shape) != 2 or layer == name or "embed" in layer.rpartition(".")[2]:
                 continue
-            if exclude is not None and _means(exclude, layer):
+            if lora.exclude_modules is not None and is_named(lora.exclude_modules, layer):
                 continue
-            if (layer != "lm_head" and "norm" not in layer) if target == "all-linear" else _means(target, layer):
-                total += rank * sum(shape) + (shape[0] if use_dora else 0)
+            linear = layer != "lm_head" and "norm" not in layer
+            if linear if lora.target_modules == "all-linear" else is_named(lora.target_modules, layer):
+                total += lora.lora_rank * sum(shape) + (shape[0] if lora.use_dora else 0)
         return total
-
-
-def _means(names: str | tuple[str, ...], layer: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, layer) is not None
-    return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShape:
@@ -93,7 +88,11 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
     files = sorted(folder.glob("*.safetensors"))
     if is_whole and files and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text())
-        weights = {name: shape for file in files for name, shape in _head(file).items()}
+        weights: dict[str, tuple[int, ...]] = {}
+        for file in files:  # begins with the size of its head in 8 bytes, then the head as JSON
+            with file.open("rb") as stream:
+                head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            weights |= {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
     else:
         config, weights = _build(str(folder), trust_remote_code)
     try:
@@ -102,13 +101,6 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
         raise DataError(
             f"{model_path}: its config.json has no {error}, so it is no decoder that can be sized"
         ) from error
-
-
-def _head(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape: a safetensors file begins with the size of its head in 8 bytes, then the head as JSON."""
-    with file.open("rb") as stream:
-        head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
 
 
 def _build(model_path: str, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -119,10 +119,11 @@ def test_adapters_are_counted_as_peft_makes_them(
     saved: tuple[Any, ModelShape, Path], target: Any, exclude: Any, use_dora: bool
 ) -> None:
     model, shape, _ = saved
-    begin(model, LoraConfig(lora_rank=3, target_modules=target, exclude_modules=exclude, use_dora=use_dora))
+    section = LoraConfig(lora_rank=3, target_modules=target, exclude_modules=exclude, use_dora=use_dora)
+    begin(model, section)
     own = dict(model.named_parameters())
     measured = sum(own[name].numel() for name in adapter_names(model))
-    assert shape.lora_parameters(3, target, exclude, use_dora=use_dora) == measured
+    assert shape.lora_parameters(section) == measured
 
 
 def test_the_key_value_cache_of_an_engine_is_exact(saved: tuple[Any, ModelShape, Path]) -> None:
@@ -199,7 +200,7 @@ def test_the_sizes_of_a_pass_follow_from_the_config(saved: tuple[Any, ModelShape
     for setting, tokens in cases.items():
         assert train_sizes(make_config(folder, setting), shape).tokens == tokens, setting
     lora = train_sizes(make_config(folder, "model.lora_configs=[{lora_rank: 2}]"), shape)
-    assert lora.trained == shape.lora_parameters(2, "all-linear")
+    assert lora.trained == shape.lora_parameters(LoraConfig(lora_rank=2))
     assert lora.num_frozen == 0
     assert train_sizes(make_config(folder), shape).num_frozen == 1
     roles = [each.role for each in estimate(make_config(folder), shape)]
