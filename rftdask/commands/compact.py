@@ -37,17 +37,18 @@ class CompactedStage:
     def render(self) -> str:
         done, audit = self.done, self.audit
         dropped = "".join(f", {count:,} {reason}" for reason, count in sorted(audit.dropped.items()))
-        return "\n".join(
-            [
-                self.folder,
-                f"  compacted   {done.num_rows:,} experiences of {done.num_shards:,} shards "
-                f"({done.shard_bytes:,} bytes) into {done.num_files:,} files ({done.file_bytes:,} bytes)",
-                f"  left        {self.num_loose:,} shards as they were",
-                f"  audit       unchanged: {audit.committed:,} committed, {audit.trained:,} trained, "
-                f"{audit.waiting:,} waiting{dropped}",
-                *(f"  PROBLEM     {problem}" for problem in audit.problems),
-            ]
+        merged = (
+            f"{done.num_rows:,} experiences of {done.num_shards:,} shards ({done.shard_bytes:,} bytes) "
+            f"into {done.num_files:,} files ({done.file_bytes:,} bytes)"
         )
+        counts = f"{audit.committed:,} committed, {audit.trained:,} trained, {audit.waiting:,} waiting{dropped}"
+        lines = [
+            f"compacted   {merged}",
+            f"left        {self.num_loose:,} shards as they were",
+            f"audit       unchanged: {counts}",
+            *(f"PROBLEM     {problem}" for problem in audit.problems),
+        ]
+        return "\n  ".join([self.folder, *lines])
 
 
 def compact_run(url: str) -> list[CompactedStage]:

@@ -36,6 +36,7 @@ PATIENCE_S = 120
 """Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
 _CONTROLLER = "controller"
+_WARNING = f"--signal=B:USR1@{WARNING_S}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,11 @@ def plan_submission(
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
-    _check_not_queued(storage)
+    jobs = [job for job in read_jobs(storage) if job.system == SlurmCluster.cluster_type]
+    alive = slurm.states([job.job_id for job in jobs])
+    if alive:
+        told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
+        raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
     folder = PrivateFolder.base_of(config, storage)
     if offline:
         check_chain(config)
@@ -126,42 +131,41 @@ def plan_submission(
     layout = SlurmCluster.plan(config, stages)
     if single_allocation:
         # The run is to find as many ranks as there are parts for.
-        ranks = sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers)
+        ranks = dict(_workers_of(layout)).get(TRAINER_RESOURCE, 0)
         pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
         config = replace(config, {"cluster.type": "joined", **pinned})
         return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
     controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
-    return Submission(config, storage, folder, (controller,), _worker_scripts(config, layout, folder, storage))
+    workers, of_cluster, logs = [], PrivateFolder.of(config, storage), log_folder(storage, folder)
+    for role, count in _workers_of(layout):
+        options = SlurmCluster.job_options(config, role, f"{role}-<number>", of_cluster, logs)
+        text = SlurmCluster.load_job_class()(**options).job_script()
+        workers.append(Script(f"{count} x {role}", role, text))
+    return Submission(config, storage, folder, (controller,), tuple(workers))
 
 
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
     """The job that drives the run."""
-    job = config.cluster.slurm.controller
     run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
-    lines = _header(config, _CONTROLLER, job, log_folder(storage, folder), f"--signal=B:USR1@{WARNING_S}")
-    return _text([*lines, "", *job.prologue, *driver_shell(folder, run)])
+    logs, job = log_folder(storage, folder), config.cluster.slurm.controller
+    return _script(config, _CONTROLLER, job, logs, driver_shell(folder, run), (_WARNING,))
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
     """All roles in one heterogeneous job: SLURM grants every part of it at once, and no job submits another."""
-    logs, roles = log_folder(storage, folder), config.cluster.slurm
-    lines = _header(config, _CONTROLLER, roles.controller, logs, f"--signal=B:USR1@{WARNING_S}")
-    steps: list[str] = []
-    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
-        count = sum(role in worker.resources for worker in layout.workers)
-        if count:
-            job: JobConfig = getattr(roles, role)
-            lines += ["#SBATCH hetjob", *_asks(job, count)]
-            group = 1 + sum(line.startswith("srun") for line in steps)
-            worker = _rftdask("join", str(folder.path / CONFIG_FILE), "--role", role, "--patience", str(PATIENCE_S))
-            prologue = "; ".join([*job.prologue, f"exec {worker}"])
-            output = shlex.quote(f"{logs}/{role}-%J-%t.log")
-            steps.append(
-                f"srun --het-group={group} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
-                f"--open-mode=append bash -c {shlex.quote(prologue)} &"
-            )
-    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
-    text = _text([*lines, "", *roles.controller.prologue, *driver_shell(folder, run, steps)])
+    logs, path, asks, steps = log_folder(storage, folder), str(folder.path / CONFIG_FILE), list[str](), list[str]()
+    for role, count in _workers_of(layout):
+        job: JobConfig = getattr(config.cluster.slurm, role)
+        asks += ["#SBATCH hetjob", *_asks(job, count)]
+        worker = _rftdask("join", path, "--role", role, "--patience", str(PATIENCE_S))
+        prologue = "; ".join([*job.prologue, f"exec {worker}"])
+        output = shlex.quote(f"{logs}/{role}-%J-%t.log")
+        steps.append(
+            f"srun --het-group={len(steps) + 1} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
+            f"--open-mode=append bash -c {shlex.quote(prologue)} &"
+        )
+    shell = driver_shell(folder, _rftdask("run", path, *_DRIVER_OPTIONS), steps)
+    text = _script(config, _CONTROLLER, config.cluster.slurm.controller, logs, shell, (_WARNING,), asks)
     return Script(_CONTROLLER, _CONTROLLER, text)
 
 
@@ -180,38 +184,26 @@ def offline_scripts(
             f"{total or 'unknown'}; set buffer.total_steps"
         )
     logs, path, scripts = log_folder(storage, folder), str(folder.path / CONFIG_FILE), []
+    explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer
+    work = _rftdask("join", path, "mode=explore", "--role", EXPLORER_RESOURCE, "--patience", str(PATIENCE_S))
+    cancelled = shlex.quote(str(folder.path / CANCELLED_FILE))
+    help_out = [
+        "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
+        f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
+    ]
+    end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
+    engines = f"explorer.rollout_model.engine_num={explore_jobs}"
+    cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
     for number in range(1, rounds + 1):
-        steps = f"buffer.total_steps={total * number // rounds}"
-        run = ("run", path, steps, *_DRIVER_OPTIONS)
-        explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer
-        engines = f"explorer.rollout_model.engine_num={explore_jobs}"
+        run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
         drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
-        work = _rftdask("join", path, "mode=explore", "--role", EXPLORER_RESOURCE, "--patience", str(PATIENCE_S))
-        cancelled = shlex.quote(str(folder.path / CANCELLED_FILE))
-        array, warning = f"--array=0-{explore_jobs - 1}", f"--signal=B:USR1@{WARNING_S}"
-        end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
-        text = _text(
-            [
-                *_header(config, f"explore-{number}", explore, logs, array, warning, number="%A_%a"),
-                "",
-                *explore.prologue,
-                "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
-                f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
-                *driver_shell(folder, drive, [f"{work} &"], [end]),
-            ]
-        )
+        shell = [*help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
+        array = f"--array=0-{explore_jobs - 1}"
+        text = _script(config, f"explore-{number}", explore, logs, shell, (array, _WARNING), number="%A_%a")
         after = f"train-{number - 1}" if number > 1 else None
         scripts.append(Script(f"explore-{number}", "explore", text, after))
-        cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
         learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
-        text = _text(
-            [
-                *_header(config, f"train-{number}", train, logs, warning),
-                "",
-                *train.prologue,
-                *driver_shell(folder, learn),
-            ]
-        )
+        text = _script(config, f"train-{number}", train, logs, driver_shell(folder, learn), (_WARNING,))
         scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
     return tuple(scripts)
 
@@ -250,8 +242,18 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
     ]
 
 
-def _header(config: Config, name: str, job: JobConfig, logs: Path, *options: str, number: str = "%j") -> list[str]:
-    return [
+def _script(
+    config: Config,
+    name: str,
+    job: JobConfig,
+    logs: Path,
+    shell: Sequence[str],
+    options: Sequence[str],
+    more: Sequence[str] = (),
+    number: str = "%j",
+) -> str:
+    """A batch script. options: of sbatch, for this job alone; more: directives after its own; number: in its log."""
+    lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=rftdask-{name}-{config.name.replace('/', '-')}",
         f"#SBATCH --output={logs}/{name}-{number}.log",
@@ -259,7 +261,12 @@ def _header(config: Config, name: str, job: JobConfig, logs: Path, *options: str
         "#SBATCH --requeue",
         *(f"#SBATCH {option}" for option in options),
         *_asks(job, 1),
+        *more,
+        "",
+        *job.prologue,
+        *shell,
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _asks(job: JobConfig, num_tasks: int) -> list[str]:
@@ -272,24 +279,12 @@ def _asks(job: JobConfig, num_tasks: int) -> list[str]:
     return [f"#SBATCH {option}" for option in (*options, *slurm.directives(job))]
 
 
-def _worker_scripts(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> tuple[Script, ...]:
-    scripts = []
-    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
-        count = sum(role in worker.resources for worker in layout.workers)
-        if count:
-            of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
-            options = SlurmCluster.job_options(config, role, f"{role}-<number>", of_cluster, logs)
-            text = SlurmCluster.load_job_class()(**options).job_script()
-            scripts.append(Script(f"{count} x {role}", role, text))
-    return tuple(scripts)
-
-
-def _check_not_queued(storage: Storage) -> None:
-    jobs = [job for job in read_jobs(storage) if job.system == SlurmCluster.cluster_type]
-    alive = slurm.states([job.job_id for job in jobs])
-    if alive:
-        told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
-        raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
+def _workers_of(layout: Layout) -> list[tuple[str, int]]:
+    """(role, number of its workers) of the roles that have any."""
+    counts = (
+        (role, sum(role in w.resources for w in layout.workers)) for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+    )
+    return [(role, count) for role, count in counts if count]
 
 
 def _dependency(script: Script, job_id: str) -> list[str]:
@@ -300,7 +295,3 @@ def _dependency(script: Script, job_id: str) -> list[str]:
 
 def _rftdask(*arguments: str) -> str:
     return shlex.join([sys.executable, "-m", "rftdask.cli", *arguments])
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(lines) + "\n"
