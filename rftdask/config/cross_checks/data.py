@@ -6,6 +6,7 @@ from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
+from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem, has_password, names_environment
 
@@ -20,8 +21,7 @@ _DATASET_TYPES = ("file", "sql")
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer.explorer_input")
 def _data_fits_mode(config: Config) -> Iterator[Problem]:
-    source = config.buffer.explorer_input
-    at = "buffer.explorer_input"
+    source, at = config.buffer.explorer_input, "buffer.explorer_input"
     if source.taskset is not None and source.tasksets:
         yield f"{at}.tasksets", "given beside taskset; give one of them"
     explores = config.mode in ("both", "explore") and config.algorithm.schema_type == "experience"
@@ -36,50 +36,42 @@ def _data_fits_mode(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer.trainer_input")
 def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
-    if config.mode != "train":
+    if config.mode != "train" or config.algorithm.schema_type == "experience":
         return
-    buffer = config.buffer.trainer_input.experience_buffer
-    at = "buffer.trainer_input.experience_buffer"
-    algorithm = config.algorithm.algorithm_type
-    if config.algorithm.schema_type != "experience" and buffer.storage_type not in _DATASET_TYPES:
-        yield f"{at}.storage_type", f"{algorithm} learns from a dataset; use file or sql"
-    if config.algorithm.schema_type != "experience" and not buffer.path:
-        yield f"{at}.path", f"required for {algorithm}: the dataset to learn from"
+    buffer, at = config.buffer.trainer_input.experience_buffer, "buffer.trainer_input.experience_buffer"
+    if buffer.storage_type not in _DATASET_TYPES:
+        yield f"{at}.storage_type", f"{config.algorithm.algorithm_type} learns from a dataset; use file or sql"
+    if not buffer.path:
+        yield f"{at}.path", f"required for {config.algorithm.algorithm_type}: the dataset to learn from"
 
 
 @RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
 def _log_has_a_place(config: Config) -> Iterator[Problem]:
     """Of the experience log: a path is for databases, and a database has one kind of URL and no password in it."""
-    buffer = config.buffer.trainer_input.experience_buffer
-    at = "buffer.trainer_input.experience_buffer.path"
+    buffer, at = config.buffer.trainer_input.experience_buffer, "buffer.trainer_input.experience_buffer.path"
     if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
         return
-    if not buffer.path:
-        if "://" in config.checkpoint_job_dir.removeprefix("file://"):
-            yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
-    else:
+    if buffer.path:
         yield from _no_database(at, buffer.path)
+    elif "://" in config.checkpoint_job_dir.removeprefix("file://"):
+        yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
 
 
 @RULES.reading("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
     """Of datasets with storage_type sql."""
-    source, at = config.buffer.explorer_input, "buffer.explorer_input"
-    tasksets = {
-        **({} if source.taskset is None else {f"{at}.taskset": source.taskset}),
-        **{f"{at}.tasksets[{number}]": taskset for number, taskset in enumerate(source.tasksets)},
-        **{f"{at}.eval_tasksets[{number}]": taskset for number, taskset in enumerate(source.eval_tasksets)},
-    }
-    for where, taskset in tasksets.items():
-        if taskset.storage_type == "sql":
-            yield from _no_database(f"{where}.path", taskset.path)
-    at = "buffer.trainer_input"
-    buffers = {f"{at}.auxiliary_buffers.{n}": b for n, b in config.buffer.trainer_input.auxiliary_buffers.items()}
+    source, read = config.buffer.explorer_input, config.buffer.trainer_input
+    datasets: dict[str, TasksetConfig | ExperienceBufferConfig] = {}
+    if source.taskset is not None:
+        datasets["explorer_input.taskset"] = source.taskset
+    for key, tasksets in (("tasksets", source.tasksets), ("eval_tasksets", source.eval_tasksets)):
+        datasets |= {f"explorer_input.{key}[{number}]": taskset for number, taskset in enumerate(tasksets)}
+    datasets |= {f"trainer_input.auxiliary_buffers.{name}": buffer for name, buffer in read.auxiliary_buffers.items()}
     if config.algorithm.schema_type != "experience":
-        buffers[f"{at}.experience_buffer"] = config.buffer.trainer_input.experience_buffer
-    for where, buffer in buffers.items():
-        if buffer.storage_type == "sql" and buffer.path:
-            yield from _no_database(f"{where}.path", buffer.path)
+        datasets["trainer_input.experience_buffer"] = read.experience_buffer
+    for where, dataset in datasets.items():
+        if dataset.storage_type == "sql" and dataset.path:
+            yield from _no_database(f"buffer.{where}.path", dataset.path)
 
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
@@ -107,11 +99,8 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
     mixes = takes_demonstrations(config.algorithm.usual_sample_strategy)
     if mixes != takes_demonstrations(strategy):
-        yield (
-            "algorithm.sample_strategy",
-            f"{strategy} does not go with {algorithm}; "
-            + ("leave it out" if mixes else "mix is for the algorithms mix and mix_chord"),
-        )
+        remedy = "leave it out" if mixes else "mix is for the algorithms mix and mix_chord"
+        yield "algorithm.sample_strategy", f"{strategy} does not go with {algorithm}; {remedy}"
     if not takes_demonstrations(strategy):
         return
     ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
@@ -147,26 +136,18 @@ def _replay_fits(config: Config) -> Iterator[Problem]:
         return
     if config.algorithm.schema_type != "experience":
         yield f"{at}.enable", f"{config.algorithm.algorithm_type} learns from a dataset, which it reads again anyway"
-    cooldown = section.reuse_cooldown_time
+    cooldown, cool = section.reuse_cooldown_time, f"{at}.reuse_cooldown_time"
     if cooldown is None:
         return
     if config.algorithm.greedy_baseline:
-        yield (
-            f"{at}.reuse_cooldown_time",
-            f"{config.algorithm.algorithm_type} compares with a greedy rollout, which is used once; leave it out",
-        )
+        why = "compares with a greedy rollout, which is used once"
+        yield cool, f"{config.algorithm.algorithm_type} {why}; leave it out"
     if config.mode == "both" and config.synchronizer.sync_style == "fixed" and cooldown > 0:
-        yield (
-            f"{at}.reuse_cooldown_time",
-            f"{cooldown} s: style fixed repeats a run bit by bit, and a clock does not; set 0, or choose another "
-            "synchronizer.sync_style",
-        )
+        why = f"{cooldown} s: style fixed repeats a run bit by bit, and a clock does not"
+        yield cool, f"{why}; set 0, or choose another synchronizer.sync_style"
     if cooldown >= buffer.max_read_timeout:
-        yield (
-            f"{at}.reuse_cooldown_time",
-            f"{cooldown} s is not below max_read_timeout {buffer.max_read_timeout} s, after which a batch is made of "
-            "what is there",
-        )
+        why = "after which a batch is made of what is there"
+        yield cool, f"{cooldown} s is not below max_read_timeout {buffer.max_read_timeout} s, {why}"
     if section.priority_fn_args.get("decay") == 0 and section.priority_fn == "linear_decay":
         yield f"{at}.priority_fn_args.decay", "0 would train the newest groups for ever; use more than 0"
 
@@ -194,17 +175,14 @@ def _only_eval_repeats(config: Config) -> Iterator[Problem]:
     places = [f"tasksets[{i}]" for i in range(len(source.tasksets))] if source.taskset is None else ["taskset"]
     for place, taskset in zip(places, source.train_tasksets, strict=True):
         if taskset.repeat_times != config.algorithm.repeat_times:
-            yield (
-                f"buffer.explorer_input.{place}.repeat_times",
-                f"{taskset.repeat_times} differs from algorithm.repeat_times {config.algorithm.repeat_times}, "
-                "which decides for training; leave it out",
-            )
+            differs = f"{taskset.repeat_times} differs from algorithm.repeat_times {config.algorithm.repeat_times}"
+            at = f"buffer.explorer_input.{place}.repeat_times"
+            yield at, f"{differs}, which decides for training; leave it out"
 
 
 @RULES.reading("buffer")
 def _selectors_go_together(config: Config) -> Iterator[Problem]:
-    source = config.buffer.explorer_input
-    at = "buffer.explorer_input"
+    source, at = config.buffer.explorer_input, "buffer.explorer_input"
     selectors = [taskset.data_selector for taskset in source.train_tasksets]
     types = {selector.selector_type: selector.selector for selector in selectors}
     names = ", ".join(sorted(types))

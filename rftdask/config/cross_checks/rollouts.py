@@ -63,10 +63,8 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
     remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
     if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
-        yield (
-            "explorer.auxiliary_models[0].engine_type",
-            f"{remotes[0].engine_type}: a model behind an API gives no teacher's logprobs",
-        )
+        why = f"{remotes[0].engine_type}: a model behind an API gives no teacher's logprobs"
+        yield "explorer.auxiliary_models[0].engine_type", why
     if not config.is_external:
         return
     at = "model.external_model"
@@ -91,11 +89,8 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
     if config.synchronizer.sync_style != "fixed" or config.mode != "both":
         return
     remedy = "in sync_style fixed, whose runs are equal bit by bit; choose another style, or leave it out"
-    if explorer.over_rollout.ratio > 0:
-        yield (
-            "explorer.over_rollout.ratio",
-            f"{explorer.over_rollout.ratio}: which tasks are late depends on time, {remedy}",
-        )
+    if (ratio := explorer.over_rollout.ratio) > 0:
+        yield "explorer.over_rollout.ratio", f"{ratio}: which tasks are late depends on time, {remedy}"
     if explorer.dynamic_timeout.enable:
         yield "explorer.dynamic_timeout.enable", f"true: the limit depends on measured times, {remedy}"
 

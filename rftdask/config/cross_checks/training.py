@@ -15,33 +15,24 @@ RULES = Rules()
     "model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens", "model.min_response_tokens"
 )
 def _lengths_fit(config: Config) -> Iterator[Problem]:
-    model = config.model
-    if model.max_model_len is None:
+    total, prompt = config.model.max_model_len, config.model.max_prompt_tokens
+    response, least = config.model.max_response_tokens, config.model.min_response_tokens
+    if total is None:
         yield "model.max_model_len", "required, unless max_prompt_tokens and max_response_tokens are both given"
         return
-    needed = model.max_prompt_tokens + model.max_response_tokens
-    if needed > model.max_model_len:
-        yield (
-            "model.max_model_len",
-            f"max_prompt_tokens {model.max_prompt_tokens} + max_response_tokens {model.max_response_tokens} = {needed} "
-            f"exceeds max_model_len {model.max_model_len}; lower one of them or raise max_model_len",
-        )
-    if model.min_response_tokens > model.max_response_tokens:
-        yield (
-            "model.min_response_tokens",
-            f"{model.min_response_tokens} exceeds max_response_tokens {model.max_response_tokens}",
-        )
+    if prompt + response > total:
+        needed = f"max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}"
+        remedy = "lower one of them or raise max_model_len"
+        yield "model.max_model_len", f"{needed} exceeds max_model_len {total}; {remedy}"
+    if least > response:
+        yield "model.min_response_tokens", f"{least} exceeds max_response_tokens {response}"
 
 
 @RULES.reading("mode", "algorithm.algorithm_type")
 def _mode_fits_algorithm(config: Config) -> Iterator[Problem]:
-    schema = config.algorithm.schema_type
-    if schema != "experience" and config.mode in ("both", "explore"):
-        yield (
-            "mode",
-            f"{config.mode} makes rollouts, and {config.algorithm.algorithm_type} learns from a dataset; "
-            "use mode train (bench to evaluate its checkpoints)",
-        )
+    if config.algorithm.schema_type != "experience" and config.mode in ("both", "explore"):
+        why = f"{config.mode} makes rollouts, and {config.algorithm.algorithm_type} learns from a dataset"
+        yield "mode", f"{why}; use mode train (bench to evaluate its checkpoints)"
 
 
 @RULES.reading("algorithm.rollout_correction")
@@ -62,50 +53,39 @@ def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
 def _groups_are_whole(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type != "experience":
         return
-    size, group = config.buffer.train_batch_size, config.algorithm.repeat_times
+    size, group, at = config.buffer.train_batch_size, config.algorithm.repeat_times, "buffer.train_batch_size"
     own, experts = config.num_own_rollouts, config.num_demonstrations
+    split = f"multiple of algorithm.repeat_times {group}, and groups are never split"
     if experts and (own < group or own % group):
-        yield (
-            "buffer.train_batch_size",
-            f"{size} - {experts} demonstrations (expert_data_ratio {config.algorithm.expert_ratio}) = {own} rollouts, "
-            f"which is no multiple of algorithm.repeat_times {group}, and groups are never split; leave it out for "
-            "the size that fits batch_size",
-        )
+        demonstrations = f"{experts} demonstrations (expert_data_ratio {config.algorithm.expert_ratio})"
+        remedy = "leave it out for the size that fits batch_size"
+        yield at, f"{size} - {demonstrations} = {own} rollouts, which is no {split}; {remedy}"
     elif not experts and size % group:
         below, above = size // group * group, (size // group + 1) * group
-        yield (
-            "buffer.train_batch_size",
-            f"{size} is not a multiple of algorithm.repeat_times {group}, and groups are never split; "
-            f"use {f'{below} or {above}' if below else above}",
-        )
+        yield at, f"{size} is not a {split}; use {f'{below} or {above}' if below else above}"
 
 
 @RULES.reading("trainer.use_dynamic_bsz", "trainer.micro_batch_size")
 def _passes_have_a_size(config: Config) -> Iterator[Problem]:
     if not config.trainer.use_dynamic_bsz and config.trainer.micro_batch_size is None:
-        yield (
-            "trainer.use_dynamic_bsz",
-            "false means that trainer.micro_batch_size says how many experiences a pass has; give it or leave this out",
-        )
+        what = "false means that trainer.micro_batch_size says how many experiences a pass has"
+        yield "trainer.use_dynamic_bsz", f"{what}; give it or leave this out"
 
 
 @RULES.reading("algorithm.optimizer.clip_grad", "trainer.grad_clip")
 def _one_gradient_norm(config: Config) -> Iterator[Problem]:
     ours, reference = config.trainer.grad_clip, config.algorithm.optimizer.clip_grad
     if ours != reference:
-        yield (
-            "trainer.grad_clip",
-            f"{ours} differs from algorithm.optimizer.clip_grad {reference}, and both are the same limit; give one",
-        )
+        differs = f"{ours} differs from algorithm.optimizer.clip_grad {reference}"
+        yield "trainer.grad_clip", f"{differs}, and both are the same limit; give one"
 
 
 @RULES.reading("trainer.trainer_strategy", "trainer.num_ranks")
 def _ranks_fit_the_strategy(config: Config) -> Iterator[Problem]:
-    if config.trainer.trainer_strategy == "single" and (config.trainer.num_ranks or 1) > 1:
-        yield (
-            "trainer.num_ranks",
-            f"{config.trainer.num_ranks} ranks cannot share a model by trainer_strategy single; use ddp or fsdp2",
-        )
+    num_ranks = config.trainer.num_ranks or 1
+    if config.trainer.trainer_strategy == "single" and num_ranks > 1:
+        why = "cannot share a model by trainer_strategy single"
+        yield "trainer.num_ranks", f"{num_ranks} ranks {why}; use ddp or fsdp2"
 
 
 @RULES.reading(
@@ -117,7 +97,7 @@ def _ranks_fit_the_strategy(config: Config) -> Iterator[Problem]:
     "model.lora_configs",
 )
 def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
-    trainer = config.trainer
+    trainer, num_ranks = config.trainer, config.trainer.num_ranks
     split, cut = trainer.ulysses_sequence_parallel_size, trainer.tensor_parallel_size
     for key, size, what in (
         ("trainer.ulysses_sequence_parallel_size", split, "split sequences"),
@@ -125,31 +105,27 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
     ):
         if size > 1 and trainer.trainer_strategy == "single":
             yield key, f"{size} ranks {what}, and trainer_strategy single is one rank; use ddp or fsdp2"
-        elif trainer.num_ranks is not None and trainer.num_ranks % size:
-            yield (
-                key,
-                f"groups of {size} ranks {what}, and num_ranks {trainer.num_ranks} is no multiple of {size}; "
-                f"use num_ranks {-(-trainer.num_ranks // size) * size}",
-            )
-    if cut > 1:
-        others = {
-            "trainer_strategy fsdp2, which cuts weights its own way; use ddp": trainer.trainer_strategy == "fsdp2",
-            "ulysses_sequence_parallel_size; use one of them": split > 1,
-            "torch_compile": trainer.torch_compile,
-            "model.lora_configs": bool(config.model.lora_configs),
-        }
-        for other, chosen in others.items():
-            if chosen:
-                yield "trainer.tensor_parallel_size", f"{cut} does not go with {other}"
+        elif num_ranks is not None and num_ranks % size:
+            why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is no multiple of {size}"
+            yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
+    others = {
+        "trainer_strategy fsdp2, which cuts weights its own way; use ddp": trainer.trainer_strategy == "fsdp2",
+        "ulysses_sequence_parallel_size; use one of them": split > 1,
+        "torch_compile": trainer.torch_compile,
+        "model.lora_configs": bool(config.model.lora_configs),
+    }
+    for other, chosen in others.items():
+        if cut > 1 and chosen:
+            yield "trainer.tensor_parallel_size", f"{cut} does not go with {other}"
 
 
 @RULES.reading("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
 def _one_staleness(config: Config) -> Iterator[Problem]:
-    args = config.algorithm.sample_strategy_args
-    if not args or "max_staleness" not in args:
-        return
+    args, ours = config.algorithm.sample_strategy_args or {}, config.synchronizer.max_staleness
     at = "algorithm.sample_strategy_args.max_staleness"
-    bound, ours = args["max_staleness"], config.synchronizer.max_staleness
+    if "max_staleness" not in args:
+        return
+    bound = args["max_staleness"]
     if not is_natural(bound):
         yield at, f"{bound!r} is not a whole number of at least 0"
     elif ours is not None and ours != bound:

@@ -18,12 +18,10 @@ _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 def warn(config: Config) -> Iterator[Problem]:
     """(path, message) of what is accepted and may surprise."""
     buffer = config.buffer
-    if config.algorithm.compares_groups and config.algorithm.repeat_times < 2 and config.mode != "bench":
-        yield (
-            "algorithm.repeat_times",
-            f"{config.algorithm.repeat_times}: {config.algorithm.algorithm_type} compares the rollouts of a task, "
-            "so a lone one teaches nothing; use 2 or more",
-        )
+    times = config.algorithm.repeat_times
+    if config.algorithm.compares_groups and times < 2 and config.mode != "bench":
+        why = f"{config.algorithm.algorithm_type} compares the rollouts of a task, so a lone one teaches nothing"
+        yield "algorithm.repeat_times", f"{times}: {why}; use 2 or more"
     if buffer.total_steps is not None and buffer.total_epochs != 1:
         yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
     source = buffer.trainer_input
@@ -38,11 +36,8 @@ def warn(config: Config) -> Iterator[Problem]:
         yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {why}"
     interval, wanted = config.eval_interval, config.explorer.eval_interval
     if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
-        yield (
-            "explorer.eval_interval",
-            f"{wanted} is not a multiple of explorer_sync_interval "
-            f"{config.synchronizer.explorer_sync_interval}: evaluated every {interval} steps",
-        )
+        why = f"{wanted} is not a multiple of explorer_sync_interval {config.synchronizer.explorer_sync_interval}"
+        yield "explorer.eval_interval", f"{why}: evaluated every {interval} steps"
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
     if config.model.critic_model_path and not config.algorithm.trains_critic:
