@@ -11,9 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors.torch import load
 
 from rftdask.buffer.lineage import lineage_of
@@ -64,8 +62,11 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         whole.mkdir()
         if merge_lora:
             _write_model(config, files, whole)
+        elif config.model.lora_configs:
+            for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+                (whole / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])
         else:
-            _write_adapter(config, files, whole)
+            raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
         if target.exists():
             target.rmdir()
         shutil.move(whole, target)
@@ -97,22 +98,10 @@ def _write_model(config: Config, files: Mapping[str, bytes], folder: Path) -> No
         load_adapter(model, load(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"]), "the checkpoint")
         merged(model)
     else:
-        _load_weights(model, load(files[CHECKPOINT_MODEL_FILE]), path)
+        missing, unexpected = model.load_state_dict(load(files[CHECKPOINT_MODEL_FILE]), strict=False)
+        # A tied weight is stored once, under one of its names.
+        missing = sorted(set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()))
+        if missing or unexpected:
+            differ = f"missing {missing}, unexpected {sorted(unexpected)}"
+            raise DataError(f"the checkpoint does not fit the model {path}: {differ}")
     export_hf(model, tokenizer, folder, dtype=dtype_at_rest(path, trust_remote_code=trust, offline=True))
-
-
-def _load_weights(model: Any, tensors: dict[str, torch.Tensor], path: str) -> None:
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    # A tied weight is stored once, under one of its names.
-    missing = set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ())
-    if missing or unexpected:
-        raise DataError(
-            f"the checkpoint does not fit the model {path}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-        )
-
-
-def _write_adapter(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
-    if not config.model.lora_configs:
-        raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
-    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
-        (folder / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])

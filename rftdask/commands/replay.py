@@ -95,12 +95,26 @@ def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) 
     if not 0 <= step < last:
         raise UserError(f"--from {step}: {storage.url} has trained steps 1 to {last}; begin before one of them")
     if step and not is_valid(storage, checkpoint_folder(step)):
-        steps = ", ".join(map(str, [0, *(s for s in checkpoint_steps(storage) if s < last)]))
-        raise DataError(f"--from {step}: {storage.url} has no checkpoint of that step; there are {steps}")
-    _check_shards(storage, parent_config, ledger, range(step + 1, last + 1))
+        there = ", ".join(map(str, [0, *(s for s in checkpoint_steps(storage) if s < last)]))
+        raise DataError(f"--from {step}: {storage.url} has no checkpoint of that step; there are {there}")
+    removed = {shard.text for shard in open_log(storage, parent_config).removed()}  # by retention
+    for needed in range(step + 1, last + 1) if removed else ():
+        entry = ledger.read(needed)
+        gone = [rows.source for rows in entry.use if rows.source in removed] if entry is not None else []
+        if gone:
+            raise DataError(
+                f"--from: the experiences of step {needed} were removed ({gone[0]}; experience_buffer.retention); "
+                "begin at a later step"
+            )
     target = open_storage(f"{storage.url.rstrip('/')}/{LINEAGES}/{name}")
     config = _config_of(parent_config, storage, name, last, overrides)
-    _begin(storage, target, Parent(name, ledger.lineage, step, _schedule_steps(parent_config)))
+    # The steps that the parent's learning rate was planned with, if it depends on them.
+    optimizer, steps = parent_config.algorithm.optimizer, None
+    warms_up = optimizer.lr_warmup_steps < 0 and optimizer.lr_warmup_steps_ratio > 0
+    if optimizer.lr_scheduler_type != "constant" or warms_up:
+        planned = plan_work(parent_config, check_inputs([parent_config])[0]).train_steps
+        steps = parent_config.train_step_limit(planned) or planned
+    _begin(storage, target, Parent(name, ledger.lineage, step, steps))
     return config, target
 
 
@@ -108,23 +122,20 @@ def compare(theirs: Storage, ours: Storage) -> Comparison:
     """Compare weights and optimizer state of the newest step of which both have a checkpoint."""
     parent = read_parent(ours)
     begin = 0 if parent is None else parent.step
-    common = [s for s in checkpoint_steps(theirs) if s in set(checkpoint_steps(ours)) and s > begin]
+    common = {step for step in checkpoint_steps(theirs) if step > begin}.intersection(checkpoint_steps(ours))
     # The newest first: if the last step is the same, all before it were.
-    for step in reversed(common):
+    for step in sorted(common, reverse=True):
         folder = checkpoint_folder(step)
         if is_valid(theirs, folder) and is_valid(ours, folder):
-            hashes = [_hashes(storage, folder) for storage in (theirs, ours)]
-            names = sorted({*hashes[0], *hashes[1]})
-            differing = tuple(name for name in names if hashes[0].get(name) != hashes[1].get(name))
-            return Comparison(lineage_of(theirs), step, differing)
+            files = set[tuple[str, str]]()
+            for storage in (theirs, ours):
+                manifest = read_manifest(storage, folder)
+                assert manifest is not None
+                files ^= {(name, entry.sha256) for name, entry in manifest.files.items()}  # stays: in one alone
+            skip = (STATE_FILE, f"{HF_FOLDER}/")
+            differing = {name for name, _ in files if not name.startswith(skip)}
+            return Comparison(lineage_of(theirs), step, tuple(sorted(differing)))
     return Comparison(lineage_of(theirs), None)
-
-
-def _hashes(storage: Storage, folder: str) -> dict[str, str]:
-    manifest = read_manifest(storage, folder)
-    assert manifest is not None
-    skip = (STATE_FILE, f"{HF_FOLDER}/")
-    return {name: entry.sha256 for name, entry in manifest.files.items() if not name.startswith(skip)}
 
 
 def _config_of(parent: Config, storage: Storage, name: str, last: int, overrides: Sequence[str]) -> Config:
@@ -154,30 +165,6 @@ def _config_of(parent: Config, storage: Storage, name: str, last: int, overrides
     return config
 
 
-def _check_shards(storage: Storage, config: Config, ledger: Ledger, steps: range) -> None:
-    """Raises: DataError: retention removed what one of the steps trained."""
-    removed = {name.text for name in open_log(storage, config).removed()}
-    for step in steps if removed else ():
-        entry = ledger.read(step)
-        gone = [rows.source for rows in entry.use if rows.source in removed] if entry is not None else []
-        if gone:
-            raise DataError(
-                f"--from: the experiences of step {step} were removed ({gone[0]}; experience_buffer.retention); begin "
-                "at a later step"
-            )
-
-
-def _schedule_steps(parent: Config) -> int | None:
-    """The total steps that the parent's learning rate was planned with, if it depends on them."""
-    optimizer = parent.algorithm.optimizer
-    if optimizer.lr_scheduler_type == "constant" and not (
-        optimizer.lr_warmup_steps < 0 and optimizer.lr_warmup_steps_ratio > 0
-    ):
-        return None
-    planned = plan_work(parent, check_inputs([parent])[0]).train_steps
-    return parent.train_step_limit(planned) or planned
-
-
 def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
     """Make the folder of the lineage; every step of it can be done again."""
     if not record_parent(target, parent):
@@ -191,14 +178,10 @@ def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
             raise DataError(f"{storage.url}: the ledger of lineage {parent.lineage} lacks step {step}")
         ours.write(replace(entry, lineage=parent.name))
     if parent.step and not checkpoint_steps(target):
-        _copy_checkpoint(storage, target, parent)
-
-
-def _copy_checkpoint(storage: Storage, target: Storage, parent: Parent) -> None:
-    folder = checkpoint_folder(parent.step)
-    manifest = read_manifest(storage, folder)
-    if manifest is None:
-        raise FencedError(f"{storage.url}/{folder} was removed meanwhile: is the run still at work?")
-    # Each file against its hash: a lineage must not begin with a damaged checkpoint.
-    files = {name: read_file(storage, folder, manifest, name) for name in manifest.files}
-    write_folder(target, folder, files, lineage=parent.name, version=parent.step, extra=manifest.extra)
+        folder = checkpoint_folder(parent.step)
+        manifest = read_manifest(storage, folder)
+        if manifest is None:
+            raise FencedError(f"{storage.url}/{folder} was removed meanwhile: is the run still at work?")
+        # Each file against its hash: a lineage must not begin with a damaged checkpoint.
+        files = {name: read_file(storage, folder, manifest, name) for name in manifest.files}
+        write_folder(target, folder, files, lineage=parent.name, version=parent.step, extra=manifest.extra)

@@ -61,7 +61,10 @@ def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: DataError: they mean no layer. UserError: `peft` is not installed.
     """
-    peft = _import_peft()
+    try:
+        import peft  # late: most runs need none of it
+    except ImportError as error:
+        raise UserError("model.lora_configs needs the extra lora: pip install 'rftdask[lora]'") from error
     try:
         config = peft.LoraConfig(**settings)
         peft.inject_adapter_in_model(config, model, _NAME)
@@ -162,12 +165,3 @@ def settings_of(data: bytes) -> dict[str, Any]:
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"its peft_type is {settings.get('peft_type')}; only LORA can be trained")
     return {**settings, "inference_mode": False}
-
-
-def _import_peft() -> Any:
-    # Late: most runs need none of it.
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError("model.lora_configs needs the extra lora: pip install 'rftdask[lora]'") from error
-    return peft

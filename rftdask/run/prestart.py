@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distributed import Client
@@ -50,8 +50,17 @@ class HeadStart:
     def after(self, number: int, event: Event) -> None:
         """What stage `number` (from 0) says; returns at once. What goes wrong is logged."""
         following = number + 1
-        if isinstance(event, Step) and following < self.num_stages and following not in self._given:
-            self._given[following] = self._start(list(_calls(self._stages[following], self._layout)))
+        if not isinstance(event, Step) or following >= self.num_stages or following in self._given:
+            return
+        stage, threads_of = self._stages[following], self._layout.threads_of
+        roles, modules = roles_of(stage), stage.explorer.rollout_model.traits.imports_ahead
+        calls: list[_Call] = []
+        # An engine's environment may matter to its imports, so that one with its own starts in it.
+        if "explorer" in roles and modules and not stage.explorer.env_vars:
+            calls.append((EXPLORER_RESOURCE, start_ahead, (ENGINE, threads_of(EXPLORER_RESOURCE), modules)))
+        if "trainer" in roles and stage.trainer.has_model:
+            calls.append((TRAINER_RESOURCE, start_ahead, (RANK, threads_of(TRAINER_RESOURCE), (_MODELS,))))
+        self._given[following] = self._start(calls)
 
     def __enter__(self) -> HeadStart:
         return self
@@ -78,13 +87,3 @@ class HeadStart:
         except Exception:
             # The decision: whatever ails a worker or the client, the stage finds out by itself.
             log.warning("the next stage got no head start", exc_info=True)
-
-
-def _calls(stage: Config, layout: Layout) -> Iterator[_Call]:
-    roles = roles_of(stage)
-    # An engine's environment may matter to its imports, so that one with its own starts in it.
-    modules = stage.explorer.rollout_model.traits.imports_ahead
-    if "explorer" in roles and modules and not stage.explorer.env_vars:
-        yield EXPLORER_RESOURCE, start_ahead, (ENGINE, layout.threads_of(EXPLORER_RESOURCE), modules)
-    if "trainer" in roles and stage.trainer.has_model:
-        yield TRAINER_RESOURCE, start_ahead, (RANK, layout.threads_of(TRAINER_RESOURCE), (_MODELS,))
