@@ -229,19 +229,18 @@ class Experiment:
         """Every committed experience of the (last) stage that explores, as pandas or as a lazy Dask frame."""
         import pandas as pd
 
-        stage = self._exploring_stage()
-        experiences = open_log(open_storage(stage.checkpoint_job_dir), stage)
+        exploring = [stage for stage in self.config.stage_configs() if stage.algorithm.schema_type == "experience"]
+        if not exploring:
+            raise DataError("no stage of this run explores, so it has no experiences")
+        experiences = open_log(open_storage(exploring[-1].checkpoint_job_dir), exploring[-1])
         shards = experiences.shards()
         if dask:
             import dask.dataframe as dd
 
             meta = experiences.read(shards[0]).slice(0, 0).to_pandas() if shards else pd.DataFrame()
             return dd.from_map(lambda name: experiences.read(name).to_pandas(), shards, meta=meta)
-        return (
-            pd.concat([experiences.read(name).to_pandas() for name in shards], ignore_index=True)
-            if shards
-            else pd.DataFrame()
-        )
+        frames = [experiences.read(name).to_pandas() for name in shards]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def sql(self, query: str) -> pd.DataFrame:
         """What `query` gives over the tables of the run (docs/lineage.md); needs the extra `sql`."""
@@ -276,12 +275,6 @@ class Experiment:
     def model_path(self) -> str:
         """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
         return _trained_model(self.config.stage_configs()[-1])
-
-    def _exploring_stage(self) -> Config:
-        exploring = [s for s in self.config.stage_configs() if s.algorithm.schema_type == "experience"]
-        if not exploring:
-            raise DataError("no stage of this run explores, so it has no experiences")
-        return exploring[-1]
 
 
 @contextlib.contextmanager

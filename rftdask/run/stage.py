@@ -55,28 +55,25 @@ class StageWork:
 
 def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
     """Steps of a stage, from the sizes of its tasksets by name."""
+    buffer, limit = config.buffer, config.trainer.total_steps
+
+    def least(possible: int | None) -> int | None:
+        return min((steps for steps in (possible, limit) if steps is not None), default=None)
+
     if config.algorithm.schema_type != "experience":
-        possible = (
-            sizes["dataset"] * config.buffer.total_epochs // config.buffer.train_batch_size
-            if "dataset" in sizes
-            else None
-        )
-        return StageWork(0, _least(possible, config.trainer.total_steps))
+        rows = sizes.get("dataset")
+        return StageWork(0, least(None if rows is None else rows * buffer.total_epochs // buffer.train_batch_size))
     rules = make_sync_rules(config)
-    tasksets = [sizes[t.name] for t in config.buffer.explorer_input.train_tasksets if t.name in sizes]
+    tasksets = [sizes[t.name] for t in buffer.explorer_input.train_tasksets if t.name in sizes]
     if not tasksets:
-        return StageWork(0, config.trainer.total_steps)
-    steps = config.buffer.total_steps
+        return StageWork(0, limit)
+    steps = buffer.total_steps
     if steps is None:
-        steps = num_explore_steps(tasksets, config.buffer.batch_size, config.buffer.total_epochs)
-    train_steps = _least(rules.num_steps_from(steps), config.trainer.total_steps)
+        steps = num_explore_steps(tasksets, buffer.batch_size, buffer.total_epochs)
+    train_steps = least(rules.num_steps_from(steps))
     if config.mode == "both" and train_steps is not None:
         steps = min(steps, rules.explore_steps_for(train_steps))
     return StageWork(steps, train_steps)
-
-
-def _least(*numbers: int | None) -> int | None:
-    return min((n for n in numbers if n is not None), default=None)
 
 
 class StageRun:
@@ -96,14 +93,9 @@ class StageRun:
         log_folder: str | None,
     ) -> None:
         """on_event: called in the thread of `run` with what the roles say."""
-        self._config = config
-        self._storage = storage
-        self._cluster = cluster
-        self._client = cluster.client
-        self._layout = layout
-        self._sizes = sizes
-        self._on_event = on_event
-        self._log_folder = log_folder
+        self._config, self._storage = config, storage
+        self._cluster, self._client, self._layout = cluster, cluster.client, layout
+        self._sizes, self._on_event, self._log_folder = sizes, on_event, log_folder
         self.work = plan_work(config, sizes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._over = threading.Event()
@@ -146,7 +138,24 @@ class StageRun:
                 self._explorer = self._make_explorer()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
             if "trainer" in roles:
-                self._work["trainer"] = self._threads.submit(self._make_gang().run)
+                spec = RankSpec(
+                    config=self._config.to_dict(),
+                    url=self._storage.url,
+                    total_steps=self.work.train_steps,
+                    world_size=num_ranks(self._config, self._layout),
+                    threads=self._layout.threads_of(TRAINER_RESOURCE),
+                    log_folder=self._log_folder,
+                )
+                gang = Gang(
+                    client=self._client,
+                    spec=spec,
+                    max_restarts=self._config.trainer.max_restarts,
+                    worker_deadline_s=self._cluster.worker_deadline_s,
+                    note=self._note,
+                    cancelled=self._over.is_set,
+                    stopping=lambda: self._stopping,
+                )
+                self._work["trainer"] = self._threads.submit(gang.run)
             try:
                 while self._work.keys() & set(roles):
                     self._pass_events_on(_TICK_S)
@@ -187,25 +196,6 @@ class StageRun:
         else:
             self._storage.put(STOP_FILE, b"stop\n")
 
-    def _make_gang(self) -> Gang:
-        spec = RankSpec(
-            config=self._config.to_dict(),
-            url=self._storage.url,
-            total_steps=self.work.train_steps,
-            world_size=num_ranks(self._config, self._layout),
-            threads=self._layout.threads_of(TRAINER_RESOURCE),
-            log_folder=self._log_folder,
-        )
-        return Gang(
-            client=self._client,
-            spec=spec,
-            max_restarts=self._config.trainer.max_restarts,
-            worker_deadline_s=self._cluster.worker_deadline_s,
-            note=self._note,
-            cancelled=self._over.is_set,
-            stopping=lambda: self._stopping,
-        )
-
     def _take_ends(self) -> None:
         """Take in what ended: an error of a role ends the stage, and after the trainer no newer weights will come."""
         # A copy: the explorer's thread may add retention meanwhile.
@@ -226,7 +216,7 @@ class StageRun:
     def _make_explorer(self) -> Explorer:
         bench = self._config.mode == "bench"
         return Explorer(
-            self._client,
+            self._client,  # type: ignore[arg-type]  # a generic Future is what the protocol means
             self._storage,
             self._config,
             self._sizes,

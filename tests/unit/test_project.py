@@ -33,7 +33,7 @@ LAYERS = (
     {"errors"},
     {"config.plugins"},  # the one rule of plug-ins, below all that has parts
     {"config", "storage", "processes", "models"},
-    {"algorithm", "data", "models.lora", "monitor", "weights"},
+    {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
     {"buffer", "synchronizer"},
     {"run.run_folder", "engines"},
     {"rollouts"},
