@@ -22,8 +22,6 @@ from sqlalchemy.pool import NullPool
 from rftdask.config import fill_from_environment
 from rftdask.errors import DataError, UserError
 
-_TEXTS = (datetime.date, datetime.time, datetime.timedelta, uuid.UUID)  # Values that a file would have as text.
-
 
 def database_url(text: str) -> sa.URL:
     """`text` completed from the environment. Raises: UserError: a variable is not set, or it is no URL."""
@@ -89,16 +87,16 @@ def _read(connection: sa.Connection, name: str, where: str) -> tuple[list[str], 
         order = [sa.text("rowid")]
     if not order:
         raise DataError(f"{where} has no primary key, so its rows have no order; give it one")
+
+    def plain(value: Any, column: str) -> Any:
+        # As a file of JSON would have it.
+        if isinstance(value, decimal.Decimal):
+            return int(value) if value == value.to_integral_value() else float(value)
+        if isinstance(value, datetime.date | datetime.time | datetime.timedelta | uuid.UUID):
+            return str(value)
+        if isinstance(value, bytes | memoryview):
+            raise DataError(f"{where}: column {column!r} holds bytes; leave it out with a view, or store text or JSON")
+        return value
+
     rows = connection.execute(sa.select(table).order_by(*order)).mappings()
-    return list(table.columns.keys()), [{key: _plain(value, key, where) for key, value in row.items()} for row in rows]
-
-
-def _plain(value: Any, column: str, where: str) -> Any:
-    """The value as a file of JSON would have it."""
-    if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, _TEXTS):
-        return str(value)
-    if isinstance(value, bytes | memoryview):
-        raise DataError(f"{where}: column {column!r} holds bytes; leave it out with a view, or store text or JSON")
-    return value
+    return list(table.columns.keys()), [{key: plain(value, key) for key, value in row.items()} for row in rows]

@@ -141,9 +141,7 @@ class PreferenceRows:
 
 
 class TextRows:
-    """Tokenizes rows of one text (`prompt_key`) on demand, to go on training on: every token but the first is learned,
-    and an end token that follows.
-    """
+    """Tokenizes rows of one text (`prompt_key`) on demand; every token but the first is learned, and an end token."""
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
         """max_tokens: a longer text loses its end. Raises: DataError: there is no such column."""

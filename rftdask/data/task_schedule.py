@@ -75,20 +75,16 @@ def _epoch_order(
     sizes: tuple[int, ...], orders: tuple[EpochOrder, ...], seed: int, epoch: int
 ) -> tuple[_Numbers, _Numbers]:
     """Taskset number and row of every slot of an epoch, each [sum(sizes)] int64."""
-    rows = [
+    rows = []
+    for number, (size, order) in enumerate(zip(sizes, orders, strict=True)):
         # Philox, whose stream is promised not to change with the version of numpy.
-        _checked(order(epoch, np.random.Philox(np.random.SeedSequence((seed % 2**64, epoch, number)))), size)
-        for number, (size, order) in enumerate(zip(sizes, orders, strict=True))
-    ]
+        random = np.random.Philox(np.random.SeedSequence((seed % 2**64, epoch, number)))
+        rows.append(np.asarray(order(epoch, random), np.int64))
+        if not np.array_equal(np.sort(rows[-1]), np.arange(size)):
+            found = rows[-1][:10].tolist()
+            raise ValueError(f"an order of {size} tasks must hold each of 0 .. {size - 1} once, got {found}")
     # Task j of a taskset of n tasks belongs at (j + 1/2) / n of the epoch.
     places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
     slots = np.argsort(places, kind="stable")
     tasksets = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)[slots]
     return tasksets, np.concatenate(rows)[slots]
-
-
-def _checked(order: _Numbers, size: int) -> _Numbers:
-    rows = np.asarray(order, np.int64)
-    if not np.array_equal(np.sort(rows), np.arange(size)):
-        raise ValueError(f"an order of {size} tasks must hold each of 0 .. {size - 1} once, got {rows[:10].tolist()}")
-    return rows

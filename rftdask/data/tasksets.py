@@ -76,9 +76,7 @@ class Taskset:
         return workflows, rewards - {""}
 
     def numbers(self, columns: Sequence[str]) -> list[list[float]]:
-        """[N][len(columns)], what the columns hold in each row. Raises: DataError: a column is missing, or a cell is no
-        finite number.
-        """
+        """[N][len(columns)] cells of each row. Raises: DataError: no such column, or a cell is no finite number."""
         for column in columns:
             if column not in self.dataset.columns:
                 raise DataError(self._missing("data_selector.feature_keys", column))
@@ -103,13 +101,24 @@ class Taskset:
     def task(self, epoch: int, index: int) -> Task:
         """The task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""
         fmt, row = self._format, self.dataset[index]
-        prompt, messages = self._prompt(row, index)
+        option, key = ("messages_key", fmt.messages_key) if self._has_messages else ("prompt_key", fmt.prompt_key)
+        value = self._cell(row, index, option, key)
+        prompt = value if isinstance(value, str) else ""
+        messages: list[Mapping[str, Any]] = []
+        if fmt.prompt_type == "plaintext":
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{self._where(index)}: column {key!r} holds a {type(value).__name__}, plaintext needs text"
+                )
+            prompt += fmt.reply_prefix or ""
+        else:
+            messages = self._chat(value, row, f"{self._where(index)}: column {key!r}")
         return Task(
             taskset=self._config.name,
             epoch=epoch,
             index=index,
             prompt=prompt,
-            messages=messages,
+            messages=tuple(messages),
             truth=truth_text(self._cell(row, index, "response_key", fmt.response_key)) if fmt.response_key else "",
             workflow=self._choice(row, fmt.workflow_key, self._workflow),
             reward_fn=self._choice(row, fmt.reward_fn_key, self._reward_fn),
@@ -118,34 +127,17 @@ class Taskset:
             row=row,
         )
 
-    def _prompt(self, row: Mapping[str, Any], index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+    def _chat(self, value: Any, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        """A text or a chat as messages, with the system prompt before and the reply prefix after."""
         fmt = self._format
-        option, key = ("messages_key", fmt.messages_key) if self._has_messages else ("prompt_key", fmt.prompt_key)
-        value = self._cell(row, index, option, key)
-        if fmt.prompt_type == "plaintext":
-            if not isinstance(value, str):
-                raise DataError(
-                    f"{self._where(index)}: column {key!r} holds a {type(value).__name__}, plaintext needs text"
-                )
-            return value + (fmt.reply_prefix or ""), ()
-        if isinstance(value, str):
-            return value, self._with_frame([{"role": "user", "content": value}], row)
-        is_list = isinstance(value, (list, tuple)) and len(value) > 0
-        if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in value):
-            raise DataError(
-                f"{self._where(index)}: column {key!r} is neither text nor a chat [{{role, content}}]: {value!r:.100}"
-            )
-        return "", self._with_frame([dict(message) for message in value], row)
-
-    def _with_frame(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """The chat with its system prompt before and its reply prefix after."""
-        fmt = self._format
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+        if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+            raise DataError(f"{where} is neither text nor a chat [{{role, content}}]: {value!r:.100}")
         system = self._choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        if fmt.reply_prefix:
-            messages = [*messages, {"role": "assistant", "content": fmt.reply_prefix}]
-        return tuple(messages)
+        begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+        end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []
+        return [*begin, *(dict(message) for message in messages), *end]
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
         if column not in row:

@@ -56,8 +56,7 @@ def query(tables: RunTables, sql: str) -> pa.Table:
 
     Raises: UserError: duckdb is not installed, or says what is wrong with the statement.
     """
-    named = [name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)]
-    connection = _connect(tables, named)
+    connection = _connect(tables, [name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)])
     import duckdb  # late, as below
 
     try:
@@ -87,7 +86,15 @@ def to_csv(table: pa.Table) -> str:
 
 def to_json(table: pa.Table) -> str:
     """A list of objects, one for each row; NaN and infinities are null."""
-    return json.dumps(_plain(table.to_pylist()), indent=1, default=str, allow_nan=False)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(table.to_pylist()), indent=1, default=str, allow_nan=False)
 
 
 def to_terminal(table: pa.Table, max_rows: int = 100) -> Group:
@@ -114,11 +121,3 @@ def _connect(tables: RunTables, names: Iterable[str]) -> duckdb.DuckDBPyConnecti
     for name in names:
         connection.register(name, tables.table(name))
     return connection
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

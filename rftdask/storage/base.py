@@ -156,11 +156,16 @@ class Patience:
     """
 
     def __init__(
-        self, what: str, is_transient: Callable[[BaseException], bool], sleep: Callable[[float], None] = time.sleep
+        self,
+        what: str,
+        is_transient: Callable[[BaseException], bool],
+        sleep: Callable[[float], None] = time.sleep,
+        max_tries: int = MAX_TRIES,
     ) -> None:
         self._what = what
         self._is_transient = is_transient
         self._sleep = sleep
+        self._max_tries = max_tries
         self.tries = 0
 
     def call(self, operation: Callable[[], _Result]) -> _Result:
@@ -171,7 +176,7 @@ class Patience:
             try:
                 return operation()
             except Exception as error:  # every client has its own tree; what cannot pass rises again
-                is_over = self.tries == MAX_TRIES or time.monotonic() - began >= PATIENCE_S
+                is_over = self.tries == self._max_tries or time.monotonic() - began >= PATIENCE_S
                 if is_over or not self._is_transient(error):
                     raise
                 if self.tries == _TOLD_AFTER_TRIES:

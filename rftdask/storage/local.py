@@ -63,6 +63,7 @@ class Posix:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: bytes) -> None:
+        """Write all of the bytes; the system may take them in pieces."""
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
@@ -128,6 +129,7 @@ class Posix:
         return os.path.isdir(path)
 
     def is_same_file(self, path: str, other: str) -> bool:
+        """True if both are names of one file; False if one of them is none."""
         with suppress(OSError):
             return os.path.samefile(path, other)
         return False

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import PARTS, make_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
-from rftdask.buffer.batches.dataset_source import DatasetSource, Demonstrations, ReadRows, RowOrder
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
-from rftdask.buffer.batches.source import BatchSource, ReplayedSource
+from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReadRows, ReplayedSource, RowOrder
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config

@@ -207,9 +207,7 @@ def supervised_batch(
 
 
 def join_batches(first: TrainingBatch, second: TrainingBatch) -> TrainingBatch:
-    """Join the rows of both, the first one's first. The second are demonstrations, which have neither baselines nor
-    states nor turn rewards.
-    """
+    """Join the rows of both; the second are demonstrations, without baselines, states and turn rewards."""
     fillers = {"baselines": 0, "states": -1, "turn_rewards": 0}
     arrays = {
         f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])

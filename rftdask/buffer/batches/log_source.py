@@ -23,12 +23,11 @@ import pyarrow as pa
 
 from rftdask.buffer.batches.backpressure import SETTLED_NOTE
 from rftdask.buffer.batches.batch import BATCH_COLUMNS, TrainingBatch, batch_from_table, join_batches
-from rftdask.buffer.batches.dataset_source import Demonstrations
 from rftdask.buffer.batches.groups import groups_of_shard
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import TIME_NOTE, Replay, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups
-from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, NotYet, with_rewards
+from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, Demonstrations, NotYet, with_rewards
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Status
 from rftdask.buffer.log.shard import ShardName

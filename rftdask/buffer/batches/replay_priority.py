@@ -90,9 +90,7 @@ class DecayLimitRandomization(PriorityFunction):
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
         values_N = versions_N - self.decay * uses_N
-        if self.sigma > 0:
-            values_N = values_N + self.sigma * random.standard_normal(len(values_N))
-        return values_N
+        return values_N + self.sigma * random.standard_normal(len(values_N)) if self.sigma > 0 else values_N
 
 
 PRIORITY_FUNCTIONS = read_parts("rftdask.buffer.batches.replay_priority", "priority_fn")
@@ -239,13 +237,10 @@ def select_with_reuse(
     taken: list[int] = []
     places_of_fresh = wanted - len(unusable)
     for number in np.argsort(-values, kind="stable").tolist():
-        if len(taken) == wanted:
-            break
-        if number < len(good):
-            if not places_of_fresh:
-                continue
-            places_of_fresh -= 1
-        taken.append(number)
+        is_fresh = number < len(good)
+        if len(taken) < wanted and (places_of_fresh or not is_fresh):
+            places_of_fresh -= is_fresh
+            taken.append(number)
     if len(taken) + len(unusable) < wanted:
         return None
     taken.sort()  # fresh groups by position, then used ones

@@ -90,19 +90,23 @@ class Cursor:
         return position[0] < self.low or position in self.beyond
 
     def settle(self, positions: Iterable[Position], tasks_per_step: int) -> None:
+        """Take these as settled; whole steps leave `beyond`."""
         self.beyond.update(p for p in positions if p[0] >= self.low)
         while all((self.low, slot) in self.beyond for slot in range(tasks_per_step)):
             self.beyond.difference_update((self.low, slot) for slot in range(tasks_per_step))
             self.low += 1
 
     def num_settled(self, tasks_per_step: int) -> int:
+        """Count the settled groups since the run began."""
         return (self.low - 1) * tasks_per_step + len(self.beyond)
 
     def state_dict(self) -> dict[str, object]:
+        """The cursor as JSON types, for a checkpoint."""
         return {"low": self.low, "beyond": sorted(map(list, self.beyond))}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, object]) -> Cursor:
+        """Inverse of `state_dict`."""
         beyond = state["beyond"]
         assert isinstance(beyond, list) and isinstance(state["low"], int)
         return cls(state["low"], {(int(step), int(slot)) for step, slot in beyond})
@@ -160,7 +164,7 @@ class StalenessControl(SampleStrategy):
 
 @dataclass(frozen=True)
 class Mix(SampleStrategy):
-    """mix: the oldest first, beside demonstrations of a dataset (dataset_source.py)."""
+    """mix: the oldest first, beside demonstrations of a dataset (source.py)."""
 
     sample_strategy = "mix"
     follows_schedule = True

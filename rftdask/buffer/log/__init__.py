@@ -1,15 +1,14 @@
 """The experience log: what was sampled, in shards that are committed once and never change.
 
 Holds the schema of a row (schema.py), the shard and its name (shard.py), the interface of a log (log.py) and its
-backends (file_log.py, jsonl_log.py, sql_log.py), the writer of a work unit (writer.py), and what becomes of old shards
+backends (file_log.py, sql_log.py), the writer of a work unit (writer.py), and what becomes of old shards
 (compaction.py, retention.py). It does not know what was trained: the ledger does (rftdask/buffer/batches).
 """
 
 from __future__ import annotations
 
 from rftdask.buffer.lineage import parent_storage, read_parent
-from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.jsonl_log import JsonlLog
+from rftdask.buffer.log.file_log import JsonlLog, ParquetLog
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.config import Config
 from rftdask.errors import UserError

@@ -1,7 +1,7 @@
 """The experience log as files: immutable shards in small buckets. Committing is one atomic put; a name in the listing
 is the commit.
 
-It knows how shards are found and set aside; what is in one is the part of a subclass, here Parquet.
+It knows how shards are found and set aside; what is in one is the part of a subclass: Parquet, or JSON lines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -17,8 +17,16 @@ import pyarrow as pa
 
 from rftdask.buffer.log.compaction import NUM_THREADS, CompactedShards, Compaction
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.log.schema import Experience
-from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
+from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.buffer.log.shard import (
+    Part,
+    ShardName,
+    check_bytes,
+    check_version,
+    decode_shard,
+    encode_shard,
+    shard_name,
+)
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import in_order
@@ -55,6 +63,7 @@ class FileLog(ExperienceLog):
         """The rows, verified, of these columns at least. Raises: DamagedError; DataError: another schema."""
 
     def path(self, name: ShardName) -> str:
+        """Where a shard that was not compacted is, below the run folder."""
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
 
     def check(self) -> None:
@@ -167,9 +176,7 @@ def _sorted(names: Iterable[ShardName]) -> list[ShardName]:
 
 
 class ParquetLog(FileLog):
-    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are. The default, and the one that can be
-    compacted.
-    """
+    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are; they can be compacted. The default."""
 
     suffix = "parquet"
 
@@ -241,3 +248,69 @@ class ParquetLog(FileLog):
             num_bytes = sum(sizes.get(name, 0) for name in gone)
             done += Compaction(len(gone), sum(name.num_rows for name in gone), num_bytes)
         return done
+
+
+# ---- JSON lines
+
+
+class JsonlLog(FileLog):
+    """Shards as files of JSON lines, for people: one experience a line, with every field, nothing rounded.
+
+    A line is {"schema": "1.0", "run": ..., "uid": ..., ...}, its fields those of `SCHEMA`. Numbers are the shortest
+    that give the same float32 again, so a line read back is the very same experience. A file is several times the size
+    of Parquet and slower to read.
+    """
+
+    suffix = "jsonl"
+
+    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
+        data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
+        name = shard_name(
+            experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=self.suffix
+        )
+        return name, data
+
+    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+        return from_lines(name, data)
+
+
+def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
+    """A table of `SCHEMA` as JSON lines, each beginning with `head`; the same rows give the same bytes.
+
+    What a column of a later minor version lacks is left out, so a row without it has the bytes it had before.
+    """
+
+    def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
+        # float32 as the float64 nearest to its shortest text, which is then what Python prints: 0.1, not 0.10000000149.
+        if pa.types.is_float32(column.type):
+            return column.cast(pa.string()).cast(pa.float64())
+        if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+            return column.cast(pa.list_(pa.string())).cast(pa.list_(pa.float64()))
+        return column
+
+    columns = {field.name: shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
+    columns["metrics"] = [dict(pairs) for pairs in columns["metrics"]]
+    lines = []
+    for row in zip(*columns.values(), strict=True):
+        fields = dict(zip(columns, row, strict=True))
+        present = {key: value for key, value in fields.items() if value is not None or key not in ADDED_COLUMNS}
+        lines.append(json.dumps({**(head or {}), **present}, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()
+
+
+def from_lines(name: ShardName, data: bytes) -> pa.Table:
+    """The rows, verified. Raises: DamagedError: they do not fit the name; DataError: another schema."""
+    check_bytes(name, data)
+    try:
+        rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
+        versions = {str(row["schema"]) for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
+    check_version(name, versions)
+    missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
+    if missing or len(rows) != name.num_rows:
+        raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")
+    try:
+        return pa.Table.from_pylist([{**row, "metrics": list(row["metrics"].items())} for row in rows], SCHEMA)
+    except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(f"shard {name.text}: its checksum fits, but its fields do not: {error}") from error

@@ -40,6 +40,7 @@ class Status(StrEnum):
 
     @property
     def trainable(self) -> bool:
+        """True if a row of this status may enter a loss or a baseline."""
         return self in (Status.OK, Status.TRUNCATED)
 
 
@@ -101,6 +102,7 @@ class Experience:
 
     @property
     def uid(self) -> str:
+        """Known before the rollout starts; what is generated at least once and trained at most once."""
         # group_id, written out: one of these is made for every row of a shard.
         return f"{self.taskset}/{self.epoch}/{self.task_index}/{self.rollout}/{self.turn}"
 

@@ -45,10 +45,12 @@ class Part:
 
     @property
     def text(self) -> str:
+        """As a name says it, such as "p0b-8"."""
         return f"p{sum(1 << slot for slot in self.slots):0{-(-self.num_tasks // 4)}x}-{self.num_tasks}"
 
     @classmethod
     def parse(cls, bits: str, num_tasks: str) -> Part:
+        """Inverse of `text`, by its two numbers: hexadecimal bits, and tasks."""
         mask = int(bits, 16)
         return cls(tuple(slot for slot in range(mask.bit_length()) if mask >> slot & 1), int(num_tasks))
 
@@ -80,6 +82,7 @@ class ShardName:
 
     @cached_property
     def text(self) -> str:
+        """The file name."""
         part = "" if self.part is None else f"-{self.part.text}"
         return (
             f"{self.explore_step:08d}-{self.unit:04d}-{self.writer}{part}-n{self.num_rows}"

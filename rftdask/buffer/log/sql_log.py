@@ -23,17 +23,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 import sqlalchemy as sa
-import tenacity
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from rftdask.buffer.log.jsonl_log import to_lines
+from rftdask.buffer.log.file_log import to_lines
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Experience, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, shard_name
 from rftdask.data.database import database_url, open_engine, shown
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
+from rftdask.storage.base import Patience
 
 FILE = "experiences.sqlite"
 """The database of a run that names none, in its folder."""
@@ -197,12 +197,7 @@ class SqlLog(ExperienceLog):
         self._move("quarantine", [name], _bad_shards, _bad_experiences, reason=reason)
 
     def _move(
-        self,
-        verb: str,
-        names: Sequence[ShardName],
-        shards_to: sa.Table,
-        rows_to: sa.Table | None = None,
-        **more: str,
+        self, verb: str, names: Sequence[ShardName], shards_to: sa.Table, rows_to: sa.Table | None = None, **more: str
     ) -> None:
         """Move shards into another table, all in one transaction; their rows too, or they go."""
 
@@ -285,19 +280,14 @@ class SqlLog(ExperienceLog):
 
         Raises: IntegrityError: what it writes exists; StorageError.
         """
-        retry = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(_MAX_TRIES) | tenacity.stop_after_delay(2 * _BUSY_S),
-            wait=tenacity.wait_exponential_jitter(multiplier=0.1, max=5, jitter=0.1),
-            retry=tenacity.retry_if_exception_type(OperationalError),
-            reraise=True,
-        )
 
         def once() -> _Result:
             with self._engine.connect().execution_options(rftdask_write=write) as connection, connection.begin():
                 return work(connection)
 
+        patience = Patience(verb, lambda error: isinstance(error, OperationalError), max_tries=_MAX_TRIES)
         try:
-            return retry(once)  # a transaction that was cut off left nothing, or all of what it wrote
+            return patience.call(once)  # a transaction that was cut off left nothing, or all of what it wrote
         except IntegrityError:
             raise
         except SQLAlchemyError as error:

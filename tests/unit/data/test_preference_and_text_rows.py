@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rftdask.buffer.batches.dataset_source import DatasetSource
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.source import DatasetSource
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.supervised import PreferenceRows, TextRows
 from rftdask.errors import DataError

@@ -84,7 +84,7 @@ import sys
 from rftdask.storage import open_storage
 open_storage(sys.argv[1]).put("a", b"x")
 open_storage("memory://a").put("a", b"x")
-print([name for name in ("fsspec", "tenacity", "torch", "transformers") if name in sys.modules])
+print([name for name in ("fsspec", "torch", "transformers") if name in sys.modules])
 """
 
 

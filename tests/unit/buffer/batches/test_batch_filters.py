@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table
-from rftdask.buffer.batches.dataset_source import Demonstrations, RowOrder
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import EntryReader
-from rftdask.buffer.batches.source import BASELINE, BatchFilter
+from rftdask.buffer.batches.source import BASELINE, BatchFilter, Demonstrations, RowOrder
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
 from rftdask.storage import Storage

@@ -18,8 +18,7 @@ from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
 from rftdask.buffer.log.compaction import MergedFile, merge_shards, read_merged, rows_of
-from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
-from rftdask.buffer.log.jsonl_log import JsonlLog
+from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
 from rftdask.buffer.log.schema import Experience

@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.log.file_log import FileLog, ParquetLog
-from rftdask.buffer.log.jsonl_log import JsonlLog
+from rftdask.buffer.log.file_log import FileLog, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, done_units

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.dataset_source import DatasetSource
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.batches.source import DatasetSource
 from rftdask.errors import DataError, FencedError
 from rftdask.storage import Storage
 from tests.unit.buffer.buffer_cases import new_storage
