@@ -20,8 +20,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -191,19 +192,16 @@ class Patience:
 
 def in_order(call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:
     """`call` of each item, in their order. At most `num_threads` results are under way or wait to be taken."""
-    num_threads = min(num_threads, len(items))
-    if num_threads <= 1:
+    if min(num_threads, len(items)) <= 1:
         yield from map(call, items)
         return
-    ahead: deque[Future[_Result]] = deque()
+    left = iter(items)
     with ThreadPoolExecutor(num_threads) as pool:
+        ahead = deque(pool.submit(call, item) for item in islice(left, num_threads))
         try:
-            for item in items:
-                ahead.append(pool.submit(call, item))
-                if len(ahead) == num_threads:
-                    yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
-        finally:
+                ahead.extend(pool.submit(call, item) for item in islice(left, 1))
+        finally:  # also of a caller that takes no more
             for future in ahead:
                 future.cancel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience
@@ -20,7 +20,7 @@ from rftdask.errors import WaitTimeout
 _JOIN_S = 600.0  # For a commit under way to end; storage gives up long before, after its bounded retries.
 
 
-class UnitWriter:
+class UnitWriter(AbstractContextManager["UnitWriter"]):
     """Writes one work unit.
 
     Example:
@@ -102,10 +102,7 @@ class UnitWriter:
                 where = f"work unit {self._explore_step}/{self._unit}"
                 raise WaitTimeout(f"{where}: a commit has hung for {_JOIN_S:.0f} s; check the storage of the run")
 
-    def __enter__(self) -> UnitWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _flush_old_ones(self) -> None:
@@ -114,8 +111,9 @@ class UnitWriter:
         while True:
             with self._changed:
                 while not self._closed:
-                    now = time.monotonic()
-                    due_in_s = self._oldest_s + self._flush_age_s - now if self._waiting else threading.TIMEOUT_MAX
+                    due_in_s = threading.TIMEOUT_MAX  # until there is a group that can grow old
+                    if self._waiting:
+                        due_in_s = self._oldest_s + self._flush_age_s - time.monotonic()
                     if due_in_s <= 0:
                         break
                     self._changed.wait(due_in_s)
