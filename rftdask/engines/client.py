@@ -106,25 +106,24 @@ class EngineClient:
             env=dict(spec.env),
             log_file=Path(spec.log_file) if spec.log_file else None,
         )
-        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
-        self._ready = False
         self._turn = threading.Lock()
-        """Held by one caller at a time that waits until the engine is ready or loads weights."""
+        """Held by one caller at a time that loads weights."""
+        self._ready = self._asked[0] = Future[Any]()
+        """Set by the first message, which the engine sends unasked once its model is loaded."""
+        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
 
     def wait_ready(self) -> None:
         """Wait until the model is loaded. Raises: RoleError, UserError: why it cannot be, and the engine is closed."""
-        with self._turn:
-            if self._ready:
-                return
-            try:
-                ready = FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
-                assert isinstance(ready, Ready), ready
-            except BaseException:
-                self.close()
-                raise
-            self._ready = True
-            self._writer.start()
-            threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
+        try:
+            self._ready.result(LOAD_TIMEOUT_S)
+        except TimeoutError:
+            self.close()
+            raise WaitTimeout(f"{self} said nothing for {LOAD_TIMEOUT_S:.0f} s") from None
+        except RftError:
+            self.close()
+            raise
 
     def alive(self) -> bool:
         return self._failure is None and self._child.alive()
@@ -166,7 +165,6 @@ class EngineClient:
         return list(self._ask(lambda number: Score(number, tuple(pairs)), timeout_s).logprobs)
 
     def _ask(self, message: Callable[[int], FromClient], timeout_s: float) -> Any:
-        """Send the message of the next number and wait for its answer."""
         future: Future[Any] = Future()
         with self._lock:
             self._outbox.put(message(self._register(future)))
@@ -180,7 +178,7 @@ class EngineClient:
 
     def _register(self, future: Future[Any]) -> int:
         """Returns the number of what the future waits for, which is used once. `_lock` is held."""
-        assert self._ready, "wait_ready comes first"
+        assert self._ready.done(), "wait_ready comes first"
         self._num_asked += 1
         if self._failure is not None:
             future.set_exception(self._failure)
@@ -199,7 +197,6 @@ class EngineClient:
             self._fail(RoleError(f"{self}: a request cannot be sent: {type(error).__name__}: {error}"))
 
     def _read(self) -> None:
-        """Thread that hands on answers until the process ends."""
         while True:
             try:
                 message = FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
@@ -208,14 +205,12 @@ class EngineClient:
             except RftError as error:
                 self._fail(error)
                 return
-            assert not isinstance(message, Ready), "which comes once, before the reader starts"
             with self._lock:
-                future = self._asked.pop(message.number, None)
+                future = self._asked.pop(0 if isinstance(message, Ready) else message.number, None)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message.generation if isinstance(message, Generated) else message)
 
     def _fail(self, error: RftError) -> None:
-        """Fail everything that was asked and all that will be."""
         with self._lock:
             self._failure = self._failure or error
             asked, self._asked = self._asked, {}

@@ -450,7 +450,6 @@ class Explorer:
             self._backpressure.add(result.num_rollouts, result.num_bytes)
 
     def _complete_unit(self, unit: RolloutTask) -> None:
-        """Record the explore step, or the evaluation, of which this was the last unit."""
         if unit.is_eval:
             self._evals.finish(unit)
             return

@@ -194,9 +194,21 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
             committed=held,
         ) as writer:
-            groups = _FilteredGroups(unit, config, writer.add)
-            outcome = _roll_out(unit, slots, config, engine, groups.add)
-            outcome = replace(outcome, experiences=groups.finish())
+            groups: dict[int, list[Experience]] = {}
+            failures: list[OperatorError] = []
+            filter_group = _group_filter(unit, config)
+
+            def commit(slot: int, experiences: list[Experience]) -> None:
+                try:
+                    groups[slot] = filter_group(experiences)
+                    writer.add(slot, groups[slot])
+                except OperatorError as error:  # raised below: here it would cancel the rollouts beside it
+                    failures.append(error)
+
+            outcome = _roll_out(unit, slots, config, engine, commit)
+            if failures:
+                raise failures[0]
+            outcome = replace(outcome, experiences=[each for slot in sorted(groups) for each in groups[slot]])
             names = writer.finish()
         return replace(
             summarize_unit(unit, outcome),
@@ -311,36 +323,16 @@ def _roll_out(
     return outcome
 
 
-class _FilteredGroups:
-    """Hands groups on to be committed, after the operators if they run before the commit."""
+def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]]:
+    """The operators, if they run before the commit: a task's experiences in, those to commit out."""
+    section = config.data_processor.experience_pipeline
+    if section.stage != "commit" or not section.operators or unit.is_eval:
+        return lambda experiences: experiences
+    # Late: it needs torch, which this process does without unless there are operators.
+    from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
 
-    def __init__(self, unit: RolloutTask, config: Config, commit: Callable[[int, list[Experience]], None]) -> None:
-        section = config.data_processor.experience_pipeline
-        self._commit = commit
-        self._groups: dict[int, list[Experience]] = {}
-        self._error: OperatorError | None = None
-        self._filter: Callable[[list[Experience]], list[Experience]] | None = None
-        if section.stage == "commit" and section.operators and not unit.is_eval:
-            # Late: it needs torch, which this process does without unless there are operators.
-            from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
-
-            baseline = unit.repeat_times if unit.greedy_baseline else None
-            operators = operators_of(config)
-            self._filter = lambda experiences: filter_experiences(operators, experiences, baseline)
-
-    def add(self, slot: int, experiences: list[Experience]) -> None:
-        try:
-            self._groups[slot] = experiences if self._filter is None else self._filter(experiences)
-        except OperatorError as error:  # raised by `finish`: here it would cancel the rollouts beside it
-            self._error = self._error or error
-            return
-        self._commit(slot, self._groups[slot])
-
-    def finish(self) -> list[Experience]:
-        """All experiences as they are committed. Raises: OperatorError: of the first group that it failed on."""
-        if self._error is not None:
-            raise self._error
-        return [experience for slot in sorted(self._groups) for experience in self._groups[slot]]
+    operators, baseline = operators_of(config), unit.repeat_times if unit.greedy_baseline else None
+    return lambda experiences: filter_experiences(operators, experiences, baseline)
 
 
 def commit_poisoned(

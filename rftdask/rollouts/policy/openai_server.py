@@ -37,34 +37,32 @@ class ChatEndpoint:
         self._web = web
 
     async def answer(self, request: Any) -> Any:
+        """Answer one request, of aiohttp's types."""
+
+        def refused(status: int, text: str) -> Any:
+            error = {"message": text, "type": "invalid_request_error", "code": None}
+            return self._web.json_response({"error": error}, status=status)
+
         if request.headers.get("Authorization") != f"Bearer {os.environ[KEY_VARIABLE]}":
-            return self._error(401, "wrong key")
+            return refused(401, "wrong key")
         try:
             body = await request.json()
-            answer = await self._client.chat.completions.create(
-                **{**body, "messages": [plain_message(message) for message in body["messages"]]}
-            )
-        except (ValueError, TypeError, KeyError) as error:  # what a program asked for and cannot have
+            body["messages"] = [plain_message(message) for message in body["messages"]]
+            answer = await self._client.chat.completions.create(**body)
+        except Exception as error:
             self.failure = self.failure or error
-            return self._error(400, f"{type(error).__name__}: {error}")
-        except Exception as error:  # the engine's; the runner sees it by itself
-            self.failure = self.failure or error
-            return self._error(500, f"{type(error).__name__}: {error}")
+            # Of these three it is what a program asked for and cannot have; others are the engine's, which the runner
+            # sees by itself.
+            status = 400 if isinstance(error, ValueError | TypeError | KeyError) else 500
+            return refused(status, f"{type(error).__name__}: {error}")
         if not isinstance(answer, CompletionStream):
             return self._web.json_response(answer.model_dump(exclude_none=True))
-        return await self._stream(request, answer)
-
-    async def _stream(self, request: Any, answer: CompletionStream) -> Any:
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for chunk in answer:
             await response.write(f"data: {chunk.model_dump_json(exclude_none=True)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
-
-    def _error(self, status: int, text: str) -> Any:
-        body = {"error": {"message": text, "type": "invalid_request_error", "code": None}}
-        return self._web.json_response(body, status=status)
 
 
 @contextlib.asynccontextmanager

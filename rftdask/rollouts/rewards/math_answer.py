@@ -1,13 +1,15 @@
-r"""Math rewards: find the final answer in a response and compare it with the true one, without evaluating anything.
+r"""Math rewards: find the final answer in a response and compare it with the true one.
 
 The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; what follows the
 last "answer is" or "answer:"; the last number. Answers are equal when their numbers are, or else their normalized
 texts. Numbers are integers, decimals and fractions, with thousands separators, currency, percent sign, unit words or
-"x =" around them. There is no algebra: "x+1" is not "1+x".
+"x =" around them. There is no algebra, and nothing is evaluated ("x+1" is not "1+x"), but
+in accuracy_reward.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from fractions import Fraction
 
@@ -18,6 +20,8 @@ from rftdask.rollouts.workflows.base import Reward
 
 _MAX_LENGTH = 400
 """Characters of an answer that are looked at; bounds the work on runaway text."""
+_MAX_VERIFIED_LENGTH = 20_000
+"""Characters of a response that math-verify looks at, from its end: the answer is there."""
 _MAX_BOXES = 8
 """Opened boxes that are tried from the end before the search is given up."""
 _TOLERANCE = Fraction(1, 10**6)
@@ -60,6 +64,67 @@ def math_boxed_reward(
     correct = float(same_answer(_last_boxed(response) or "", truth))
     format_score = -format_score_coef if with_think and not starts_with_thought(response) else 0.0
     return Reward(correct + format_score, {"accuracy": correct, "format_score": format_score})
+
+
+@reward("math_dapo_reward")
+def math_dapo_reward(
+    response: str,
+    truth: str,
+    task: Task,
+    *,
+    num_tokens: int,
+    enable_overlong_penalty: bool = False,
+    penalty_factor: float = 1.0,
+    max_response_length: int = 0,
+    cache_length: int = 0,
+    **_of_the_workflow: object,
+) -> Reward:
+    """1 if the final answer equals the truth, else -1; with `enable_overlong_penalty` plus `overlong_penalty`, which
+    grows as a response nears its longest length.
+    Metrics: accuracy, 1 or 0; format_score, the penalty.
+
+    Args: num_tokens: of the response, given by the workflow; the others are `reward_fn_args`.
+    Raises: ValueError: lengths that do not go together.
+    Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment) and section 2.4.
+    """
+    correct = same_answer(extract_answer(response), truth)
+    penalty = 0.0
+    if enable_overlong_penalty:
+        penalty = overlong_penalty(num_tokens, max_response_length, cache_length, penalty_factor)
+    return Reward((1.0 if correct else -1.0) + penalty, {"accuracy": float(correct), "format_score": penalty})
+
+
+def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor: float) -> float:
+    """0 up to max_length - cache_length tokens, then falling in a line to -factor at max_length, and -factor beyond."""
+    if not 0 < cache_length < max_length:
+        raise ValueError(
+            f"math_dapo_reward: 0 < cache_length {cache_length} < max_response_length {max_length} must hold "
+            "(reward_fn_args, with enable_overlong_penalty)"
+        )
+    over = num_tokens - (max_length - cache_length)
+    return -factor * min(max(over / cache_length, 0.0), 1.0)
+
+
+math_dapo_reward.needs_num_tokens = True  # type: ignore[attr-defined]
+
+
+@reward("accuracy_reward", in_process=False, requires={"math_verify": "math-verify"})
+def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
+    """1 if the package math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
+
+    It does algebra (sympy) on what the policy wrote, which may take any time and memory; so it runs in a sandbox.
+
+    Raises: ValueError: the truth is no mathematics.
+    """
+    # By name: whether it is installed must not change the type check. It cannot time out by itself, off the main
+    # thread; the attempt's deadline does that.
+    math_verify = importlib.import_module("math_verify")
+    gold = math_verify.parse(truth if "\\boxed" in truth or "$" in truth else f"${truth}$", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"task {task.group_id}: the truth {truth!r:.100} is no mathematics; use exact_reward")
+    said = math_verify.parse(response[-_MAX_VERIFIED_LENGTH:], parsing_timeout=None)
+    correct = float(math_verify.verify(gold, said, timeout_seconds=None))
+    return Reward(correct, {"accuracy": correct})
 
 
 def extract_answer(response: str) -> str:

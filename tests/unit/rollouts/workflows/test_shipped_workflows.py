@@ -15,7 +15,7 @@ from rftdask.errors import UserError
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.openai_client import parse_tool_calls
 from rftdask.rollouts.rewards import compute_reward, get_reward
-from rftdask.rollouts.rewards.dapo import overlong_penalty
+from rftdask.rollouts.rewards.math_answer import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward
 from rftdask.rollouts.workflows.games import board_text, find_action
 from rftdask.rollouts.workflows.judged import parse_verdicts, read_rubric
