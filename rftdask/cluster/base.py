@@ -59,6 +59,10 @@ class Layout:
 
     workers: tuple[WorkerPlan, ...]
 
+    def num_workers(self, resource: str) -> int:
+        """Workers that hold the resource."""
+        return sum(resource in worker.resources for worker in self.workers)
+
     def threads_of(self, resource: str) -> int:
         """Cores of each worker with the resource; 1 if there is none."""
         return next((worker.threads for worker in self.workers if resource in worker.resources), 1)
@@ -111,7 +115,7 @@ def _runs(free: Sequence[int], length: int) -> list[int | None]:
 
 def num_ranks(stage: Config, layout: Layout) -> int:
     """Ranks of a stage's trainer: as configured, else all that the layout has workers for."""
-    return _asked_ranks(stage) or max(1, sum(TRAINER_RESOURCE in worker.resources for worker in layout.workers))
+    return _asked_ranks(stage) or max(1, layout.num_workers(TRAINER_RESOURCE))
 
 
 def _asked_ranks(stage: Config) -> int | None:

@@ -84,7 +84,7 @@ class ExistingCluster(Cluster):
             raise UserError("cluster.type existing: start or stop workers where you started the cluster")
 
     def num_asked(self, role: str) -> int:
-        return sum(role in worker.resources for worker in self._layout.workers)
+        return self._layout.num_workers(role)
 
     def close(self) -> None:
         close_in_turn(self.client)
@@ -96,7 +96,7 @@ def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str
 
     Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.
     """
-    needed = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+    needed = {role: layout.num_workers(role) for role in ROLES}
     # If any worker has a role, whoever started them has placed the roles, and none is added.
     there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in ROLES}
     if any(there.values()):

@@ -163,7 +163,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._storage = storage
         self._file = jobs_file(config.mode)
         self._logs = log_folder(storage, folder)
-        self._asked = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+        self._asked = {role: layout.num_workers(role) for role in ROLES}
         self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
         self._failed_starts = dict.fromkeys(ROLES, 0)
         self._failed_submits = 0

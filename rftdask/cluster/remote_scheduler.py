@@ -69,7 +69,7 @@ class RemoteWorkersCluster(Cluster):
         raise UserError("cluster.type joined: the workers of this run are started by rftdask join; start more or fewer")
 
     def num_asked(self, role: str) -> int:
-        return sum(role in worker.resources for worker in self._layout.workers)
+        return self._layout.num_workers(role)
 
     def close(self) -> None:
         # A worker that finds no address ends for good; one that finds an old address waits for the next scheduler.

@@ -33,7 +33,7 @@ class SlurmCluster(JobQueueCluster):
         # What a whole partition has is nobody's to take; a number of nodes is.
         num_gpus = known if section.node_num and slurm.count_gres(jobs[TRAINER_RESOURCE].gres) else None
         layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
-        counts = {role: sum(role in worker.resources for worker in layout.workers) for role in ROLES}
+        counts = {role: layout.num_workers(role) for role in ROLES}
         slurm.check_fit(counts, jobs, limited)
         _check_engines(config, stages)
         return layout

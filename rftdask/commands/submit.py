@@ -131,7 +131,7 @@ def plan_submission(
     layout = SlurmCluster.plan(config, stages)
     if single_allocation:
         # The run is to find as many ranks as there are parts for.
-        ranks = dict(_workers_of(layout)).get(TRAINER_RESOURCE, 0)
+        ranks = layout.num_workers(TRAINER_RESOURCE)
         pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
         config = replace(config, {"cluster.type": "joined", **pinned})
         return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
@@ -281,10 +281,8 @@ def _asks(job: JobConfig, num_tasks: int) -> list[str]:
 
 def _workers_of(layout: Layout) -> list[tuple[str, int]]:
     """(role, number of its workers) of the roles that have any."""
-    counts = (
-        (role, sum(role in w.resources for w in layout.workers)) for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE)
-    )
-    return [(role, count) for role, count in counts if count]
+    counts = {role: layout.num_workers(role) for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE)}
+    return [(role, count) for role, count in counts.items() if count]
 
 
 def _dependency(script: Script, job_id: str) -> list[str]:

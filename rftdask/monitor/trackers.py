@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rftdask.config.plugins import RegisteredPart, bind_arguments, find_part, read_parts
+from rftdask.config.plugins import bind_arguments, find_part, read_parts
 from rftdask.errors import NotFoundError, UserError
 from rftdask.monitor.metrics import MetricsFollower, MetricsRow
 from rftdask.storage.base import Storage
@@ -170,11 +170,6 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run_id)
 
 
-def registered_trackers() -> Mapping[str, RegisteredPart]:
-    """monitor_type -> class, of the trackers of this package."""
-    return read_parts("rftdask.monitor.trackers", "monitor_type")
-
-
 def make_tracker(
     monitor_type: str,
     *,
@@ -194,7 +189,8 @@ def make_tracker(
         args: `monitor_args`, the further arguments of the tracker.
     Raises: UserError: an unknown type or argument, or its package is not installed.
     """
-    tracker = find_part("monitor", monitor_type, registered_trackers(), plugin_dirs)
+    registered = read_parts("rftdask.monitor.trackers", "monitor_type")
+    tracker = find_part("monitor", monitor_type, registered, plugin_dirs)
     bind_arguments("monitor.monitor_args", tracker, args or {}, supplied=1)
     is_temporary = folder is None
     if tracker is NoTracker:

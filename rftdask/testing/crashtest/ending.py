@@ -83,7 +83,8 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
             problems.append(f"audit: {audit.waiting} experiences still wait")
 
         # Every experience of the plan is to be named by the ledger once, and for the reason that the plan knows.
-        planned = {experience.uid: experience for experience in plan.all_experiences()}
+        units = plan.units(plan.num_explore_steps)
+        planned = {experience.uid: experience for unit in units for experience in plan.experiences(*unit)}
         named: Counter[str] = Counter()
         entries = [entry for step in range(1, ledger.last_step() + 1) if (entry := ledger.read(step)) is not None]
         for rows in (rows for entry in entries for rows in (*entry.use, *entry.drop)):

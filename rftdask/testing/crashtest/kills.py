@@ -17,6 +17,7 @@ import shutil
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -162,7 +163,7 @@ def kill_at_random(folder: Path, plan: Plan, num_kills: int, seed: int) -> Figur
     figures = Figures("kills", f"runs of {_NUM_WRITERS} writers and a trainer, SIGKILL at random moments")
     run_undisturbed(plan)  # here, not once in every life
     rng = random.Random(seed)
-    by_role = {"writer": 0, "trainer": 0}
+    killed: Counter[str] = Counter()
     while figures.num_kills < num_kills:
         place = folder / f"run-{figures.num_tried + 1}"
         place.mkdir(parents=True)
@@ -173,16 +174,15 @@ def kill_at_random(folder: Path, plan: Plan, num_kills: int, seed: int) -> Figur
             ending = Ending([str(error)])
         finally:
             run.end()
-        for role, count in run.num_killed.items():
-            by_role[role] += count
-        figures.num_kills = sum(by_role.values())
+        killed += run.num_killed
+        figures.num_kills = killed.total()
         figures.add(f"run {figures.num_tried + 1} (seed {seed})", ending, run.witness)
         shutil.rmtree(place)
-        if not any(run.num_killed.values()):
+        if not run.num_killed.total():
             break  # a run in which nobody can be killed would go on for ever
     if not figures.num_trained_again:
         figures.problems.append("no batch was trained again: the trainer never got far enough to lose anything")
-    figures.notes.append(f"{by_role['writer']} kills of writers, {by_role['trainer']} of the trainer")
+    figures.notes.append(f"{killed['writer']} kills of writers, {killed['trainer']} of the trainer")
     return figures
 
 
@@ -191,7 +191,8 @@ class _Race:
 
     def __init__(self, place: Path, plan: Plan, rng: random.Random) -> None:
         self.witness = Witness(place / "witness.txt")
-        self.num_killed = {"writer": 0, "trainer": 0}
+        self.num_killed: Counter[str] = Counter()
+        self._parent = os.getpid()
         self._place = place
         self._plan = plan
         self._rng = rng
@@ -201,7 +202,7 @@ class _Race:
 
     def live(self, max_kills: int) -> Ending:
         """Kill until the run has ended, or often enough; then let it end, and check it. Raises: RoleError."""
-        while sum(self.num_killed.values()) < max_kills and self._trainer.status is None:
+        while self.num_killed.total() < max_kills and self._trainer.status is None:
             self._kill(self._rng.choice(_VICTIMS))
             self._check()
         self._wait(lambda: False)
@@ -245,29 +246,25 @@ class _Race:
             raise RoleError(f"the run did not end in {_RUN_DEADLINE_S:.0f} s")
 
     def _start_writer(self) -> Life:
-        parent, seed = os.getpid(), self._rng.randrange(1 << 30)
+        seed = self._rng.randrange(1 << 30)
 
         def live() -> None:
             rng = random.Random(seed)
             writer = Writer(LocalStorage(self._place / "run"), self._plan, Parts(), self.witness, rng)
             while True:
-                _stop_if_alone(parent)
+                self._stop_if_alone()
                 time.sleep(rng.uniform(0, 0.004) if writer.work() else 0.02)
 
         return Life(live, self._place)
 
     def _start_trainer(self) -> Life:
-        parent = os.getpid()
-
         def live() -> None:
-            storage = LocalStorage(self._place / "run")
-            train(storage, self._plan, Parts(), self.witness, lambda: _stop_if_alone(parent))
+            train(LocalStorage(self._place / "run"), self._plan, Parts(), self.witness, self._stop_if_alone)
 
         return Life(live, self._place)
 
-
-def _stop_if_alone(parent: int) -> bool:
-    """False, in the loops of a life. Raises: RoleError: the process that forked it is gone."""
-    if os.getppid() != parent:
-        raise RoleError("the crash test has ended")
-    return False
+    def _stop_if_alone(self) -> bool:
+        """False, in the loops of a life. Raises: RoleError: the process that forked it is gone."""
+        if os.getppid() != self._parent:
+            raise RoleError("the crash test has ended")
+        return False

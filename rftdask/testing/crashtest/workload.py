@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,10 +97,6 @@ class Plan:
                 )
             )
         return made
-
-    def all_experiences(self) -> Iterator[Experience]:
-        for place in self.units(self.num_explore_steps):
-            yield from self.experiences(*place)
 
     def fate(self, experience: Experience) -> str | None:
         """Why it is dropped, "" if it is trained; None where it depends on the order of arrival."""
