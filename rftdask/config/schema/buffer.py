@@ -5,17 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import (
-    Count,
-    Filled,
-    Free,
-    Named,
-    Natural,
-    Seconds,
-    Section,
-    absent,
-    no_items,
-)
+from rftdask.config.base import Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
 from rftdask.config.plugins import function_registry, known_part, read_parts
 from rftdask.config.schema.algorithm import registered_parts
 

@@ -5,17 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import (
-    Aliases,
-    Count,
-    Free,
-    Later,
-    Named,
-    Natural,
-    Seconds,
-    Section,
-    no_items,
-)
+from rftdask.config.base import Aliases, Count, Free, Later, Named, Natural, Seconds, Section, no_items
 from rftdask.config.plugins import RegisteredPart, known_part, read_parts
 
 registered_engines = partial(read_parts, "rftdask.engines", "engine_type")

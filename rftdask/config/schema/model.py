@@ -4,13 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import (
-    Count,
-    Filled,
-    Natural,
-    Section,
-    absent,
-)
+from rftdask.config.base import Count, Filled, Natural, Section, absent
 
 
 class LoraConfig(Section):

@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import (
-    Aliases,
-    Count,
-    Filled,
-    Later,
-    Named,
-    Natural,
-    Seconds,
-    Section,
-    absent,
-)
+from rftdask.config.base import Aliases, Count, Filled, Later, Named, Natural, Seconds, Section, absent
 from rftdask.config.plugins import known_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
