@@ -55,8 +55,7 @@ def run(
     with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) end with a checkpoint."""
-    checked = load_config(config, overrides or [])
-    _warn(checked.warnings)
+    checked = _load(config, overrides)
     # Late: the other commands need neither Dask nor pandas.
     from rich.console import Console
 
@@ -85,7 +84,7 @@ def run(
 def validate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
     checked = load_config(config, overrides or [])
-    check_plugins(checked)
+    check_plugins(checked)  # before the warnings: of a configuration with a mistake only that is told
     _warn(checked.warnings)
     typer.echo(checked.to_yaml())
     typer.echo(make_plan(checked).render())
@@ -102,8 +101,7 @@ def estimate(
     from rftdask.commands.estimate import gpu_bytes, render, what_fits
     from rftdask.models.model_shape import read_shape
 
-    checked = load_config(config, overrides or [])
-    _warn(checked.warnings)
+    checked = _load(config, overrides)
     memory = gpu_bytes(gpu) if gpu else None
     for stage in checked.stage_configs():
         shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
@@ -131,8 +129,7 @@ def submit(
 
     if offline and single_allocation:
         raise UserError("--offline makes jobs of its own; leave out --single-allocation")
-    checked = load_config(config, overrides or [])
-    _warn(checked.warnings)
+    checked = _load(config, overrides)
     submission = plan_submission(
         checked, single_allocation=single_allocation, offline=offline, rounds=rounds, explore_jobs=explore_jobs
     )
@@ -442,6 +439,13 @@ def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], 
             return
         except FencedError:
             time.sleep(_LOOK_S)
+
+
+def _load(config: str, overrides: list[str] | None) -> Config:
+    """The checked configuration; its warnings are shown."""
+    checked = load_config(config, overrides or [])
+    _warn(checked.warnings)
+    return checked
 
 
 def _warn(warnings: tuple[str, ...]) -> None:

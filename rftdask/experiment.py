@@ -300,68 +300,60 @@ def _stopping_on_interrupt(stage: StageRun, view: ProgressView) -> Iterator[None
         signal.signal(signal.SIGINT, before)
 
 
+@dataclasses.dataclass
 class _Watcher:
     """What happens beside a stage as it tells its events: the view, the tracker, the logs, the next stage's start."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        config: Config,
-        number: int,
-        storage: Storage,
-        cluster: Cluster,
-        view: ProgressView,
-        ahead: HeadStart,
-    ) -> None:
-        """number: of the stage, from 0."""
-        self._experiment = experiment
-        self._number = number
-        self._cluster = cluster
-        self._view = view
-        self._ahead = ahead
-        self._config = config
-        self._began = time.monotonic()
+    experiment: Experiment
+    config: Config
+    number: int
+    """Of the stage, from 0."""
+    storage: Storage
+    cluster: Cluster
+    view: ProgressView
+    ahead: HeadStart
+
+    def __post_init__(self) -> None:
+        config, storage = self.config, self.storage
+        self._began = self._fed = time.monotonic()
         self._first: tuple[int, float] | None = None
         """The step before the first one that was told, and when that one began."""
         self._role = "trainer" if config.mode in ("both", "train") else "explorer"
         """The role whose steps are the stage's."""
         self._logs = LogFolder(storage)
         self.log_folder = str(self._logs.path)
-        folder = None if "://" in storage.url else Path(storage.url, "monitor")
-        monitor = config.monitor
         tracker = make_tracker(
-            monitor.monitor_type,
-            folder=folder,
+            config.monitor.monitor_type,
+            folder=None if "://" in storage.url else Path(storage.url, "monitor"),
             project=config.project,
             name=config.name,
             config=config.to_dict(),
-            args=monitor.monitor_args,
+            args=config.monitor.monitor_args,
             plugin_dirs=config.explorer.plugin_dirs,
         )
-        self._feed = TrackerFeed(storage, tracker, monitor.monitor_type)
-        self._fed = time.monotonic()
+        self._feed = TrackerFeed(storage, tracker, config.monitor.monitor_type)
 
     def show(self, work: StageWork) -> None:
         """Show the stage before its first event."""
-        self._experiment._progress = Progress(
-            stage=self._config.name.rpartition("/")[2],
-            stage_number=self._number + 1,
-            num_stages=self._ahead.num_stages,
-            mode=self._config.mode,
+        self.experiment._progress = Progress(
+            stage=self.config.name.rpartition("/")[2],
+            stage_number=self.number + 1,
+            num_stages=self.ahead.num_stages,
+            mode=self.config.mode,
             total_steps=work.train_steps if self._role == "trainer" else work.explore_steps,
         )
-        self._view.update(self._experiment._progress)
+        self.view.update(self.experiment._progress)
 
     def on_event(self, event: Event) -> None:
         """Take in what a role said. In the thread that runs the stage."""
         now = time.monotonic()
         progress = dataclasses.replace(
-            self._experiment._progress,
+            self.experiment._progress,
             elapsed_s=now - self._began,
-            workers=len(self._cluster.client.scheduler_info(n_workers=-1)["workers"]),
+            workers=len(self.cluster.client.scheduler_info(n_workers=-1)["workers"]),
         )
         if isinstance(event, Note):
-            self._view.note(event.text)
+            self.view.note(event.text)
         elif isinstance(event, Evaluated):
             progress = dataclasses.replace(progress, accuracy=event.metrics.get("accuracy"))
         elif isinstance(event, Step) and event.role == self._role:
@@ -374,9 +366,9 @@ class _Watcher:
             progress = dataclasses.replace(progress, step=event.step, eta_s=eta_s, **shown)
         elif isinstance(event, Step):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
-        self._experiment._progress = progress
-        self._ahead.after(self._number, event)
-        self._view.update(progress)
+        self.experiment._progress = progress
+        self.ahead.after(self.number, event)
+        self.view.update(progress)
         if now - self._fed > _FEED_EVERY_S:
             self._fed = now
             self._feed.poll()

@@ -155,7 +155,7 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
     Raises: DataError: there is none.
     """
     folder = _logs_of(url)
-    files = _log_files(folder, role)
+    files = sorted(folder.glob(f"{role}*.log"))
     if not files:
         there = ", ".join(sorted({path.name.split("-")[0].split(".")[0] for path in folder.glob("*.log")})) or "none"
         raise DataError(f"{folder} has no log of {role!r}; there are: {there}")
@@ -169,7 +169,7 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) ->
     folder, read = _logs_of(url), dict[Path, int]()
     last = num_lines
     while True:
-        for path in _log_files(folder, role):
+        for path in sorted(folder.glob(f"{role}*.log")):
             if path.stat().st_size < read.get(path, 0):
                 read[path] = 0  # it was set aside, and this is a new one
             with path.open("rb") as file:
@@ -190,10 +190,6 @@ def _logs_of(url: str) -> Path:
     if "://" not in storage.url:
         return Path(storage.url) / "log"
     return log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))
-
-
-def _log_files(folder: Path, role: str) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{role}*.log") if path.is_file())
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Client:

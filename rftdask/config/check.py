@@ -6,7 +6,7 @@ secret. What is wrong is taken out of the tree, so that the rest can still be ch
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -15,11 +15,11 @@ from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, ch
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
 from rftdask.config.plugins import find_part, what_instead
 from rftdask.config.reference_keys import Derived, Ignored, Missing, ReferenceKey, Renamed, Secret, reference_keys
+from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
 
-Schema = TypeVar("Schema", bound=Section)
 MarkType = TypeVar("MarkType", bound=Mark)
 
 _SECRET_NAME = re.compile(r"api_?key|passw|secret|credential|(^|_)(auth|access|bearer|api|hf)_?token$", re.IGNORECASE)
@@ -28,11 +28,10 @@ _NO_SECRETS = "a secret does not belong in a configuration"
 _DERIVED = "derived, cannot be set"
 
 
-class Checker(Generic[Schema]):
+class Checker:
     """Checks one tree. Usage: `validate(clean(tree))`, then look at `problems` and `warnings`."""
 
-    def __init__(self, schema: type[Schema]) -> None:
-        self.schema = schema
+    def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.plugin_dirs: list[str] = []
@@ -42,19 +41,19 @@ class Checker(Generic[Schema]):
         explorer = tree.get("explorer")
         folders = explorer.get("plugin_dirs") if isinstance(explorer, Mapping) else None
         self.plugin_dirs = [str(folder) for folder in folders] if isinstance(folders, list | tuple) else []
-        return self._section(self.schema, tree, "")
+        return self._section(Config, tree, "")
 
-    def validate(self, tree: dict[str, Any]) -> Schema:
+    def validate(self, tree: dict[str, Any]) -> Config:
         """The tree as a section. Wrong values are reported and taken out of `tree`; a required key gets a stand-in."""
         while True:  # every round takes at least one key out of the tree, or puts a missing one in
             try:
-                return self.schema.model_validate(tree)
+                return Config.model_validate(tree)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
                     self._report(tree, detail)
 
     def _report(self, tree: dict[str, Any], detail: Any) -> None:
-        loc, info = field_at(self.schema, detail["loc"])
+        loc, info = field_at(Config, detail["loc"])
         missing = detail["type"] == "missing"
         path = join(loc if missing else detail["loc"])
         whole_section = missing and child_of(info)  # its required keys are reported in its place
@@ -136,15 +135,19 @@ class Checker(Generic[Schema]):
             self.problems.append((path, message))
             return
         if child and child[0] == "list" and isinstance(value, list):
-            value = [self._item(child[1], item, f"{path}[{index}]") for index, item in enumerate(value)]
+            # What is no section here is told of by `validate`.
+            value = [
+                self._section(child[1], item, f"{path}[{index}]") if isinstance(item, Mapping) else item
+                for index, item in enumerate(value)
+            ]
         elif child and child[0] == "dict" and isinstance(value, Mapping):
-            value = {name: self._item(child[1], item, f"{path}.{name}") for name, item in value.items()}
+            value = {
+                name: self._section(child[1], item, f"{path}.{name}") if isinstance(item, Mapping) else item
+                for name, item in value.items()
+            }
         else:
             value = self._without_secrets(value, path)
         yield key, value
-
-    def _item(self, cls: type[Section], item: Any, path: str) -> Any:
-        return self._section(cls, item, path) if isinstance(item, Mapping) else item
 
     def _refusal(self, info: FieldInfo, value: Any) -> str:
         """Why the value of a key cannot be taken, or an empty text. A plug-in is imported only where checks need it."""
@@ -187,7 +190,7 @@ class Checker(Generic[Schema]):
         near = nearest(key, settable_keys(known))
         if near:
             message += f"; did you mean {near}?"
-        places = [place for place in sections_with(self.schema).get(key, ()) if place != section]
+        places = [place for place in sections_with(Config).get(key, ()) if place != section]
         if places:
             message += f"; {key} is a key of {', '.join(places[:3])}" + (", ..." if len(places) > 3 else "")
         return message

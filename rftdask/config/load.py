@@ -37,7 +37,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if tree is None:
         raise _error(problems, source)
     unreadable = {path for path, _ in problems}
-    checker = Checker(Config)
+    checker = Checker()
     cleaned = checker.clean(tree)
     draft = checker.validate(cleaned)
     if "stages" not in unreadable and draft.stages:
@@ -67,7 +67,7 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
     return load_config(tree)
 
 
-def _complete(cleaned: dict[str, Any], checker: Checker[Config], unreadable: set[str]) -> Config:
+def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -> Config:
     """The Config of a cleaned tree without stages: absent keys filled, then checked across keys."""
     tree = deepcopy(cleaned)
     _set(tree, fill(checker.validate(tree)))
@@ -85,14 +85,14 @@ def _complete(cleaned: dict[str, Any], checker: Checker[Config], unreadable: set
     return config
 
 
-def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker[Config]) -> Config:
+def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Config:
     """The Config of a tree with stages, each of which is checked as a Config of its own."""
     base = {key: value for key, value in cleaned.items() if key != "stages"}
     stages = []
     inherited = tuple(checker.warnings)
     for index, stage in enumerate(draft.stages):
         parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
-        own = Checker(Config)
+        own = Checker()
         tree = own.clean(_merged({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
         stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
         where = f"stages[{index}] ({stage.stage_name})"

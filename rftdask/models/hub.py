@@ -60,11 +60,24 @@ def require_hub(what: str, advice: str) -> None:
     Raises: DataError: it gives no answer in 5 s; one line with `what`, the server, the reason and `advice`.
     """
     global _silence
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session  # late: 0.2 s, and models in folders do without it
 
     server, asked_at, reason = _silence
     if server != constants.ENDPOINT or time.monotonic() - asked_at > _SILENCE_REMEMBERED_S:
-        reason = _ask(constants.ENDPOINT)
+        reasons = [f"nothing in {_ANSWER_TIMEOUT_S:.0f} s"]
+
+        def ask() -> None:
+            try:
+                get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
+                reasons.append("")  # any status is an answer
+            except Exception as error:  # of whatever HTTP library the Hub's client uses
+                reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+        # In a thread, because the look-up of a name has a deadline of its own that no argument sets.
+        thread = threading.Thread(target=ask, name="hub-answer", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_TIMEOUT_S)
+        reason = reasons[-1]
         _silence = (constants.ENDPOINT if reason else "", time.monotonic(), reason)
     if reason:
         raise DataError(f"{what} is not on this machine, and {constants.ENDPOINT} does not answer ({reason}); {advice}")
@@ -92,27 +105,8 @@ def without_hub() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _ask(server: str) -> str:
-    """Why `server` does not answer; "" if it does. Any status is an answer."""
-    from huggingface_hub import get_session
-
-    reasons: list[str] = [f"nothing in {_ANSWER_TIMEOUT_S:.0f} s"]
-
-    def ask() -> None:
-        try:
-            get_session().head(server, timeout=_ANSWER_TIMEOUT_S)
-            reasons.append("")
-        except Exception as error:  # of whatever HTTP library the Hub's client uses
-            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
-
-    # In a thread, because the look-up of a name has a deadline of its own that no argument sets.
-    thread = threading.Thread(target=ask, name="hub-answer", daemon=True)
-    thread.start()
-    thread.join(_ANSWER_TIMEOUT_S)
-    return reasons[-1]
-
-
 def has_weights(folder: Path) -> bool:
+    """Whether all weight files are there that the folder's index names."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():

@@ -94,27 +94,24 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
                 head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             weights |= {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
     else:
-        config, weights = _build(str(folder), trust_remote_code)
+        # Late: only where there are no files to read.
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            built = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(built, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
+        config = built.to_dict()
+        weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     try:
         return _shape(config.get("text_config") or config, weights)
     except KeyError as error:
         raise DataError(
             f"{model_path}: its config.json has no {error}, so it is no decoder that can be sized"
         ) from error
-
-
-def _build(model_path: str, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    # Late: only where there are no files to read.
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.model_path {model_path} cannot be sized: {error}") from error
-    return config.to_dict(), {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _shape(config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]) -> ModelShape:

@@ -14,10 +14,6 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import Qwen2Tokenizer
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -44,12 +40,26 @@ def build_toy_model(
     if hidden_size % num_heads or (hidden_size // num_heads) % 2:
         raise ValueError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
     import torch  # late: reading or writing the tasks needs no torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of a file that is written in milliseconds
 
-    tokenizer = _write_tokenizer(Path(path), max_position_embeddings)
+    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other. Without merges each
+    # byte of the UTF-8 text is one token.
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(ByteLevel.alphabet())])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,  # never produced, every byte is known; the class wants one
+        padding_side="left",
+        model_max_length=max_position_embeddings,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(Path(path))
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -116,25 +126,3 @@ def write_toy_tasks(
 
 def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
-
-
-def _write_tokenizer(path: Path, max_length: int) -> "Qwen2Tokenizer":
-    """Save a Qwen2 tokenizer with no merges, so that each byte of the UTF-8 text is one token; return it."""
-    # Late for the same reason as torch above.
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Tokenizer
-
-    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other.
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(ByteLevel.alphabet())])}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=[],
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,  # never produced, every byte is known; the class wants one
-        padding_side="left",
-        model_max_length=max_length,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(path)
-    return tokenizer

@@ -35,47 +35,24 @@ _WATCH_S = 2.5 * _HEARTBEAT_S
 """A living owner writes at least once in it."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
-_FREE_SECTIONS = ("cluster", "monitor", "log", "stages")
+# fmt: off
 _FREE_KEYS = {
-    "mode",
-    "checkpoint_root_dir",
-    "continue_from_checkpoint",
-    "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.tensor_parallel_size",
-    "explorer.rollout_model.pipeline_parallel_size",
-    "explorer.rollout_model.data_parallel_size",
-    "explorer.rollout_model.gpu_memory_utilization",
-    "explorer.min_workers",
-    "explorer.max_workers",
-    "explorer.eval_interval",
-    "explorer.eval_on_startup",
-    "explorer.bench_on_latest_checkpoint",
-    "explorer.max_timeout",
-    "explorer.max_retry_times",
-    "explorer.env_vars",
-    "trainer.save_interval",
-    "trainer.save_hf_checkpoint",
-    "trainer.max_checkpoints_to_keep",
-    "trainer.total_steps",
-    "trainer.num_ranks",
-    "trainer.trainer_strategy",
-    "trainer.ulysses_sequence_parallel_size",
-    "trainer.tensor_parallel_size",
-    "trainer.max_restarts",
-    "trainer.save_strategy",
-    "trainer.offload_policy",
-    "trainer.gradient_checkpointing",
-    "trainer.reshard_after_forward",
-    "trainer.prefetch_layers",
-    "buffer.total_steps",
-    "buffer.total_epochs",
-    "buffer.explorer_input.eval_tasksets",
-    "buffer.trainer_input.experience_buffer.capacity",
-    "buffer.trainer_input.experience_buffer.max_read_timeout",
-    "buffer.trainer_input.experience_buffer.max_unread_bytes",
-    "synchronizer.sync_timeout",
-    "synchronizer.poll_interval_s",
+    "cluster", "monitor", "log", "stages", "mode", "checkpoint_root_dir", "continue_from_checkpoint",
+    *(f"explorer.rollout_model.{key}" for key in (
+        "engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+        "gpu_memory_utilization")),
+    *(f"explorer.{key}" for key in (
+        "min_workers", "max_workers", "eval_interval", "eval_on_startup", "bench_on_latest_checkpoint", "max_timeout",
+        "max_retry_times", "env_vars")),
+    *(f"trainer.{key}" for key in (
+        "save_interval", "save_hf_checkpoint", "max_checkpoints_to_keep", "total_steps", "num_ranks",
+        "trainer_strategy", "ulysses_sequence_parallel_size", "tensor_parallel_size", "max_restarts", "save_strategy",
+        "offload_policy", "gradient_checkpointing", "reshard_after_forward", "prefetch_layers")),
+    "buffer.total_steps", "buffer.total_epochs", "buffer.explorer_input.eval_tasksets",
+    *(f"buffer.trainer_input.experience_buffer.{key}" for key in ("capacity", "max_read_timeout", "max_unread_bytes")),
+    "synchronizer.sync_timeout", "synchronizer.poll_interval_s",
 }
+# fmt: on
 """What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
 
 
@@ -116,7 +93,7 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
     except (KeyError, TypeError) as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: it holds no config") from error
     config = _with_batches(config, was)
-    free = {*_FREE_SECTIONS, *_FREE_KEYS, *free}
+    free = {*_FREE_KEYS, *free}
     differing = [
         f"{key}: was {old!r}, is {new!r}"
         for key, old, new in _differences(was.to_dict(), config.to_dict())

@@ -118,11 +118,7 @@ class AlgorithmConfig(Section):
     """Optimizer and learning rate schedule."""
     sample_strategy: Annotated[
         str,
-        Named(
-            "sample strategy",
-            registered_strategies,
-            arguments="sample_strategy_args",
-        ),
+        Named("sample strategy", registered_strategies, arguments="sample_strategy_args"),
         Filled("the algorithm's default"),
         Aliases({"warmup": "default"}, "warmup is deprecated"),
     ] = absent()

@@ -193,10 +193,7 @@ class ExperienceBufferConfig(Section):
 
     name: str = "experience_buffer"
     """Name in messages."""
-    storage_type: Annotated[
-        Literal["queue", "sql", "file"],
-        Filled("file for sft, dpo and cpt, else queue"),
-    ] = absent()
+    storage_type: Annotated[Literal["queue", "sql", "file"], Filled("file for sft, dpo and cpt, else queue")] = absent()
     """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
     run folder. file: the same as JSON lines, for people to read. sql: a database. sft, dpo and cpt, and auxiliary
     buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the order of its primary key."""
