@@ -14,11 +14,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-
 
 
 def token_weights(
-    loss_mask_BT: Tensor,
-    mode: str,
-    *,
-    max_tokens: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    loss_mask_BT: Tensor, mode: str, *, max_tokens: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Weights of the tokens in the loss, float32, for the four aggregations.
 

@@ -67,7 +67,4 @@ class Correction:
             factor_BT = weight_BT.masked_fill(outside_BT, 0.0)
         else:
             factor_BT = (~outside_BT).to(weight_BT.dtype)
-        return factor_BT, {
-            "is_weight": inputs.weighted(factor_BT),
-            "is_clip_frac": inputs.weighted(outside_BT),
-        }
+        return factor_BT, {"is_weight": inputs.weighted(factor_BT), "is_clip_frac": inputs.weighted(outside_BT)}

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from distributed import Client, Future
 
@@ -104,10 +104,13 @@ class Synchronizer:
                 self._changed.notify_all()
 
 
-class Answer(Protocol):
-    """The part of a distributed.ActorFuture that a handle uses."""
+Result = TypeVar("Result", covariant=True)
 
-    def result(self, timeout: float) -> Published | None: ...
+
+class Pending(Protocol[Result]):
+    """What `distributed.Future` and `ActorFuture` have in common."""
+
+    def result(self, timeout: float) -> Result: ...
 
 
 class ActorProxy(Protocol):
@@ -115,19 +118,13 @@ class ActorProxy(Protocol):
 
     def hint(self) -> object: ...
 
-    def wait_for_version(self, version: int, timeout_s: float) -> Answer: ...
-
-
-class DatasetFuture(Protocol):
-    """The future that a name in Dask's datasets stands for."""
-
-    def result(self, timeout: float) -> ActorProxy: ...
+    def wait_for_version(self, version: int, timeout_s: float) -> Pending[Published | None]: ...
 
 
 class DatasetClient(Protocol):
     """The part of a distributed.Client that a handle uses."""
 
-    def get_dataset(self, name: str, /) -> DatasetFuture: ...
+    def get_dataset(self, name: str, /) -> Pending[ActorProxy]: ...
 
 
 class SyncHandle:

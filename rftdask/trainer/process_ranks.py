@@ -18,18 +18,14 @@ from rftdask.trainer.ranks import Ranks
 
 
 class ProcessRanks(Ranks):
-    """The ranks of a process group; without one a gang of one."""
+    """The ranks of a process group of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: None takes all ranks of the process."""
         self.group = group
-        there = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if there else 0
-        self.size = dist.get_world_size(group) if there else 1
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def broadcast(self, message: Any) -> Any:
-        if self.size == 1:
-            return message
         data = json.dumps(message).encode() if self.is_rank0 else b""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.group)
@@ -38,13 +34,9 @@ class ProcessRanks(Ranks):
         return json.loads(_as_bytes(content))
 
     def all_gather(self, message: Any) -> list[Any]:
-        if self.size == 1:
-            return [message]
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(message).encode())]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         longest = max(int(size) for size in sizes)
@@ -55,13 +47,10 @@ class ProcessRanks(Ranks):
         return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        if self.size == 1:
-            return rows
         found = rows.new_empty((sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(found, rows.contiguous(), list(receive), list(send), group=self.group)
         return found
@@ -77,6 +66,12 @@ class ProcessRanks(Ranks):
         members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
         groups = [dist.new_group(list(members[place::size])) for place in range(size)]
         return ProcessRanks(groups[self.rank % size])
+
+
+def all_ranks() -> Ranks:
+    """All ranks that this process has met; a gang of one where it has met none."""
+    met = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ProcessRanks() if met else Ranks()
 
 
 def lost_peer(error: RuntimeError) -> PeerLostError | None:

@@ -42,7 +42,7 @@ from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
-from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
+from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer
 from rftdask.weights.published import read_requested_version
 
@@ -97,17 +97,13 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def build_trainer(
-    config: Config,
-    storage: Storage,
-    total_steps: int | None,
-    metrics: MetricsWriter,
-    emit: Callable[[Event], None],
+    config: Config, storage: Storage, total_steps: int | None, metrics: MetricsWriter, emit: Callable[[Event], None]
 ) -> Trainer:
     """Build the trainer of this rank, all its models loaded.
 
     total_steps: steps of whole batches that the data fills; None: it is not known. Raises: UserError, DataError.
     """
-    ranks = ProcessRanks()
+    ranks = all_ranks()
     lineage, parent = lineage_of(storage), read_parent(storage)
     algorithm = build_algorithm(config)
     limit = config.train_step_limit(total_steps)
@@ -139,7 +135,7 @@ def build_trainer(
             lineage,
             config.trainer.max_checkpoints_to_keep,
             ranks=ranks,
-            writers=ProcessRanks(group),
+            writers=None if group is None else ProcessRanks(group),
             strategy=config.trainer.save_strategy,
         ),
         storage,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.strategies.base import Single
+from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.test_ranks_agree import TOLERANCE, metric_difference, trained, weight_difference, weights_of
@@ -18,8 +18,8 @@ from tests.e2e.test_ranks_agree import TOLERANCE, metric_difference, trained, we
 
 def compare_compiled(gangs: dict[int, Ranks], model: str) -> tuple[float, float, bool]:
     """Differences of metrics and weights, and whether there was something to tell compiled layers by."""
-    plain, files = trained(model, "grpo", Single(gangs[1]))
-    compiled, compiled_files = trained(model, "grpo", Single(gangs[1]), torch_compile=True)
+    plain, files = trained(model, "grpo", Strategy(gangs[1]))
+    compiled, compiled_files = trained(model, "grpo", Strategy(gangs[1]), trainer__torch_compile=True)
     weights, expected = weights_of(compiled_files), weights_of(files)
     same_bits = all(weights[name].equal(expected[name]) for name in expected)
     return metric_difference(compiled, plain), weight_difference(weights, expected), same_bits

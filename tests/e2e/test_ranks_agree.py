@@ -27,7 +27,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.strategies.base import Single, Strategy
+from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
@@ -84,7 +84,7 @@ def model_of_normed_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 def strategy_of(name: str, ranks: Ranks) -> Strategy:
     if name == "fsdp2":
         return FSDP2(ranks, torch.device("cpu"), TrainerConfig(prefetch_layers=1))
-    return DDP(ranks) if name == "ddp" else Single(ranks)
+    return DDP(ranks) if name == "ddp" else Strategy(ranks)
 
 
 def engine(
@@ -139,7 +139,7 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """Largest relative difference to one rank, by case and what differs; on rank 0 of each gang."""
     differences: dict[str, float] = {}
     for algorithm in ALGORITHMS:
-        alone, files = trained(model, algorithm, Single(gangs[1]))
+        alone, files = trained(model, algorithm, Strategy(gangs[1]))
         expected = weights_of(files)
         for number, name in enumerate(STRATEGIES):
             for size in (2, 4):
@@ -161,7 +161,7 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of what else may be chosen."""
     differences: dict[str, float] = {}
     for variant, options in VARIANTS.items():
-        alone, files = trained(model, "grpo", Single(gangs[1]), **options)
+        alone, files = trained(model, "grpo", Strategy(gangs[1]), **options)
         expected = weights_of(files)
         for name in STRATEGIES:
             found, files = trained(model, "grpo", strategy_of(name, gangs[2]), trainer__micro_batch_size=3, **options)
@@ -175,7 +175,7 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of groups of ranks that split sequences; with one row a pass, 4 ranks split 3 tokens too."""
     differences: dict[str, float] = {}
     for algorithm, cases in SPLIT_GANGS.items():
-        alone, files = trained(model, algorithm, Single(gangs[1]))
+        alone, files = trained(model, algorithm, Strategy(gangs[1]))
         expected = weights_of(files)
         for name, size, parts in cases:
             if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
@@ -202,14 +202,14 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
     differences: dict[str, float] = {}
     across = gangs[4].across(2)
     for algorithm, model in zip(("ppo", "grpo"), models, strict=True):
-        alone, files = trained(model, algorithm, Single(gangs[1]))
+        alone, files = trained(model, algorithm, Strategy(gangs[1]))
         expected = weights_of(files)
         for size in (2, 4):
             options = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
             strategy = cut_in_two(gangs, size, across)
             found, files = trained(model, algorithm, strategy, **options)
             held = {name: data for part in exchange(gangs[size], files) for name, data in part.items()}
-            again = engine(model, algorithm, Single(gangs[1]), seed=9)
+            again = engine(model, algorithm, Strategy(gangs[1]), seed=9)
             again.load_state_files(held)
             back = engine(model, algorithm, strategy_of("fsdp2" if size == 4 else "ddp", gangs[size]), seed=8)
             back.load_state_files(again.state_files())

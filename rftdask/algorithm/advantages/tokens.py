@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import (
-    AdvantageFn,
-    AdvantageInputs,
-    AdvantageResult,
-    base_drops,
-    group_stats,
-)
+from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult, base_drops, group_stats
 from rftdask.algorithm.advantages.group import Grpo
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import require

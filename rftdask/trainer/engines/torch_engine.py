@@ -43,7 +43,7 @@ from rftdask.trainer.engines.adam import Adam
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, plan_passes
-from rftdask.trainer.engines.strategies.base import Single, Strategy, distinct_state, layers_of
+from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
@@ -80,7 +80,7 @@ class TorchEngine(TrainEngine):
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
         trainer, device = config.trainer, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        strategy: Strategy = Single(ranks) if ranks.size == 1 else DDP(ranks)
+        strategy: Strategy = Strategy(ranks) if ranks.size == 1 else DDP(ranks)
         if (size := trainer.tensor_parallel_size) > 1:
             strategy = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
         elif trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
@@ -107,7 +107,7 @@ class TorchEngine(TrainEngine):
         Raises: DataError: a model cannot be loaded or split, or the teacher has another vocabulary.
         """
         self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
-        self._strategy = strategy or Single(Ranks())
+        self._strategy = strategy or Strategy(Ranks())
         self._ranks, self._sequence = self._strategy.ranks, sequence
         torch.manual_seed(config.seed)
         torch.use_deterministic_algorithms(config.deterministic)

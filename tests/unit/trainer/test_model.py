@@ -29,7 +29,7 @@ from transformers import (
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
-from rftdask.trainer.engines.strategies.base import Single
+from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
@@ -99,7 +99,7 @@ def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:
     """What an engine publishes of a whole model."""
-    return state_bytes(Single(Ranks()).full_state(model))
+    return state_bytes(Strategy(Ranks()).full_state(model))
 
 
 class TestTokenLogprobs:

@@ -54,13 +54,7 @@ class Mixture(Ppo, ABC):
         """The loss of the demonstrations."""
 
     def token_weights(
-        self,
-        loss_mask_BT: Tensor,
-        mode: str,
-        *,
-        expert_mask_B: Tensor | None = None,
-        step: int = 0,
-        **more: Any,
+        self, loss_mask_BT: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **more: Any
     ) -> Tensor:
         expert_B1 = expert_mask(expert_mask_B)[:, None]
         mu = self.mu_at(step)

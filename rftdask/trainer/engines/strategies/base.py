@@ -6,7 +6,6 @@ the batch is the sum over the ranks. A strategy says where weights lie, and wher
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -16,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from rftdask.trainer.ranks import Ranks
 
 
-class Strategy(ABC):
-    """What an engine asks of it, in the order of a step: `prepare` once; forward and backward passes; `reduce`; `clip`.
+class Strategy:
+    """How a model lies on the ranks; this base is one rank with the whole of it.
 
-    All calls but `passes_together` are made by all ranks.
+    An engine calls `prepare` once, then in each step `reduce` and `clip` after its forward and backward passes. All calls but `passes_together` are made by all ranks.
     """
 
     passes_together: bool = False
@@ -32,14 +31,12 @@ class Strategy(ABC):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    @abstractmethod
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         """Lay out the weights of `module`, all of whose passes are calls of itself; in place.
 
         layers: its repeated parts, each of which may be laid out by itself.
         """
 
-    @abstractmethod
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Make each gradient the sum over the ranks, after the last backward pass of a step."""
 
@@ -62,16 +59,6 @@ class Strategy(ABC):
                 if self.ranks.is_rank0:
                     tensors[name] = whole.cpu().contiguous()
         return tensors
-
-
-class Single(Strategy):
-    """One rank with the whole model."""
-
-    def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        pass
-
-    def reduce(self, parameters: Sequence[Tensor]) -> None:
-        pass
 
 
 def distinct_state(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -17,9 +17,6 @@ _BUCKET = 2**25
 class DDP(Strategy):
     """Weights are the same everywhere from the start: same files, same seed, same sums."""
 
-    def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        pass
-
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         for bucket in _buckets(parameters):
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]

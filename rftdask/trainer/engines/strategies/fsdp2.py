@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -51,9 +50,6 @@ class FSDP2(Strategy):
             layer.set_modules_to_forward_prefetch([other for other in ahead if isinstance(other, FSDPModule)])
             layer.set_modules_to_backward_prefetch([other for other in behind if isinstance(other, FSDPModule)])
 
-    def reduce(self, parameters: Sequence[Tensor]) -> None:
-        pass  # each backward pass did
-
     def _shard(self, module: torch.nn.Module, reshard_after_forward: bool) -> None:
         sharded = fully_shard(
             module,
@@ -63,5 +59,6 @@ class FSDP2(Strategy):
             offload_policy=self._offload,
         )
         # The sum over the ranks, where PyTorch takes the mean: the loss has its denominator already.
+        # Each backward pass makes it, so that `reduce` has nothing left to do.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
