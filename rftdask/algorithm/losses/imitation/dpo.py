@@ -63,6 +63,7 @@ class Dpo(PolicyLoss):
         difference_BT = inputs.policy_logprobs_BT - inputs.ref_logprobs_BT
         summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
         ratios_P2 = summed(difference_BT).view(-1, 2)
+        # beta d is the margin of the implicit rewards, beta log(pi / pi_ref).
         delta_P = ratios_P2[:, 0] - ratios_P2[:, 1]
         values_P = {
             "reward_chosen": self.beta * ratios_P2[:, 0],

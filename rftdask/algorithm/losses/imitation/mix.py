@@ -67,6 +67,7 @@ class Mixture(Ppo, ABC):
         own_BT, shown_BT = inputs.spread(1 - expert_B), inputs.spread(expert_B)  # 0 or 1
         own = replace(inputs, token_weights_BT=inputs.token_weights_BT * own_BT)
         shown = replace(inputs, token_weights_BT=inputs.token_weights_BT * shown_BT)
+        # Both losses see all tokens; those of the other part weigh 0, in metrics too.
         own_loss_BT, own_metrics = super().__call__(own)
         shown_loss_BT, shown_metrics = self.imitation()(shown)
         losses = {"usual_loss": own.weighted(own_loss_BT), "expert_loss": shown.weighted(shown_loss_BT)}

@@ -40,6 +40,7 @@ class MixChord(Mixture):
             return step / self.mu_warmup_steps * self.mu_peak
         if step >= self.mu_warmup_steps + self.mu_decay_steps:
             return self.mu_valley
+        # Half a cosine from peak to valley, as in schedules of the learning rate.
         share = (step - self.mu_warmup_steps) / self.mu_decay_steps
         return self.mu_valley + (self.mu_peak - self.mu_valley) * 0.5 * (1.0 + math.cos(math.pi * share))
 

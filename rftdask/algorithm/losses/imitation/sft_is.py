@@ -15,5 +15,6 @@ class SftIs(Sft):
     loss_name = "sft_is"
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        # SFT's gradient is that of a reward of 1 / p; the factor sg(p) takes the 1 / p out.
         log_pi_BT = inputs.policy_logprobs_BT
         return -log_pi_BT.detach().exp() * log_pi_BT, {"sft_nll": inputs.weighted(-log_pi_BT)}

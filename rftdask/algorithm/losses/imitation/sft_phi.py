@@ -25,6 +25,7 @@ class SftPhi(Sft):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_pi_BT = inputs.policy_logprobs_BT
+        # phi = p (1 - p), largest at p = 1/2, is how uncertain the policy is about the token.
         p_BT = log_pi_BT.detach().exp()
         bounded_BT = log_pi_BT.clamp(max=math.log(self.cutoff_prob)) if self.cutoff_prob < 1.0 else log_pi_BT
         return -(p_BT * (1.0 - p_BT)) * bounded_BT, {"sft_nll": inputs.weighted(-log_pi_BT)}

@@ -29,9 +29,11 @@ class DecoupledPpo(Ppo):
         log_pi_BT, log_behavior_BT = inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
         given_BT = inputs.proximal_logprobs_BT
         log_proximal_BT = log_pi_BT.detach() if given_BT is None else given_BT
+        # The clip is around the proximal policy: it bounds the step, however stale the behavior policy is.
         log_r_BT = (log_pi_BT - log_proximal_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         loss_BT, metrics = self.clipped(inputs, log_r_BT)
         w_BT = (log_proximal_BT - log_behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        # AReaL drops such tokens, where truncated importance sampling would cap their weight.
         over_BT = w_BT > (math.inf if self.behavior_weight_cap is None else self.behavior_weight_cap)
         w_BT = w_BT * ~over_BT
         if self.behavior_weight_cap is not None:

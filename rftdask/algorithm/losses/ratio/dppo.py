@@ -32,6 +32,7 @@ class Dppo(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_pi_BT, log_behavior_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
         log_r_BT = (log_pi_BT - log_behavior_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # The sampled token's part of the total variation between pi and the policy that sampled.
         moved_BT = log_pi_BT.detach().exp() - log_behavior_BT.exp()
         dropped_BT = ((A_BT > 0) & (moved_BT > self.mask_high)) | ((A_BT <= 0) & (moved_BT < -self.mask_low))
         gain_BT = self.adv_tau * A_BT * log_r_BT.exp() * ~dropped_BT

@@ -44,6 +44,7 @@ class M2po(PolicyLoss):
 
     def dropped(self, inputs: LossInputs, log_r_BT: Tensor, A_BT: Tensor) -> Tensor:
         """[B, T] bool, True for tokens over the second-moment budget of their sequence (or batch)."""
+        # Only these can be clipped, in which the step would move the token still further from the sampler.
         clippable_BT = (A_BT * log_r_BT > 0) & inputs.loss_mask_BT
         sequence_B = torch.arange(len(A_BT), device=A_BT.device) * (self.scope == "sequence")
         flat = log_r_BT.flatten(), clippable_BT.flatten(), inputs.spread(sequence_B).flatten()
@@ -60,6 +61,7 @@ def over_budget(values_N: Tensor, counted_N: Tensor, sequence_N: Tensor, bound: 
     Returns: [N] bool, True for values that are over; False where not counted.
     """
     over_N = torch.zeros_like(counted_N)
+    # In float64, since cumulative sums over all sequences are subtracted from each other below.
     index_K = counted_N.nonzero().squeeze(-1)
     squares_K, sequence_K = values_N[index_K].double().square(), sequence_N[index_K]
     sizes_S = torch.bincount(sequence_K)

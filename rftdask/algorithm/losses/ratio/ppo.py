@@ -40,6 +40,7 @@ class Ppo(ClipRange, PolicyLoss):
         log_r_BT = log_pi_BT - log_pi_BT.detach() if self.fallback_to_policy_gradient else inputs.log_ratio()
         loss_BT, metrics = self.clipped(inputs, log_r_BT)
         if self.enable_sequence_masking:
+            # M of DeepSeek-V3.2: failures that the policy has moved far away from teach nothing reliable any more.
             far_BT = inputs.spread(inputs.sequence_means(-log_r_BT.detach()) > self.delta_sequence_masking)
             dropped_BT = far_BT & (inputs.advantages() < 0)
             loss_BT = loss_BT.masked_fill(dropped_BT, 0.0)
@@ -50,9 +51,10 @@ class Ppo(ClipRange, PolicyLoss):
         """[B, T] clipped loss for a given log r, with the metrics clip_frac, ppo_kl and dual_clip_frac."""
         A_BT, r_BT = inputs.advantages(), log_r_BT.exp()
         c = math.inf if self.clip_ratio_c is None else self.clip_ratio_c
+        # L^CLIP, equation 7 of PPO: the pessimistic one of the two objectives, here with the sign of a loss.
         loss_BT = torch.maximum(-A_BT * r_BT, -A_BT * r_BT.clamp(1.0 - self.low, 1.0 + self.high))
-        # Where A < 0 the maximum is unbounded above: one token far off would outweigh the batch. Elsewhere it is at
-        # most 0, so that the bound does nothing.
+        # Dual clip, equation 5. Where A < 0 the maximum is unbounded above: one token far off would outweigh the batch.
+        # Elsewhere it is at most 0, so that the bound does nothing.
         if self.clip_ratio_c is not None:
             loss_BT = torch.minimum(loss_BT, c * A_BT.abs())
         up_BT, down_BT = A_BT >= 0, A_BT < 0

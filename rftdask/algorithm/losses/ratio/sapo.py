@@ -30,6 +30,7 @@ class Sapo(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
+        # Failures take the larger tau: raising all other tokens at once is what makes training unstable.
         tau_BT = torch.where(A_BT > 0, torch.full_like(log_r_BT, self.tau_pos), self.tau_neg)
         gate_BT = torch.sigmoid(tau_BT * (log_r_BT.exp() - 1.0)) * (4.0 / tau_BT)
         return -A_BT * gate_BT, {"ppo_kl": inputs.weighted(-log_r_BT), "soft_gate": inputs.weighted(gate_BT)}

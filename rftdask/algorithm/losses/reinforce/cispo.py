@@ -30,6 +30,7 @@ class Cispo(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio().detach()
         r_BT = log_r_BT.exp()
+        # Equation 5: the weight is a constant to autograd, so that the gradient of log pi survives the clip.
         weight_BT = r_BT.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
         metrics = ratio_metrics(inputs, log_r_BT, weight_BT != r_BT)
         if self.enable_mask_clip:

@@ -23,6 +23,7 @@ class Opmd(PolicyLoss):
         require(self.tau >= 0.0, f"tau must be >= 0, got {self.tau}")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        # 1 / (1 + tau) is what the pull to the sampling policy leaves of the step (appendix A).
         A_BT, log_pi_BT = inputs.advantages(), inputs.policy_logprobs_BT
         return -(A_BT / (1.0 + self.tau)) * log_pi_BT, {}
 

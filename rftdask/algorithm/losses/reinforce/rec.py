@@ -73,6 +73,7 @@ class Rec(PolicyLoss):
         both_BT = above_low_BT & below_high_BT
         if self.clip_mode == "two-side":
             return both_BT
+        # The ring: far outside, tokens count again where the step would bring them back.
         far_low_BT, far_high_BT = r_BT <= 1.0 - self.epsilon_low_prime, r_BT >= 1.0 + self.epsilon_high_prime
         return both_BT | (far_low_BT & (A_BT >= 0)) | (far_high_BT & (A_BT <= 0))
 

@@ -23,6 +23,7 @@ class Sppo(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
         r_BT = log_r_BT.detach().exp()
+        # The band is symmetric in log r, unlike PPO's.
         outside_BT = (r_BT < 1.0 / (1.0 + self.epsilon)) | (r_BT > 1.0 + self.epsilon)
         return -A_BT * log_r_BT.masked_fill(outside_BT, 0.0), ratio_metrics(inputs, log_r_BT, outside_BT)
 

@@ -22,6 +22,7 @@ class Topr(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, r_BT = inputs.advantages(), inputs.log_ratio().detach().exp()
+        # The taper: a failure that has become unlikely is left alone, so that its log pi cannot run away.
         alpha_BT = torch.where(self.advantage_threshold >= A_BT, r_BT.clamp(max=1.0), 1.0)
         return -(alpha_BT * A_BT) * inputs.policy_logprobs_BT, {"topr_alpha": inputs.weighted(alpha_BT)}
 

@@ -32,6 +32,7 @@ class Vespo(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
+        # w is a product of many ratios: it is held in logs, and bounded before the exp within phi.
         log_w_BT = inputs.spread(inputs.sequence_sums(log_r_BT.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         phi_BT = self.phi(log_w_BT, A_BT)
         metrics = {"ppo_kl": inputs.weighted(-log_r_BT), "vespo_phi": inputs.weighted(phi_BT)}
@@ -41,6 +42,7 @@ class Vespo(PolicyLoss):
         """phi(exp(log_w)) with the constants for the sign of the advantage; A = 0 counts as positive."""
         k = torch.where(advantages >= 0, torch.full_like(log_w, self.k_pos), self.k_neg)
         rate = torch.where(advantages >= 0, torch.full_like(log_w, self.lambda_pos), self.lambda_neg)
+        # Its maximum over w lies at k / lambda, below 1 for A >= 0 and above it for A < 0.
         return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 

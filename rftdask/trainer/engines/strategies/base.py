@@ -18,7 +18,7 @@ from rftdask.trainer.ranks import Ranks
 class Strategy:
     """How a model lies on the ranks; this base is one rank with the whole of it.
 
-    An engine calls `prepare` once, then in each step `reduce` and `clip` after its forward and backward passes. All calls but `passes_together` are made by all ranks.
+    An engine calls `prepare` once, then in each step `reduce` and `clip` after its passes; all ranks make all calls.
     """
 
     passes_together: bool = False
