@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def test_every_run_of_a_seed_passes_the_same_places_wherever_it_lies(tmp_path: P
     assert others == [first, first]
     assert len(set(first)) == len(first) > 500
     assert any(place.startswith("after put global_step_4/MANIFEST.json") for place in first)
+
+
+def test_a_slow_machine_passes_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sorted(list_places(tmp_path / "fast", Plan(6), seed=18536))
+    fast = LocalStorage.list
+
+    def slow(self: LocalStorage, folder: str = "") -> list[str]:
+        time.sleep(0.01)
+        return fast(self, folder)
+
+    monkeypatch.setattr(LocalStorage, "list", slow)
+    assert sorted(list_places(tmp_path / "slow", Plan(6), seed=18536)) == expected
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rftdask.buffer.batches.batch import TrainingBatch
-from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.lineage import MAIN_LINEAGE
@@ -223,15 +223,29 @@ class _NoMetrics:
     def flush(self) -> None: ...
 
 
+class _OneLook(LogSource):
+    """A source that looks at the log once each time it is asked: how often it could in a while depends on the machine,
+    and so would the places that a run passes.
+    """
+
+    def entry(self, step: int, patience_s: float = 0.0) -> LedgerEntry | None:
+        return super().entry(step, 0.0)
+
+
 def train(
-    storage: Storage, plan: Plan, parts: Parts, witness: Witness, should_stop: Callable[[], bool] = lambda: False
+    storage: Storage,
+    plan: Plan,
+    parts: Parts,
+    witness: Witness,
+    should_stop: Callable[[], bool] = lambda: False,
+    source: type[LogSource] = LogSource,
 ) -> None:
     """One life of the trainer, from the newest checkpoint to the end of the log."""
     rule = SampleRule(plan.groups_per_batch, plan.tasks_per_step, plan.ordered, MAX_STALENESS)
     ledger = parts.ledger(storage)
     trainer = Trainer(
         WitnessedEngine(witness, getattr(ledger, "write_late", lambda: None)),
-        LogSource(
+        source(
             parts.log(storage),
             ledger,
             rule,
@@ -269,4 +283,4 @@ def run_all(storages: Callable[[], Storage], plan: Plan, parts: Parts, witness: 
         return False
 
     let_writers_work()
-    train(storages(), plan, parts, witness, let_writers_work)
+    train(storages(), plan, parts, witness, let_writers_work, _OneLook)
