@@ -216,9 +216,6 @@ class SqlLog(ExperienceLog):
         if self._find_log():
             self._run(verb, move, write=True)
 
-    def num_quarantined(self) -> int:
-        return len(self.quarantined())
-
     def quarantined(self) -> list[ShardName]:
         return self._names(_bad_shards)
 
