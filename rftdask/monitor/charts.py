@@ -84,6 +84,7 @@ def compute_curves(chart: Chart, stages: Stages) -> list[Curve]:
         if chart.metric not in metrics:
             continue
         rows = metrics.dropna(subset=[chart.metric])
+        # One role alone: the same name of two roles counts other rows, such as all rollouts and the trained ones.
         role = next((role for role in chart.roles if (rows["role"] == role).any()), None)
         rows = rows[rows["role"] == role]
         labels = rows["taskset"] if "taskset" in rows else rows["role"]

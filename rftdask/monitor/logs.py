@@ -34,6 +34,7 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
     Raises: ValueError: unknown level.
     """
     logger = logging.getLogger("rftdask")
+    # Our own alone: pytest, notebooks and users hang handlers of theirs on the same logger.
     for handler in [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]:
         logger.removeHandler(handler)
         handler.close()

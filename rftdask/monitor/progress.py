@@ -150,7 +150,7 @@ class ProgressView:
     def update(self, progress: Progress) -> None:
         """Show `progress`, unless something was shown just now; a new stage is always shown."""
         is_new_stage = self._newest is None or self._newest.stage_number != progress.stage_number
-        if is_new_stage:
+        if is_new_stage:  # else a short stage might never be seen at its end
             self._finish()  # the last state of the stage before
         self._newest = progress
         if is_new_stage or self._clock() - self._shown_at >= self.min_interval_s:

@@ -231,6 +231,7 @@ class TrackerFeed:
         if self.error:
             return 0
         rows = self._follower.poll()
+        # The cursor after the rows: a crash between the two logs them again, which no tracker minds, and loses none.
         if rows and self._try(lambda: self._log(rows)):
             self._storage.put(self._path, json.dumps(self._follower.cursor).encode())
         return 0 if self.error else len(rows)
@@ -238,7 +239,7 @@ class TrackerFeed:
     def close(self) -> None:
         """Log the rest, then close the tracker. Raises: StorageError."""
         self.poll()
-        self._try(self._tracker.close)
+        self._try(self._tracker.close)  # also one that has failed: it may hold files or a connection
 
     def _log(self, rows: list[MetricsRow]) -> None:
         for row in rows:
