@@ -82,14 +82,20 @@ class Submission:
         slurm.forget_restarts()
         self.folder.make()
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
-        self._write(self.folder.path / CONFIG_FILE, self.config.to_yaml())
+
+        def write(path: Path, text: str) -> Path:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text)
+            return path
+
+        write(self.folder.path / CONFIG_FILE, self.config.to_yaml())
         log_folder(self.storage, self.folder).mkdir(parents=True, exist_ok=True)
         jobs: dict[str, JobRecord] = {}
         try:
             for script in self.scripts:
-                self._write(self._path(script), script.text)
                 after = jobs[script.after].job_id if script.after else ""
-                job_id = slurm.submit(str(self._path(script)), *_dependency(script, after))
+                path = write(self._path(script), script.text)
+                job_id = slurm.submit(str(path), *_dependency(script, after))
                 jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
         except BaseException:
             slurm.cancel(job.job_id for job in jobs.values())
@@ -99,11 +105,6 @@ class Submission:
 
     def _path(self, script: Script) -> Path:
         return self.folder.path / f"{script.name}.sh"
-
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
 
 
 def plan_submission(

@@ -74,7 +74,9 @@ def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -
     config = checker.validate(tree)
     broken = {path for path, _ in checker.problems} | unreadable
     for reads, rule in RULES:
-        if not any(_touches(path, key) for path in broken for key in reads):
+        # A broken key leaves out the rules that read it, or what is above or below it.
+        pairs = [pair for path in broken for key in reads for pair in ((path, key), (key, path))]
+        if not any(a == b or a.startswith((f"{b}.", f"{b}[")) for a, b in pairs):
             checker.problems.extend(rule(config))
     for use in named_parts(config):
         if use.registered is not None:  # plug-ins are imported by `check_plugins` alone
@@ -127,11 +129,6 @@ def _set(tree: dict[str, Any], fills: Fills) -> None:
         for part in loc[:-1]:
             node = node[part] if isinstance(part, int) else node.setdefault(part, {})
         node[loc[-1]] = value
-
-
-def _touches(path: str, key: str) -> bool:
-    """Whether two paths are the same, or one is above the other."""
-    return path == key or any(a.startswith((b + ".", b + "[")) for a, b in ((path, key), (key, path)))
 
 
 def _lines(items: Sequence[Problem]) -> tuple[str, ...]:

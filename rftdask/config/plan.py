@@ -5,7 +5,6 @@ Reads the sizes of local datasets and nothing else. Numbers that depend on an un
 
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,6 +183,7 @@ def _render(stage: StagePlan) -> str:
 
 GENERATED = "reasoning-gym:"
 """Prefix of a generated dataset; its size is `dataset_args.size`."""
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _GENERATED_SIZE = 1000
 """Size of a reasoning-gym dataset when none is given, as the one who reads it has it."""
 
@@ -198,7 +198,7 @@ def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | 
         return _count_file(place)
     if not place.is_dir():
         return None
-    files = sorted(file for file in place.iterdir() if file.suffix in _COUNTERS)
+    files = sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES)
     # Those of the split are named after it; where none is, all are of it.
     return _sum([_count_file(file) for file in [f for f in files if f.name.startswith(split)] or files])
 
@@ -210,46 +210,26 @@ def _sum(counts: list[int | None]) -> int | None:
 
 
 def _count_file(file: Path) -> int | None:
-    counter = _COUNTERS.get(file.suffix)
     try:
-        return counter(file) if counter else None
-    except (OSError, ValueError, csv.Error):
+        if file.suffix == ".csv":
+            with file.open(newline="", encoding="utf-8") as text:
+                return max(sum(1 for row in csv.reader(text) if row) - 1, 0)
+        if file.suffix == ".parquet":
+            import pyarrow as pa  # late: only for this, and a plan without it is still a plan
+            import pyarrow.parquet as pq
+
+            try:
+                return int(pq.read_metadata(file).num_rows)
+            except pa.ArrowException:
+                return None
+        if file.suffix not in _SUFFIXES:
+            return None
+        with file.open("rb") as lines:
+            # JSON lines may have the name .json, as datasets reads them too.
+            if file.suffix == ".json" and lines.read(64).lstrip().startswith(b"["):
+                lines.seek(0)
+                return len(json.load(lines))
+            lines.seek(0)
+            return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError, csv.Error, ImportError):
         return None  # whoever reads the data says what is wrong with it
-
-
-def _count_jsonl(file: Path) -> int:
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
-
-
-def _count_json(file: Path) -> int | None:
-    with file.open("rb") as text:
-        if not text.read(64).lstrip().startswith(b"["):
-            return _count_jsonl(file)  # JSON lines under the name .json, as datasets reads them too
-        text.seek(0)
-        return len(json.load(text))
-
-
-def _count_csv(file: Path) -> int:
-    with file.open(newline="", encoding="utf-8") as text:
-        return max(sum(1 for row in csv.reader(text) if row) - 1, 0)
-
-
-def _count_parquet(file: Path) -> int | None:
-    try:
-        import pyarrow as pa  # late: only for this, and a plan without it is still a plan
-        import pyarrow.parquet as pq
-    except ImportError:
-        return None
-    try:
-        return int(pq.read_metadata(file).num_rows)
-    except pa.ArrowException:
-        return None
-
-
-_COUNTERS: dict[str, Callable[[Path], int | None]] = {
-    ".jsonl": _count_jsonl,
-    ".json": _count_json,
-    ".csv": _count_csv,
-    ".parquet": _count_parquet,
-}

@@ -50,7 +50,13 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
     with _noted(problems):
         _check_engines(stages)
     with _noted(problems):
-        _check_model(stages[0])  # later stages train what the one before makes
+        first = stages[0]  # later stages train what the one before makes
+        if first.mode != "train":
+            for name in remote_models(first).values():
+                check_service(name, first.model.external_model)
+        has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
+        if has_model and not first.is_external:
+            _check_model_folder(first.model.model_path, "model.model_path")
     sizes = []
     for stage in stages:
         for check in (_check_algorithm, _check_staleness):
@@ -62,7 +68,11 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
         with _noted(problems):
             check_owners(storage, stage)
         with _noted(problems):
-            _check_log(stage)
+            try:
+                if stage.algorithm.schema_type == "experience":
+                    open_log(open_storage(stage.checkpoint_job_dir), stage).check()
+            except StorageError as error:
+                raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sizes
@@ -181,15 +191,6 @@ def _check_staleness(stage: Config) -> None:
         )
 
 
-def _check_model(stage: Config) -> None:
-    if stage.mode != "train":
-        for name in remote_models(stage).values():
-            check_service(name, stage.model.external_model)
-    if stage.is_external or (not stage.explorer.rollout_model.traits.has_model and not stage.trainer.has_model):
-        return
-    _check_model_folder(stage.model.model_path, "model.model_path")
-
-
 def _check_engines(stages: list[Config]) -> None:
     """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
     for stage in stages:
@@ -230,15 +231,6 @@ def check_owners(storage: Storage, stage: Config) -> None:
         f"two processes could both own a role or write the batch of one step: {setup}, is refused there; use mode both "
         "on one machine, or a folder on a local or shared file system, s3://, gs:// or abfs://"
     )
-
-
-def _check_log(stage: Config) -> None:
-    if stage.algorithm.schema_type != "experience":
-        return
-    try:
-        open_log(open_storage(stage.checkpoint_job_dir), stage).check()
-    except StorageError as error:
-        raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
 
 
 def _check_storage(stage: Config) -> Storage:

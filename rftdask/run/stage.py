@@ -270,13 +270,11 @@ class StageRun:
         if self._config.is_external:
             return (0,)
         steps = checkpoint_steps(self._storage)
-        if self._config.explorer.bench_on_latest_checkpoint:
-            if not steps:
-                raise DataError(
-                    f"{self._storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)"
-                )
-            return (steps[-1],)
-        return (0, *steps)
+        if not self._config.explorer.bench_on_latest_checkpoint:
+            return (0, *steps)
+        if not steps:
+            raise DataError(f"{self._storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)")
+        return (steps[-1],)
 
     def _start_synchronizer(self) -> None:
         workers = self._client.scheduler_info(n_workers=-1)["workers"]

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from rftdask.config import Config, load_config
@@ -134,8 +136,8 @@ def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(
     )
     on_the_hub = world.config("model.model_path=Qwen/Qwen2.5-0.5B")
     assert "model.model_path: 'Qwen/Qwen2.5-0.5B' is not on this machine" in problems(on_the_hub)  # which is offline
-    monkeypatch.setattr(hub, "_ask", lambda server: "")  # as where it answers
-    monkeypatch.setattr(hub, "_silence", ("", 0.0, ""))
+    answered = (huggingface_hub.constants.ENDPOINT, time.monotonic(), "")
+    monkeypatch.setattr(hub, "_silence", answered)  # as where it answers
     check_inputs([on_the_hub])
 
 
