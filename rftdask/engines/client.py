@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,20 +24,8 @@ from typing import Any
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.engines import server
 from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.engines.server import (
-    FROM_CLIENT,
-    FROM_SERVER,
-    TARGET,
-    Drop,
-    FromClient,
-    Generate,
-    Generated,
-    LoadWeights,
-    NumberedRequest,
-    Ready,
-    Score,
-)
 from rftdask.errors import DamagedError, NotFoundError, RftError, RoleError, StorageError, WaitTimeout
 from rftdask.processes.child import Child
 from rftdask.storage import Storage
@@ -96,10 +84,10 @@ class EngineClient:
         """Futures that are not answered yet, by number."""
         self._failure: RftError | None = None
         """The error because of which nothing will be answered any more."""
-        self._outbox: SimpleQueue[FromClient | None] = SimpleQueue()
+        self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
         self._child = Child(
-            TARGET,
+            server.TARGET,
             spec.to_plain(),
             name=f"engine-{spec.section.engine_type}",
             threads=spec.threads,
@@ -138,14 +126,14 @@ class EngineClient:
         futures = [Future[Any]() for _ in requests]
         with self._lock:
             numbers = [self._register(future) for future in futures]
-            numbered = (NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
-            self._outbox.put(Generate(tuple(numbered)))
+            numbered = (server.NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
+            self._outbox.put(server.Generate(tuple(numbered)))
 
         def drop(number: int, future: Future[Any]) -> None:
             if future.cancelled():
                 with self._lock:
                     if self._asked.pop(number, None) is not None:
-                        self._outbox.put(Drop((number,)))
+                        self._outbox.put(server.Drop((number,)))
 
         for number, future in zip(numbers, futures, strict=True):
             future.add_done_callback(partial(drop, number))
@@ -162,9 +150,9 @@ class EngineClient:
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
         """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
-        return list(self._ask(lambda number: Score(number, tuple(pairs)), timeout_s).logprobs)
+        return list(self._ask(lambda number: server.Score(number, tuple(pairs)), timeout_s).logprobs)
 
-    def _ask(self, message: Callable[[int], FromClient], timeout_s: float) -> Any:
+    def _ask(self, message: Callable[[int], server.FromClient], timeout_s: float) -> Any:
         future: Future[Any] = Future()
         with self._lock:
             self._outbox.put(message(self._register(future)))
@@ -177,7 +165,7 @@ class EngineClient:
         return f"{self._child.name} (pid {self._child.pid})"
 
     def _register(self, future: Future[Any]) -> int:
-        """Returns the number of what the future waits for, which is used once. `_lock` is held."""
+        # Returns the number of what the future waits for, which is used once. `_lock` is held.
         assert self._ready.done(), "wait_ready comes first"
         self._num_asked += 1
         if self._failure is not None:
@@ -187,10 +175,10 @@ class EngineClient:
         return self._num_asked
 
     def _write(self) -> None:
-        """Thread that writes messages, so that nobody who asks waits for a process that does not read."""
+        # Thread that writes messages, so that nobody who asks waits for a process that does not read.
         try:
             while (message := self._outbox.get()) is not None:
-                self._child.send(FROM_CLIENT.encode(message))
+                self._child.send(server.FROM_CLIENT.encode(message))
         except RoleError:
             return  # it is dead; the reader knows why
         except Exception as error:  # nobody else would hear of it
@@ -199,16 +187,16 @@ class EngineClient:
     def _read(self) -> None:
         while True:
             try:
-                message = FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
+                message = server.FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
             except WaitTimeout:
                 continue  # whoever asked has a deadline
             except RftError as error:
                 self._fail(error)
                 return
             with self._lock:
-                future = self._asked.pop(0 if isinstance(message, Ready) else message.number, None)
+                future = self._asked.pop(0 if isinstance(message, server.Ready) else message.number, None)
             if future is not None and future.set_running_or_notify_cancel():
-                future.set_result(message.generation if isinstance(message, Generated) else message)
+                future.set_result(message.generation if isinstance(message, server.Generated) else message)
 
     def _fail(self, error: RftError) -> None:
         with self._lock:
@@ -242,7 +230,7 @@ class EngineClient:
             self.weights = published
 
     def _load(self, storage: Storage, published: Published) -> int:
-        """One attempt at loading; returns the version that the engine serves then."""
+        # One attempt at loading; returns the version that the engine serves then.
         with ExitStack() as copies:
             files = []
             for name, entry in published.files:
@@ -252,8 +240,8 @@ class EngineClient:
                 check_file(path, file.read_bytes(), entry)
                 files.append(str(file))
             version, fingerprint = published.version, published.fingerprint
-            loaded = self._ask(lambda number: LoadWeights(number, version, tuple(files), fingerprint), LOAD_TIMEOUT_S)
-            return int(loaded.version)
+            load = server.LoadWeights(0, version, tuple(files), fingerprint)
+            return int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -267,7 +255,7 @@ class EngineClient:
 
 
 def _folder_hash(folder: Path) -> str:
-    """Content hash of a model folder's weights, 16 hex digits; "" for a model that is not a local folder."""
+    # Content hash of a model folder's weights, 16 hex digits; "" for a model that is not a local folder.
     digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in files:
         with path.open("rb") as file:

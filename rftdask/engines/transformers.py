@@ -283,7 +283,7 @@ def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
 
 
 def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
-    """Problems that keep the files' tensors from being the whole state dict, a line each. Reads headers only."""
+    # Problems that keep the files' tensors from being the whole state dict, a line each. Reads headers only.
     problems: list[str] = []
     found: set[str] = set()
     for file in files:

@@ -236,7 +236,7 @@ class VllmEngine(Engine):
         return self._run(score_all(), f"scoring {len(pairs)} responses")
 
     async def _ask(self, tokens: Sequence[int], sampling: Any) -> Any:
-        """Run one request to its last output; it shares cached prefixes only with those of the same weights."""
+        # Run one request to its last output; it shares cached prefixes only with those of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1

@@ -83,7 +83,7 @@ def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """(output layer, the embedding that it shares its weights with)."""
+    # (output layer, the embedding that it shares its weights with).
     modules = [module for module in model.modules() if getattr(module, "weight", None) is not None]
     for head in modules:
         if isinstance(head, ParallelLMHead):

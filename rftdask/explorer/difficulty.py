@@ -115,7 +115,7 @@ class LearnedOrder:
         return tasks
 
     def _learn(self, known: int) -> bool:
-        """Fold the results of the steps up to `known`; False if some of them are missing."""
+        # Fold the results of the steps up to `known`; False if some of them are missing.
         names = self._log.shards(self._folded + 1) if known > self._folded else []
         for step in range(self._folded + 1, known + 1):
             tables: list[tuple[ShardName, pa.Table]] = []

@@ -134,7 +134,7 @@ class EvaluationQueue:
         return waiting + [version for version, _ in self._due(newest, ended_at)]
 
     def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, int]]:
-        """(version, number of the taskset) of what can be evaluated now and has not begun."""
+        # (version, number of the taskset) of what can be evaluated now and has not begun.
         versions = list(self._versions)
         if not versions:
             versions = [0] if self._config.explorer.eval_on_startup else []

@@ -239,7 +239,7 @@ class Explorer:
     # ---- what is done, and what is next
 
     def _read_log(self) -> None:
-        """Learn from the listing which units are committed; none of a step before the first open one is of interest."""
+        # Learn from the listing which units are committed; none of a step before the first open one is of interest.
         first = first_open_step(self._storage, self._log)
         self._done = done_units([*self._log.shards(first), *self._log.removed(first)])
         self._complete = self._noted = first - 1
@@ -247,7 +247,7 @@ class Explorer:
         self._advance()
 
     def _advance(self) -> None:
-        """Move `_complete` on over the steps all of whose units are committed, and note it now and then."""
+        # Move `_complete` on over the steps all of whose units are committed, and note it now and then.
         while self._is_complete(self._complete + 1):
             self._complete += 1
         if self._complete >= self._noted + NOTE_EVERY:
@@ -258,7 +258,7 @@ class Explorer:
         return all((step, unit_index) in self._done for unit_index in range(self._config.units_per_step))
 
     def _next_unit(self) -> tuple[int, int] | None:
-        """The first unit that is neither committed nor begun; None: there is none, or the trainer wants no more."""
+        # The first unit that is neither committed nor begun; None: there is none, or the trainer wants no more.
         if self._follows_trainer and self._trainer_ended_at() is not None:
             return None
         step, unit_index = self._cursor
@@ -270,7 +270,7 @@ class Explorer:
         return self._cursor if step <= self._num_steps else None
 
     def _choose_unit(self) -> RolloutTask | None:
-        """The next unit of the schedule; None while it may not begin, or there is none."""
+        # The next unit of the schedule; None while it may not begin, or there is none.
         upcoming = self._next_unit()
         if upcoming is None or self._order is None:
             return None
@@ -293,7 +293,7 @@ class Explorer:
         return self._make_unit("experiences", step, unit_index, part, self._config.algorithm.repeat_times, weights)
 
     def _weights_for(self, step: int) -> WeightRequirement:
-        """Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is."""
+        # Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is.
         if self._follows_trainer:
             required = self._rules.weights_for(step)
             if required.exact or self._rules.style is SyncStyle.FULLY_ASYNC:
@@ -307,7 +307,7 @@ class Explorer:
         return WeightRequirement(version, exact=version == self._pinned)
 
     def _has_room(self, step: int, unit_index: int) -> bool:
-        """True if so little lies unread before this unit that it may begin."""
+        # True if so little lies unread before this unit that it may begin.
         num_groups = (step - 1) * self._config.buffer.batch_size + unit_index * self._config.tasks_per_unit
         return self._backpressure.has_room(num_groups)
 
@@ -345,7 +345,7 @@ class Explorer:
         )
 
     def _roll_out_rest(self, unit: RolloutTask, trial: Trial) -> None:
-        """Run what the trial says is left of the unit; the unit is complete when nothing is."""
+        # Run what the trial says is left of the unit; the unit is complete when nothing is.
         if trial.poisonous:
             error = f"{STRIKES} workers in a row were lost while it ran, and nothing beside it"
             unit_log = open_log(self._storage, self._config, unit.folder)
@@ -471,7 +471,7 @@ class Explorer:
     # ---- now and then
 
     def _ask_for_workers(self, num_engines: int) -> None:
-        """Ask the cluster for as many workers as there are units that could run this moment; see autoscale.py."""
+        # Ask the cluster for as many workers as there are units that could run this moment; see autoscale.py.
         now, before = time.monotonic(), self._scale_rule
         if self._scale is None or now - before.seen_s < _SCALE_EVERY_S:
             return
@@ -498,7 +498,7 @@ class Explorer:
         self._scale(target)
 
     def _audit(self) -> None:
-        """Drop weights and shards that nobody needs, and find shards that were set aside: their units run again."""
+        # Drop weights and shards that nobody needs, and find shards that were set aside: their units run again.
         self._audited_s = time.monotonic()
         self._look_for_weights()
         if self._follows_trainer:

@@ -181,5 +181,5 @@ class PoisonTracker:
 
 
 def _identity(unit: RolloutTask, task: TaskRef) -> tuple[bool, int, int]:
-    """The same for a task in all its epochs."""
+    # The same for a task in all its epochs.
     return unit.is_eval, task.taskset_number, task.index

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from rftdask.config import Config
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation
@@ -27,7 +27,6 @@ from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
-from rftdask.rollouts.timeouts import attempt_timeout_s
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
 
@@ -174,6 +173,20 @@ class WorkerCache:
         self._auxiliary_engines = {}
         self._auxiliary_tokenizers = {}
         self._task_times_s = {}
+
+
+def attempt_timeout_s(
+    dynamic: DynamicTimeoutConfig, max_timeout_s: float, times_s: Mapping[int, Sequence[float]], explore_step: int
+) -> float:
+    """Limit for an attempt of `explore_step`: `ratio` times the mean time of a task, once enough steps have one.
+
+    Args: times_s: seconds of the tasks that ended well, by their explore step.
+    """
+    before = [times for step, times in times_s.items() if step < explore_step]
+    times = [time_s for step_times in before for time_s in step_times]
+    if not dynamic.enable or len(before) < dynamic.warmup_min_steps or not times:
+        return max_timeout_s
+    return min(max_timeout_s, dynamic.ratio * sum(times) / len(times))
 
 
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:

@@ -10,6 +10,7 @@ after its shards are durable. What the worker process keeps between units is a c
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from rftdask.rollouts.attempt import RolloutTimes
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
-from rftdask.rollouts.timeouts import pass_rates
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.styles import WeightRequirement
@@ -225,7 +225,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
 @contextmanager
 def _ending_what_hangs() -> Iterator[None]:
-    """End the engines after a WaitTimeout: whoever runs the unit again is to find other ones."""
+    # End the engines after a WaitTimeout: whoever runs the unit again is to find other ones.
     try:
         yield
     except WaitTimeout:
@@ -324,7 +324,7 @@ def _roll_out(
 
 
 def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]]:
-    """The operators, if they run before the commit: a task's experiences in, those to commit out."""
+    # The operators, if they run before the commit: a task's experiences in, those to commit out.
     section = config.data_processor.experience_pipeline
     if section.stage != "commit" or not section.operators or unit.is_eval:
         return lambda experiences: experiences
@@ -372,7 +372,7 @@ def commit_poisoned(
 
 
 def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
-    """Names of the tasksets by their number."""
+    # Names of the tasksets by their number.
     source = config.buffer.explorer_input
     return [t.name for t in (source.eval_tasksets if unit.is_eval else source.train_tasksets)]
 
@@ -488,3 +488,29 @@ def step_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
         "step_s": step_s,
         "tokens_per_s": num_tokens / max(1e-9, step_s - wait_s),
     }
+
+
+def pass_at_k(num_rollouts: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of k rollouts, drawn without replacement, passed: 1 - C(n - c, k) / C(n, k).
+
+    Raises: ValueError: k > num_rollouts. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    """
+    if not 0 < k <= num_rollouts:
+        raise ValueError(f"pass@{k} of {num_rollouts} rollouts: 0 < k <= rollouts must hold")
+    return 1.0 - math.comb(num_rollouts - num_passed, k) / math.comb(num_rollouts, k)
+
+
+def pass_rates(rewards_by_group: Mapping[str, Sequence[float]], threshold: float = 1.0) -> dict[str, float]:
+    """Mean pass@k over the groups with at least k rollouts, for k = 1, 2, 4, ...; passed: a reward >= threshold."""
+    largest = max((len(rewards) for rewards in rewards_by_group.values()), default=0)
+    rates = {}
+    k = 1
+    while k <= largest:
+        values = [
+            pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k)
+            for rewards in rewards_by_group.values()
+            if len(rewards) >= k
+        ]
+        rates[f"pass@{k}"] = sum(values) / len(values)
+        k *= 2
+    return rates

@@ -109,7 +109,7 @@ class Rollout:
             self.times.total_s = time.perf_counter() - began - self.times.queue_s
 
     async def _attempts(self) -> list[Experience]:
-        """Attempt it until an attempt ends well, cannot be repeated, or was the last."""
+        # Attempt it until an attempt ends well, cannot be repeated, or was the last.
         for attempt in range(self.explorer.max_retry_times + 1):
             self.times.num_retries = attempt
             model = self.new_model(self)
@@ -223,7 +223,7 @@ class Rollout:
         )
 
     def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any]) -> Experience:
-        """The one experience of a rollout that failed; `state`: what the workflow said of where it stood."""
+        # The one experience of a rollout that failed; `state`: what the workflow said of where it stood.
         if isinstance(error, (SandboxError, _CalledOff)):
             text = str(error)  # it names the error it stands for
         else:

@@ -9,6 +9,7 @@ unit, which somebody else then runs again. This module knows neither engines nor
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
-from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.explorer import ExplorerConfig, OverRolloutConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxPool
-from rftdask.rollouts.timeouts import num_tasks_needed
 from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 from rftdask.weights.published import Published
@@ -319,9 +319,17 @@ class _RunningUnit:
         self._on_group(number, self._group(number))
 
     def _group(self, number: int) -> list[Experience]:
-        """Experiences of a task, ordered by rollout and turn."""
+        # Experiences of a task, ordered by rollout and turn.
         ended = self._experiences[number]
         return [experience for key in sorted(ended) for experience in ended[key]]
+
+
+def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
+    """Tasks of a work unit that must be done before the time of the others begins to run.
+
+    Meanings as in Trinity-RFT's `explorer.over_rollout`.
+    """
+    return math.ceil(num_tasks * (1 - over_rollout.ratio))
 
 
 class ConcurrencyLimiter(Generic[Key]):

@@ -119,12 +119,12 @@ class LockstepQueue(RequestQueue):
                 await self._in_flight
 
     def _resume(self, key: RolloutKey) -> None:
-        """Count the rollout as busy: it has an answer, or wants none; it may have asked for several things at once."""
+        # Count the rollout as busy: it has an answer, or wants none; it may have asked for several things at once.
         if key in self._live and all(waiting.rollout != key for waiting in self._waiting):
             self._busy.add(key)
 
     def _changed(self) -> None:
-        """Schedule the next call: soon if all wait, else when the busy ones have had their time."""
+        # Schedule the next call: soon if all wait, else when the busy ones have had their time.
         loop = asyncio.get_running_loop()
         self._last_change_s = loop.time()
         if self._in_flight is not None or not self._waiting:
@@ -144,7 +144,7 @@ class LockstepQueue(RequestQueue):
             self._send()
 
     def _on_timer(self) -> None:
-        """Counting from the last change keeps a long pass of the event loop from splitting a call in two."""
+        # Counting from the last change keeps a long pass of the event loop from splitting a call in two.
         self._timer = None
         if self._in_flight is not None or not self._waiting:
             return

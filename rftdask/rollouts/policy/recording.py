@@ -180,7 +180,7 @@ async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[flo
 
 
 def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> str:
-    """Render a chat as text, and leave the sampling in its `options`. A last message of the assistant is continued."""
+    # Render a chat as text, and leave the sampling in its `options`. A last message of the assistant is continued.
     messages = [dict(message) for message in options.pop("messages")]
     continues = messages[-1]["role"] == "assistant"
     tools = options.pop("tools", None)

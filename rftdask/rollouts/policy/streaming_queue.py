@@ -111,7 +111,7 @@ class StreamingQueue(RequestQueue):
         self._under_way.pop(answer).cancel()  # which of what was answered does nothing
 
     def _count(self) -> None:
-        """Add the time until now to `busy_s` and to the silence, if something was under way."""
+        # Add the time until now to `busy_s` and to the silence, if something was under way.
         now_s = asyncio.get_running_loop().time()
         if self._under_way:
             self.busy_s += now_s - self._counted_until_s
@@ -119,7 +119,7 @@ class StreamingQueue(RequestQueue):
         self._counted_until_s = now_s
 
     def _watch(self) -> None:
-        """Look again when the engine may have been silent for too long."""
+        # Look again when the engine may have been silent for too long.
         self._timer = None
         if not self._under_way:
             return
@@ -135,7 +135,7 @@ class StreamingQueue(RequestQueue):
             self._fail(WaitTimeout(silent))
 
     def _fail(self, error: Exception) -> None:
-        """Fail everybody who waits: none can go on without the engine."""
+        # Fail everybody who waits: none can go on without the engine.
         self.failure = self.failure or error
         for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
             if not answer.done():

@@ -185,7 +185,7 @@ def _normalize(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """The number a normalized answer stands for; None if it is not one number."""
+    # The number a normalized answer stands for; None if it is not one number.
     text = text.rpartition("=")[2].strip()
     if _SIGNED.fullmatch(text):
         return Fraction(text.replace(",", ""))

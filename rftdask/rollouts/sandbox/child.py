@@ -31,26 +31,7 @@ import msgpack
 from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
-from rftdask.rollouts.sandbox.messages import (
-    FROM_FORK,
-    FROM_FORK_SERVER,
-    LENGTH,
-    MAX_FRAME_BYTES,
-    TO_FORK,
-    TO_FORK_SERVER,
-    Ask,
-    Ended,
-    Failed,
-    Finished,
-    Fork,
-    FromFork,
-    Hello,
-    Imported,
-    Kill,
-    Run,
-    SetState,
-    Setup,
-)
+from rftdask.rollouts.sandbox import messages
 from rftdask.rollouts.workflows.base import PromptTooLongError, as_reward
 from rftdask.rollouts.workflows.registry import find_workflow
 
@@ -61,8 +42,8 @@ _MAX_TRACEBACK = 8000
 
 def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
-    setup = TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
-    assert isinstance(setup, Setup), setup
+    setup = messages.TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
+    assert isinstance(setup, messages.Setup), setup
     spec = setup.spec
     try:
         sys.path.extend(path for path in setup.path if path not in sys.path)
@@ -76,10 +57,10 @@ def main(control_fd: int) -> None:
         for part in read_functions("rftdask.rollouts.rewards", "reward").values():
             part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
     except BaseException as error:  # whatever a plug-in does when it is imported, its text goes to who started us
-        problem = Imported((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
-        control.send(msgpack.packb(FROM_FORK_SERVER.encode(problem)))
+        problem = messages.Imported((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
+        control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(problem)))
         return
-    control.send(msgpack.packb(FROM_FORK_SERVER.encode(Imported())))
+    control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(messages.Imported())))
     _ForkServer(control, spec.max_memory_bytes).run()
 
 
@@ -111,11 +92,11 @@ class _ForkServer:
                 packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
                 if not packet:
                     break
-                message = TO_FORK_SERVER.decode(msgpack.unpackb(packet))
-                if isinstance(message, Fork):
+                message = messages.TO_FORK_SERVER.decode(msgpack.unpackb(packet))
+                if isinstance(message, messages.Fork):
                     self._fork(*fds)
                 # Only its own: the number of one that was buried may be anybody's by now.
-                elif isinstance(message, Kill) and message.pid in self._living:
+                elif isinstance(message, messages.Kill) and message.pid in self._living:
                     _kill_group(message.pid)
         for pid in self._living:
             _kill_group(pid)
@@ -142,7 +123,7 @@ class _ForkServer:
         os.close(output_fd)
 
     def _become_fork(self, output_fd: int) -> None:
-        """Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own."""
+        # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
@@ -163,14 +144,14 @@ class _ForkServer:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def _bury(self) -> None:
-        """Report forks that have ended, and kill what they left behind while their number is still theirs."""
+        # Report forks that have ended, and kill what they left behind while their number is still theirs.
         # WNOWAIT leaves the number with the dead, so that no new process can have it before the group is killed.
         while self._living and (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
             self._living.discard(dead.si_pid)
-            ended = Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
-            self._control.send(msgpack.packb(FROM_FORK_SERVER.encode(ended)))
+            ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
+            self._control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(ended)))
 
 
 def _kill_group(pid: int) -> None:
@@ -183,14 +164,14 @@ class _Attempts:
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._runs: asyncio.Queue[Run] = asyncio.Queue()
+        self._runs: asyncio.Queue[messages.Run] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
 
     async def run(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._stream)
         pump = asyncio.create_task(self._pump(reader))
-        self.send(Hello(os.getpid()))
+        self.send(messages.Hello(os.getpid()))
         while True:
             outcome = await self._attempt(await self._runs.get())
             leftover = asyncio.all_tasks() - {pump, asyncio.current_task()}
@@ -199,27 +180,27 @@ class _Attempts:
             await asyncio.gather(*leftover, return_exceptions=True)
             # What is left behind in threads would go on beside the next attempt.
             clean = threading.active_count() == 1 and not leftover
-            self.send(replace(outcome, clean=clean) if isinstance(outcome, Finished) else outcome)
+            self.send(replace(outcome, clean=clean) if isinstance(outcome, messages.Finished) else outcome)
             await self._writer.drain()
 
-    async def _attempt(self, run: Run) -> Finished | Failed:
+    async def _attempt(self, run: messages.Run) -> messages.Finished | messages.Failed:
         task = pickle.loads(run.task)  # the worker's own
         handle = _RemoteModel(self, run.auxiliary)
         try:
             result = await find_workflow(run.workflow).run(task, handle)
-            outcome = Finished(as_reward(result), handle.times, clean=False)
+            outcome = messages.Finished(as_reward(result), handle.times, clean=False)
             try:
                 _packed(outcome)  # while it can still become a failure of this attempt
             except ValueError as error:
-                return Failed("ValueError", f"what the workflow returned: {error}")
+                return messages.Failed("ValueError", f"what the workflow returned: {error}")
             return outcome
         except asyncio.CancelledError:
-            return Failed("RuntimeError", "the workflow cancelled itself")
+            return messages.Failed("RuntimeError", "the workflow cancelled itself")
         except SystemExit as error:
-            return Failed("RuntimeError", f"the workflow called sys.exit({error.code!r})")
+            return messages.Failed("RuntimeError", f"the workflow called sys.exit({error.code!r})")
         except BaseException as error:  # becomes the attempt's typed failure, with its traceback
             lines = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
-            return Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
+            return messages.Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         """Ask the worker, which has the models; see PolicyHandle.ask."""
@@ -227,26 +208,26 @@ class _Attempts:
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, name, method, dict(arguments)))
+            self.send(messages.Ask(number, name, method, dict(arguments)))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
 
-    def send(self, message: FromFork) -> None:
+    def send(self, message: messages.FromFork) -> None:
         """Raises: ValueError: as `_packed`."""
         body = _packed(message)
-        self._writer.write(LENGTH.pack(len(body)) + body)
+        self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
     async def _pump(self, reader: asyncio.StreamReader) -> None:
         while True:
             try:
-                size = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+                size = messages.LENGTH.unpack(await reader.readexactly(messages.LENGTH.size))[0]
                 body = await reader.readexactly(size)
             except (asyncio.IncompleteReadError, ConnectionError):
                 os._exit(0)  # the worker wants nothing more
-            message = TO_FORK.decode(msgpack.unpackb(body))
-            if isinstance(message, Run):
+            message = messages.TO_FORK.decode(msgpack.unpackb(body))
+            if isinstance(message, messages.Run):
                 self._runs.put_nowait(message)
                 continue
             waiting = self._answers.get(message.number)
@@ -271,10 +252,10 @@ class _RemoteModel(PolicyHandle):
 
     def set_state(self, **values: Any) -> None:
         super().set_state(**values)
-        self._attempts.send(SetState(values))
+        self._attempts.send(messages.SetState(values))
 
 
-def _packed(message: FromFork) -> bytes:
+def _packed(message: messages.FromFork) -> bytes:
     """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
 
     def as_plain(value: Any) -> Any:
@@ -286,11 +267,11 @@ def _packed(message: FromFork) -> bytes:
         return {"not plain": repr(value)[:200]}
 
     try:
-        body: bytes = msgpack.packb(FROM_FORK.encode(message), default=as_plain)
+        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message), default=as_plain)
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"only plain values can leave a sandbox: {error}") from error
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{len(body)} bytes; at most {MAX_FRAME_BYTES} leave a sandbox at once")
+    if len(body) > messages.MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes; at most {messages.MAX_FRAME_BYTES} leave a sandbox at once")
     return body
 
 

@@ -31,30 +31,7 @@ import msgpack
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError
 from rftdask.rollouts.policy.base import PolicyHandle
-from rftdask.rollouts.sandbox.messages import (
-    FROM_FORK,
-    FROM_FORK_SERVER,
-    LENGTH,
-    MAX_FRAME_BYTES,
-    TO_FORK,
-    TO_FORK_SERVER,
-    Answer,
-    Ask,
-    Ended,
-    Failed,
-    Finished,
-    Fork,
-    FromFork,
-    FromForkServer,
-    Hello,
-    Imported,
-    Kill,
-    Run,
-    SandboxSpec,
-    SetState,
-    Setup,
-    ToFork,
-)
+from rftdask.rollouts.sandbox import messages
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
 
 START_TIMEOUT_S = 120.0
@@ -80,7 +57,7 @@ class SandboxLostError(RoleError):
 class ForkServer:
     """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
 
-    def __init__(self, spec: SandboxSpec) -> None:
+    def __init__(self, spec: messages.SandboxSpec) -> None:
         """Returns once the plug-ins are imported. Raises: UserError: one cannot be; RoleError: the process died."""
         self.spec = spec
         self.exit_codes: dict[int, int] = {}
@@ -98,25 +75,25 @@ class ForkServer:
                 env={**os.environ, **dict(spec.env)},
                 start_new_session=True,
             )
-        setup = Setup(tuple(path or os.getcwd() for path in sys.path), spec)
+        setup = messages.Setup(tuple(path or os.getcwd() for path in sys.path), spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
-        reply: FromForkServer | None = None
+        reply: messages.FromForkServer | None = None
         try:
-            self._control.send(msgpack.packb(TO_FORK_SERVER.encode(setup)))
+            self._control.send(msgpack.packb(messages.TO_FORK_SERVER.encode(setup)))
             self._control.settimeout(START_TIMEOUT_S)
             if packet := self._control.recv(1 << 20):
-                reply = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
+                reply = messages.FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
         except TimeoutError:
-            reply = Imported(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
+            reply = messages.Imported(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
         except ConnectionError:
             pass  # it died, which `reply` tells
-        if reply != Imported():
+        if reply != messages.Imported():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.0 if reply else 2.0)  # one that died has said all it will
             self._log.seek(0)
             tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
             self.close()
-            if isinstance(reply, Imported):
+            if isinstance(reply, messages.Imported):
                 raise UserError(reply.problem)
             raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
@@ -144,7 +121,8 @@ class ForkServer:
         near, far = socket.socketpair()
         output, far_output = os.pipe()
         try:
-            socket.send_fds(self._control, [msgpack.packb(TO_FORK_SERVER.encode(Fork()))], [far.fileno(), far_output])
+            packet = msgpack.packb(messages.TO_FORK_SERVER.encode(messages.Fork()))
+            socket.send_fds(self._control, [packet], [far.fileno(), far_output])
         except OSError as error:
             near.close()
             os.close(output)
@@ -157,7 +135,7 @@ class ForkServer:
     def kill(self, pid: int) -> None:
         """Kill a fork with all it started. Through the fork server, which alone knows whose number it is now."""
         try:
-            self._control.send(msgpack.packb(TO_FORK_SERVER.encode(Kill(pid))))
+            self._control.send(msgpack.packb(messages.TO_FORK_SERVER.encode(messages.Kill(pid))))
         except BlockingIOError:  # it has a great deal to do already
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -168,8 +146,8 @@ class ForkServer:
         """Record the exit codes of forks that have ended."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
-                event = FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
-                assert isinstance(event, Ended), event
+                event = messages.FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
+                assert isinstance(event, messages.Ended), event
                 self.exit_codes[event.pid] = event.code
 
     def close(self) -> None:
@@ -205,15 +183,15 @@ class SandboxPool:
                 process = await _Process.start(self._fork_server)
         clean = False
         try:
-            outcome = await process.attempt(Run(workflow, pickled(task), model.auxiliary_names), model)
-            clean = isinstance(outcome, Finished) and outcome.clean is True
+            outcome = await process.attempt(messages.Run(workflow, pickled(task), model.auxiliary_names), model)
+            clean = isinstance(outcome, messages.Finished) and outcome.clean is True
         finally:
             # Also when this is cancelled: what an attempt is cut off from may be doing anything.
             if clean:
                 self._idle.append(process)
             else:
                 process.kill()
-        if isinstance(outcome, Finished):
+        if isinstance(outcome, messages.Finished):
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
             return outcome.reward
@@ -278,7 +256,7 @@ class _Process:
         process = cls(fork_server, *streams, output)
         try:
             hello = await process._receive()
-            assert isinstance(hello, Hello), "no code of a plug-in has run yet"
+            assert isinstance(hello, messages.Hello), "no code of a plug-in has run yet"
             fork_server.exit_codes.pop(hello.pid, None)  # of another that had the number before
             process._pid = hello.pid
         except BaseException:
@@ -286,7 +264,7 @@ class _Process:
             raise
         return process
 
-    async def attempt(self, run: Run, model: PolicyHandle) -> Finished | Failed:
+    async def attempt(self, run: messages.Run, model: PolicyHandle) -> messages.Finished | messages.Failed:
         """Run an attempt whose questions `model` answers. Raises: SandboxError: its process died or makes no sense."""
         self._num_received = 0
         self._send(run)
@@ -294,13 +272,13 @@ class _Process:
         try:
             while True:
                 message = await self._receive()
-                if isinstance(message, Ask):
+                if isinstance(message, messages.Ask):
                     answer = asyncio.create_task(self._answer(message, model))
                     answers.add(answer)
                     answer.add_done_callback(answers.discard)
-                elif isinstance(message, SetState):
+                elif isinstance(message, messages.SetState):
                     model.set_state(**message.values)
-                elif isinstance(message, Finished | Failed):
+                elif isinstance(message, messages.Finished | messages.Failed):
                     return message
         except (TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
             raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
@@ -308,32 +286,32 @@ class _Process:
             for answer in answers:
                 answer.cancel()
 
-    async def _answer(self, question: Ask, model: PolicyHandle) -> None:
+    async def _answer(self, question: messages.Ask, model: PolicyHandle) -> None:
         try:
             value = await model.ask(question.model, question.method, question.arguments)
         except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
-            self._send(Answer(question.number, error=type(error).__name__, text=str(error)))
+            self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))
         else:
             response = value if isinstance(value, Response) else None
-            self._send(Answer(question.number, response, () if response is not None else tuple(value)))
+            self._send(messages.Answer(question.number, response, () if response is not None else tuple(value)))
 
-    def _send(self, message: ToFork) -> None:
-        body = msgpack.packb(TO_FORK.encode(message))
-        self._writer.write(LENGTH.pack(len(body)) + body)
+    def _send(self, message: messages.ToFork) -> None:
+        body = msgpack.packb(messages.TO_FORK.encode(message))
+        self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
-    async def _receive(self) -> FromFork:
+    async def _receive(self) -> messages.FromFork:
         """The fork's next message. Raises: SandboxError: it died, or sent too much; ValueError, TypeError: it sent what
         is no message.
         """
         try:
-            size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+            size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
             self._num_received += size
-            if size > MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
+            if size > messages.MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
                 raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise SandboxError(await self._death()) from None
-        return FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
+        return messages.FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
     async def _death(self) -> str:
         # Its exit code comes by another way, and a little later than the end of its stream.

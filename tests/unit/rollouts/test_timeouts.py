@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rftdask.rollouts.runner import ConcurrencyLimiter
-from rftdask.rollouts.timeouts import attempt_timeout_s, num_tasks_needed, pass_at_k, pass_rates
+from rftdask.explorer.worker_cache import attempt_timeout_s
+from rftdask.explorer.worker_task import pass_at_k, pass_rates
+from rftdask.rollouts.runner import ConcurrencyLimiter, num_tasks_needed
 
 
 @pytest.mark.parametrize(("ratio", "needed"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.25, 8), (0.99, 1)])
