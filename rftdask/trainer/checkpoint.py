@@ -35,6 +35,7 @@ HF_FOLDER = "actor/huggingface"
 
 
 def checkpoint_folder(step: int) -> str:
+    """The folder of the checkpoint of an optimizer step, below the run's."""
     return f"global_step_{step}"
 
 
@@ -139,6 +140,7 @@ class Checkpoints:
         Raises: RftError: this checkpoint or the one before could not be written.
         """
         self.flush()
+        # A resumed trainer repeats steps that were saved before it died; rank 0 says so for all.
         if self.ranks.broadcast(self.ranks.is_rank0 and self._is_there(step)):
             return  # its files are what the manifest says, and must stay so
         if not self._in_background:

@@ -208,6 +208,7 @@ class Gang:
                 try:
                     return self._watch(futures, addresses)
                 finally:
+                    # Also after success: a rank that still runs would meet those of the next stage.
                     self._call_off(futures)
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1

@@ -128,9 +128,9 @@ def build_trainer(
         return stop_found
 
     return Trainer(
-        engine.from_config(config, algorithm, planned or limit or total_steps, ranks),
-        build_source(config, storage, algorithm),
-        Checkpoints(
+        engine=engine.from_config(config, algorithm, planned or limit or total_steps, ranks),
+        source=build_source(config, storage, algorithm),
+        checkpoints=Checkpoints(
             storage,
             lineage,
             config.trainer.max_checkpoints_to_keep,
@@ -138,9 +138,9 @@ def build_trainer(
             writers=None if group is None else ProcessRanks(group),
             strategy=config.trainer.save_strategy,
         ),
-        storage,
-        metrics,
-        config.trainer,
+        storage=storage,
+        metrics=metrics,
+        section=config.trainer,
         total_steps=limit,
         lineage=lineage,
         publish_due=publish_due if algorithm.schema == "experience" and parent is None else None,

@@ -15,7 +15,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -54,60 +54,45 @@ Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
 
 
 class MetricsSink(Protocol):
-    """Where rank 0 writes the numbers of each step."""
+    """Where rank 0 writes the numbers of each step; `flush` makes them durable."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step."""
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def flush(self) -> None:
-        """Make them durable."""
+    def flush(self) -> None: ...
 
 
+@dataclass
 class Trainer:
     """Runs the loop on one rank.
 
     Example: Trainer(engine, source, checkpoints, storage, metrics, config.trainer, ...).run() == Ended(40, False)
     """
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        source: BatchSource,
-        checkpoints: Checkpoints,
-        storage: Storage,
-        metrics: MetricsSink,
-        section: TrainerConfig,
-        *,
-        total_steps: int | None,
-        lineage: str,
-        publish_due: Callable[[int, int], bool] | None,
-        should_stop: Callable[[], bool],
-        emit: Callable[[Event], None],
-        max_weights_to_keep: int = 0,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """
-        Args:
-            total_steps: None: until the source ends.
-            publish_due: (step, last published step) -> whether to publish now; None: nobody loads the weights.
-            should_stop: whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits.
-            emit: takes events for whoever watches, best effort.
-            max_weights_to_keep: published versions that stay, for a trainer without an explorer beside it; 0: the
-                explorer removes what it is done with.
-            ranks: None: this one is alone.
-        """
-        self._engine, self._source, self._checkpoints = engine, source, checkpoints
-        self._storage, self._metrics, self._section = storage, metrics, section
-        self._total_steps, self._lineage = total_steps, lineage
-        self._publish_due, self._should_stop, self._emit = publish_due, should_stop, emit
-        self._max_weights_to_keep = max_weights_to_keep
-        self._ranks = ranks or Ranks()
-        checkpoints.on_commit = lambda step: emit(CheckpointSaved(step))
+    engine: TrainEngine
+    source: BatchSource
+    checkpoints: Checkpoints
+    storage: Storage
+    metrics: MetricsSink
+    section: TrainerConfig
+    total_steps: int | None
+    """None: until the source ends."""
+    lineage: str
+    publish_due: Callable[[int, int], bool] | None
+    """(step, last published step) -> whether to publish now; None: nobody loads the weights."""
+    should_stop: Callable[[], bool]
+    """Whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits."""
+    emit: Callable[[Event], None]
+    """Takes events for whoever watches, best effort."""
+    max_weights_to_keep: int = 0
+    """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def __post_init__(self) -> None:
+        self.checkpoints.on_commit = lambda step: self.emit(CheckpointSaved(step))
+        # Of the weights after a step.
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
-        """Of the weights after a step."""
-        self._published = 0
-        """The step whose weights were published last; what rank 0 says of it counts."""
-        self._saved = 0
+        # The steps whose weights were published and saved last; what rank 0 says of them counts.
+        self._published = self._saved = 0
         self._spoke_s = time.monotonic()
 
     def run(self) -> Ended:
@@ -116,15 +101,15 @@ class Trainer:
         Raises: WaitTimeout: a batch did not come; what the engine, the source or the storage raise.
         """
         step = self._resume()
-        self._emit(Started(step))
+        self.emit(Started(step))
         began = time.perf_counter()
         while True:
             # The one message of a turn. While rank 0 waits for data it comes several times a second, so that no rank
             # runs into the deadline of the process group.
-            action, entry_json = self._ranks.broadcast(self._next_turn(step) if self._ranks.is_rank0 else None)
+            action, entry_json = self.ranks.broadcast(self._next_turn(step) if self.ranks.is_rank0 else None)
             if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
                 self._spoke_s = time.monotonic()
-                self._emit(Alive())
+                self.emit(Alive())
             if action in ("stop", "end"):
                 break
             if action == "publish":
@@ -133,12 +118,12 @@ class Trainer:
                 continue
 
             entry = LedgerEntry.from_json(entry_json.encode())
-            batch = read_together(entry, self._ranks, self._source.read)
+            batch = read_together(entry, self.ranks, self.source.read)
             got = time.perf_counter()
 
             # Nothing may be left of a batch; the step is made all the same, since others count steps.
             try:
-                metrics = self._engine.train_step(batch, step + 1) if len(batch) else {}
+                metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
             except Exception as error:
                 error.add_note(f"while training step {step + 1}")  # the end of its traceback
                 raise
@@ -146,15 +131,15 @@ class Trainer:
             trained = time.perf_counter()
 
             # Published before it is saved: explorers wait for weights, and nobody waits for a checkpoint.
-            if self._ranks.broadcast(self._ranks.is_rank0 and self._is_publish_due(step)):
+            if self.ranks.broadcast(self.ranks.is_rank0 and self._is_publish_due(step)):
                 self._publish(step)
             published = time.perf_counter()
 
-            if self._section.save_interval and step % self._section.save_interval == 0:
+            if self.section.save_interval and step % self.section.save_interval == 0:
                 self._save(step, last=self._is_last(step))
             saved = time.perf_counter()
 
-            if self._ranks.is_rank0:
+            if self.ranks.is_rank0:
                 times = {
                     "wait_s": got - began,
                     "train_s": trained - got,
@@ -165,9 +150,9 @@ class Trainer:
                 }
                 row = {**batch_metrics(step, entry, batch), **metrics, **times}
                 log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
-                self._metrics.write(step, row)
-                self._emit(Step("trainer", step, row))
-            self._checkpoints.check()
+                self.metrics.write(step, row)
+                self.emit(Step("trainer", step, row))
+            self.checkpoints.check()
             began = time.perf_counter()
         self._finish(step)
         return Ended(step, stopped=action == "stop")
@@ -176,82 +161,82 @@ class Trainer:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
         if self._is_last(step):
             return "end", ""
-        if self._should_stop():
+        if self.should_stop():
             return "stop", ""
         try:
-            entry = self._source.entry(step + 1, _PATIENCE_S)
+            entry = self.source.entry(step + 1, _PATIENCE_S)
         except NotYet:
             # Whoever explores may wait for the weights that there are, and the batch for who explores.
             return "publish" if self._is_publish_due(step) else "wait", ""
         return ("end", "") if entry is None else ("train", entry.to_json().decode())
 
     def _is_last(self, step: int) -> bool:
-        return self._total_steps is not None and step >= self._total_steps
+        return self.total_steps is not None and step >= self.total_steps
 
     def _is_publish_due(self, step: int) -> bool:
-        return self._publish_due is not None and self._published < step and self._publish_due(step, self._published)
+        return self.publish_due is not None and self._published < step and self.publish_due(step, self._published)
 
     def _resume(self) -> int:
         """Load the newest checkpoint; the step that it is of, 0: there is none."""
-        found = self._checkpoints.load_newest()
+        found = self.checkpoints.load_newest()
         if found is None:
             return 0
         step, state, files = found
-        self._engine.load_state_files(files)
-        self._source.load_state_dict(state["source"])
+        self.engine.load_state_files(files)
+        self.source.load_state_dict(state["source"])
         log.info("resumes from checkpoint %d", step)
         self._saved = step
         self._published = min(step, state["published"])
-        mends = self._ranks.is_rank0 and self._publish_due is not None and self._published > 0
-        if mends and not restore_pointer(self._storage, self._published):
+        mends = self.ranks.is_rank0 and self.publish_due is not None and self._published > 0
+        if mends and not restore_pointer(self.storage, self._published):
             self._published = 0  # what was published is damaged: publish as if it never was
         return step
 
     def _publish(self, step: int) -> None:
         """Write the weights and move the pointer. All ranks bring the weights together, rank 0 writes them."""
-        weights, fingerprint = self._engine.weights(), self._fingerprint_of(step)
-        self._published = step
-        if not self._ranks.is_rank0:
+        weights, fingerprint = self.engine.weights(), self._fingerprint_of(step)
+        self._published = step  # on all ranks: each asks it, when the run ends, whether the last weights are out
+        if not self.ranks.is_rank0:
             return
-        published = publish_weights(self._storage, step, weights, self._lineage, fingerprint)
-        if self._max_weights_to_keep:
-            kept = published_versions(self._storage)[-self._max_weights_to_keep :]
-            remove_weights_below(self._storage, kept[0])
-        self._emit(Published(step, published.content_hash))
+        published = publish_weights(self.storage, step, weights, self.lineage, fingerprint)
+        if self.max_weights_to_keep:
+            kept = published_versions(self.storage)[-self.max_weights_to_keep :]
+            remove_weights_below(self.storage, kept[0])
+        self.emit(Published(step, published.content_hash))
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:
         """Of the weights as they are, which are those after `step`; computed once, by all ranks."""
         if self._fingerprint[0] != step:
-            self._fingerprint = (step, self._engine.fingerprint())
+            self._fingerprint = (step, self.engine.fingerprint())
         return self._fingerprint[1]
 
     def _save(self, step: int, last: bool) -> None:
         """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
-        files = self._engine.state_files()
-        if self._section.save_hf_checkpoint == "always" or (last and self._section.save_hf_checkpoint == "last"):
+        files = self.engine.state_files()
+        if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):
             files.update(self._export())
-        progress = {"step": step, "lineage": self._lineage, "published": self._published}
-        state = {**progress, "source": self._source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
-        self._checkpoints.save(step, files, state)
+        progress = {"step": step, "lineage": self.lineage, "published": self._published}
+        state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
+        self.checkpoints.save(step, files, state)
         self._saved = step
 
     def _export(self) -> dict[str, bytes]:
-        return {f"{HF_FOLDER}/{name}": data for name, data in self._engine.export_files().items()}
+        return {f"{HF_FOLDER}/{name}": data for name, data in self.engine.export_files().items()}
 
     def _finish(self, step: int) -> None:
         """Publish the last weights and save a last checkpoint, also after a stop on request."""
-        if self._ranks.broadcast(self._publish_due is not None and self._published < step):
+        if self.ranks.broadcast(self.publish_due is not None and self._published < step):
             self._publish(step)
         unsaved = step > self._saved
         if unsaved:
             self._save(step, last=True)
-        self._checkpoints.flush()
-        if not unsaved and step and self._section.save_hf_checkpoint == "last":
+        self.checkpoints.flush()
+        if not unsaved and step and self.section.save_hf_checkpoint == "last":
             exported = self._export()  # the step was saved before it was known to be the last
-            if self._ranks.is_rank0:
-                self._checkpoints.add_files(step, exported)
-        if self._ranks.is_rank0:
-            self._metrics.flush()
+            if self.ranks.is_rank0:
+                self.checkpoints.add_files(step, exported)
+        if self.ranks.is_rank0:
+            self.metrics.flush()
 
 
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:
@@ -319,7 +304,7 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
 def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """The rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
     joined: dict[str, Any] = {_UIDS: tuple(uid for part in parts for uid in part.uids)}
-    for name in (field.name for field in fields(TrainingBatch) if field.name != _UIDS):
+    for name in (f.name for f in fields(TrainingBatch) if f.name != _UIDS):
         values = [getattr(part, name) for part in parts]
         if name in ("groups", "rollouts"):
             # A rollout's uid ends with its number and its turn: without them it is the same wherever the row was read.
@@ -353,12 +338,14 @@ def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:
+    """A batch as safetensors, its uids as JSON among the arrays."""
     arrays = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch) if f.name != _UIDS}
     named = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
     return save({**named, _UIDS: np.frombuffer(json.dumps(batch.uids).encode(), np.uint8)})
 
 
 def from_bytes(data: bytes) -> TrainingBatch:
+    """The batch that `to_bytes` was given."""
     arrays = load(data)
     uids = tuple(json.loads(arrays.pop(_UIDS).tobytes()))
     return TrainingBatch(**arrays, uids=uids)

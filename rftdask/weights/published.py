@@ -41,6 +41,7 @@ class Published:
 
 
 def weights_folder(version: int) -> str:
+    """The folder of a policy version, below the run's."""
     return f"weights/{version}"
 
 

@@ -250,6 +250,7 @@ def group_stats(
 
 def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
     """[N] int64, rank of each row's key within its group, 0 for the smallest; ties by position."""
+    # Two stable sorts in place of one by both: by key, then by group, which keeps the order of the keys.
     order_N = torch.argsort(keys_N, stable=True)
     order_N = order_N[torch.argsort(group_N[order_N], stable=True)]
     sorted_group_N = group_N[order_N]

@@ -91,6 +91,7 @@ class Gae(AdvantageFn):
         next_advantage_N = values_NT.new_zeros(len(values_NT))
         for t in range(values_NT.shape[1] - 1, -1, -1):
             delta_N = rewards_NT[:, t] + self.gamma * next_value_N - values_NT[:, t]
+            # Where the token is not trained, what was carried from behind it is carried on.
             here_N = delta_N + self.gamma * self.lam * next_advantage_N
             next_advantage_N = torch.where(mask_NT[:, t], here_N, next_advantage_N)
             next_value_N = torch.where(mask_NT[:, t], values_NT[:, t], next_value_N)

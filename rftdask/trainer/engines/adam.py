@@ -85,6 +85,7 @@ class Adam:
         self._strategy.reduce(self._parameters)
         norm = self._strategy.clip(self._parameters, self._max_norm)
         lr = learning_rate(self._section, step, self._total_steps)
+        # The norm is the same on all ranks, so that they all make this step or none does.
         finite = math.isfinite(norm)
         if finite:
             for group in self._optimizer.param_groups:

@@ -132,6 +132,7 @@ class TorchEngine(TrainEngine):
         if self._trainer.torch_compile:
             for layer in layers_of(self._model, self._model._no_split_modules or ()):
                 layer.compile(dynamic=True)
+        # Sharded after adapters and compiled layers are in place, and before the optimizer sees the parameters.
         self._policy = self._prepared(self._model)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
         self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_steps)
@@ -149,6 +150,7 @@ class TorchEngine(TrainEngine):
         )
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """Score the batch, make its advantages, then one update of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         rows = PaddedRows(batch, device, self._sequence)
         passes = plan_passes(

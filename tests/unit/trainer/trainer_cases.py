@@ -106,16 +106,16 @@ def make_trainer(
 ) -> Trainer:
     """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
     return Trainer(
-        engine or FakeTrainEngine(),
-        source or source_of(storage),
-        checkpoints or Checkpoints(storage, "main", keep),
-        storage,
-        sink or Sink(),
-        TrainerConfig(**{"save_interval": 2, **section}),
+        engine=engine or FakeTrainEngine(),
+        source=source or source_of(storage),
+        checkpoints=checkpoints or Checkpoints(storage, "main", keep),
+        storage=storage,
+        metrics=sink or Sink(),
+        section=TrainerConfig(**{"save_interval": 2, **section}),
         total_steps=total_steps,
         lineage="main",
         publish_due=publish_due,
         should_stop=should_stop,
         emit=(events if events is not None else []).append,
-        ranks=ranks,
+        ranks=ranks or Ranks(),
     )
