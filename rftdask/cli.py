@@ -421,6 +421,7 @@ def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]
 
 def end_with(parent: int) -> None:
     """SIGTERM to this process once the other one, its parent, is gone: a run must not go on beside its batch system."""
+    # An orphan gets another parent, at once on Linux; no signal tells of it.
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -118,6 +118,7 @@ class Experiment:
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         storage = open_storage(self.url)
         record_run(storage, self.config)
+        # An end of an earlier start would be told as that of a run that is killed now.
         storage.remove(END_FILE)
         logs = LogFolder(storage)
         setup_logging("driver", self.config.log.level, logs.path)
@@ -165,6 +166,7 @@ class Experiment:
             self._stop_requested = self._may_return = False
             note_end(storage, status, error)
             logs.close()
+            # Also of a run that failed: its curves and answers tell why.
             if folders:
                 self.summary = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
                 write_report(storage, self.summary, stage_metrics(self.summary, folders))

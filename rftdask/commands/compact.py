@@ -82,6 +82,7 @@ def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
 def _compact_stage(stage: Stage) -> CompactedStage:
     storage, config = stage.storage, stage.config
     with ExitStack() as leases:
+        # Both leases before the audit is read, so that it cannot change meanwhile.
         for role in _ROLES:
             leases.enter_context(Lease(storage, role))
         before = stage.audit

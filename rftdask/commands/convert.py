@@ -82,6 +82,7 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
             raise UserError(f"{source} is the checkpoint of step {named}, not of step {step}; leave one of them out")
         source, step = run or ".", named
     stages = open_stages(source)
+    # Stages train one after the other, so the last one with a checkpoint has the newest model.
     stage = next((stage for stage in reversed(stages) if checkpoint_steps(stage.storage)), stages[0])
     storage, config = stage.storage, stage.config
     found = newest_valid_checkpoint(storage) if step is None else step

@@ -148,6 +148,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     trained = None
     if config.model.lora_configs:
         trained = shape.lora_parameters(config.model.lora_configs[0])
+    # With adapters the reference is the same model with them turned off.
     reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none" and trained is None
     return TrainSizes(
         tokens=int(min(tokens, config.buffer.train_batch_size * longest)),

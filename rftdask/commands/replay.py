@@ -87,6 +87,7 @@ def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) 
         raise UserError(f"{storage.url} has stages; replay one of them: {storage.url}/<stage>, of {names}")
     if overrides and not name:
         raise UserError("a replay with other settings needs a name of its own: --lineage NAME")
+    # A name that follows from the step: the same command continues the same replay.
     name = name or f"from-{step}"
     ledger = Ledger(storage, lineage_of(storage))
     if not _NAME.fullmatch(name) or name == ledger.lineage:

@@ -84,6 +84,7 @@ def stage_status(stage: Stage) -> StageStatus:
         experiences, problems = stage.counts, stage.audit.problems if stage.audit else ()
     except DamagedError as error:  # of the ledger: the rest can be told all the same
         experiences, problems = {}, (f"the experiences cannot be counted: {error}",)
+    # The newest row of any role: metrics are written at least once a step.
     metrics = stage.metrics
     return status(
         state="running" if roles else "not running",

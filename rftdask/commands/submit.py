@@ -81,6 +81,7 @@ class Submission:
         """
         slurm.forget_restarts()
         self.folder.make()
+        # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
 
         def write(path: Path, text: str) -> Path:
@@ -97,6 +98,7 @@ class Submission:
                 path = write(self._path(script), script.text)
                 job_id = slurm.submit(str(path), *_dependency(script, after))
                 jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
+        # Half a chain would wait in the queue for jobs that never come.
         except BaseException:
             slurm.cancel(job.job_id for job in jobs.values())
             raise
@@ -196,6 +198,7 @@ def offline_scripts(
     engines = f"explorer.rollout_model.engine_num={explore_jobs}"
     cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
     for number in range(1, rounds + 1):
+        # Each round explores on to a later step of the same run.
         run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
         drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
         shell = [*help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]

@@ -72,6 +72,7 @@ class FrozenDict(dict[str, Any]):
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("a configuration cannot be changed; make a new one with rftdask.config.replace")
 
+    # pydantic freezes fields, not what they hold; these are all the ways to change a dict in place.
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 

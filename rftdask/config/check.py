@@ -59,6 +59,7 @@ class Checker:
         whole_section = missing and child_of(info)  # its required keys are reported in its place
         if not whole_section and not any(path == known for known, _ in self.problems):
             self.problems.append((path, readable(detail, info)))
+        # What is wrong leaves the tree, so that the next round finds the next mistake.
         node: Any = tree
         for part in loc[:-1]:
             node = node[part]
@@ -107,6 +108,7 @@ class Checker:
             if value not in _NO_KEY:
                 self.problems.append((path, f"{_NO_SECRETS}: {told.instead}"))
         elif isinstance(told, Missing):
+            # A file written for the reference lists such keys with their defaults, which asks for nothing.
             if value != told.default and value not in told.allowed:
                 instead = f"leave it out or set {show(told.default)}"
                 self.problems.append((path, _not_available(value, told.feature, instead)))

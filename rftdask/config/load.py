@@ -70,6 +70,7 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
 def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -> Config:
     """The Config of a cleaned tree without stages: absent keys filled, then checked across keys."""
     tree = deepcopy(cleaned)
+    # Twice: absent keys are None in the first, and computed ones are held against their bounds in the second.
     _set(tree, fill(checker.validate(tree)))
     config = checker.validate(tree)
     broken = {path for path, _ in checker.problems} | unreadable
@@ -89,6 +90,7 @@ def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -
 
 def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Config:
     """The Config of a tree with stages, each of which is checked as a Config of its own."""
+    # Stages are merged into the cleaned tree: what is wrong there is told once, not once a stage.
     base = {key: value for key, value in cleaned.items() if key != "stages"}
     stages = []
     inherited = tuple(checker.warnings)

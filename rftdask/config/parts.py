@@ -69,6 +69,7 @@ def named_parts(section: Section, path: str = "") -> Iterator[NamedPart]:
                 at = f"{where}[{index}]"
                 yield NamedPart(f"{at}.name", named, str(item.get("name", "")), item.get("args") or {}, f"{at}.args")
         else:
+            # The type chooses the part, and the arguments beside the absent key are still that part's.
             if value is None and named.default_from:
                 owner = dict(_keys(type(section)))[named.default_from]
                 assert owner is not None

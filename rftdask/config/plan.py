@@ -106,6 +106,7 @@ def _stage_plan(config: Config) -> StagePlan:
     else:
         made = None if num_tasks is None else num_tasks * buffer.total_epochs
     train_steps = None
+    # A batch with demonstrations is full when its own rollouts are there.
     if trains and made is not None:
         train_steps = made // (config.num_own_rollouts if on_rollouts else buffer.train_batch_size)
         if config.trainer.total_steps is not None:

@@ -97,6 +97,7 @@ def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
         problems.append(("", f"override {override!r} is not of the form key.sub=value"))
         return
     try:
+        # Parsed under a key of its own, because `key` may address an item of a list.
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, AttributeError, TypeError, ValueError) as error:

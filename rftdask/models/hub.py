@@ -107,6 +107,7 @@ def without_hub() -> Iterator[None]:
 
 def has_weights(folder: Path) -> bool:
     """Whether all weight files are there that the folder's index names."""
+    # Several files are named by an index; a single one has a fixed name.
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():

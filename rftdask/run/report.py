@@ -72,6 +72,7 @@ def render_report(summary: RunSummary, stages: Stages) -> str:
     drawings = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
     frames = [metrics for _, metrics in stages]
     measured = {str(name) for frame in frames for name in frame.columns if frame[name].dtype.kind == "f"} - _NOT_METRICS
+    # The known ones first, in the order of METRICS; then those of workflows and operators.
     known = [(name, metric) for name, metric in METRICS.items() if name in measured]
     total_s = sum(summary.time_split.values())
     began = datetime.fromtimestamp(summary.started_at_s, UTC)

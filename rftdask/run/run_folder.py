@@ -109,6 +109,7 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
 
 def record_run(storage: Storage, config: Config) -> None:
     """Make the folder of a run with stages known as a run; the folder of each stage is what refuses another config."""
+    # Renewed at each start: further stages may be added to a run.
     if config.stages and not storage.put_new(RUN_FILE, _run_json(config)):
         storage.put(RUN_FILE, _run_json(config))
 

@@ -320,6 +320,7 @@ class StageRun:
         for address, name in self._workers.items():
             if address not in workers:
                 self._note(f"worker {name} ({address}) was lost; what it had not finished runs again")
+        # At the first look all are there, and none has joined.
         for address, name in workers.items():
             if self._workers and address not in self._workers:
                 self._note(f"worker {name} ({address}) joined")

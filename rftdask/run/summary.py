@@ -114,6 +114,7 @@ def percent(value: float | None) -> str:
 def learned(summary: RunSummary) -> str:
     """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points)"."""
     before, after = summary.accuracy_before, summary.accuracy_after
+    # One evaluation is a level and not a change.
     if before is None or after is None:
         return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
     return f"accuracy {percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
@@ -181,6 +182,7 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     for stage in reversed(stages):
         for taskset in stage.config.buffer.explorer_input.eval_tasksets:
             log = open_log(stage.storage, stage.config, f"eval/{taskset.name}")
+            # The first unit of an evaluation holds the first tasks, in each version the same ones.
             shards = [name for name in log.shards(0) if name.unit == 0]
             if not shards:
                 continue

@@ -93,6 +93,7 @@ def open_stages(url: str | Path) -> list[Stage]:
     """The stages of the run at `url`, one for a run without stages. Raises: DataError: `url` is no run folder."""
     storage = open_storage(url)
     config = load_config(read_run(storage)["config"])
+    # A run of one stage is its own stage, in the same folder.
     if not config.stages:
         return [Stage(config, storage)]
     stages = []

@@ -29,6 +29,7 @@ def _data_fits_mode(config: Config) -> Iterator[Problem]:
         yield f"{at}.taskset.path", f"required in mode {config.mode}: the tasks to explore"
     if config.mode == "bench" and not source.eval_tasksets:
         yield f"{at}.eval_tasksets", "required in mode bench: what to evaluate"
+    # A name is part of the uid of every experience, so two tasksets must not share one.
     names = [taskset.name for taskset in (*source.train_tasksets, *source.eval_tasksets)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield at, f"{names.count(name)} tasksets are named {name!r}; each needs a name of its own"
@@ -136,6 +137,7 @@ def _replay_fits(config: Config) -> Iterator[Problem]:
         return
     if config.algorithm.schema_type != "experience":
         yield f"{at}.enable", f"{config.algorithm.algorithm_type} learns from a dataset, which it reads again anyway"
+    # Without a cooldown each group is used once, and none of the following can happen.
     cooldown, cool = section.reuse_cooldown_time, f"{at}.reuse_cooldown_time"
     if cooldown is None:
         return
@@ -157,6 +159,7 @@ def _removed_results_are_not_needed(config: Config) -> Iterator[Problem]:
     kept = config.buffer.trainer_input.experience_buffer
     tasksets = config.buffer.explorer_input.train_tasksets
     at = "buffer.trainer_input.experience_buffer.retention.keep"
+    # Compaction loses no row, so nothing that reads old results minds it.
     if kept.retention.keep == "compact":
         if config.algorithm.schema_type == "experience" and kept.storage_type != "queue":
             yield at, f"compact merges Parquet shards, and storage_type {kept.storage_type} has none; use queue, or all"

@@ -24,6 +24,7 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
         for key in _set_without_effect(section, _REFUSED):
             remedy = f"leave it out or use {' or '.join(_engines_that_follow(key))}"
             yield f"{path}.{key}", f"engine_type {section.engine_type} cannot do it; {remedy}"
+    # Who samples without a part of the adapter samples from another policy than the one that is trained.
     engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
     if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
         yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
@@ -50,6 +51,7 @@ def _teacher_is_there(config: Config) -> Iterator[Problem]:
             yield at, f"{algorithm} learns from one teacher, and there are {len(models)} models; leave one"
         elif not models or not models[0].model_path:
             yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+    # A name is looked up when a workflow asks, hours into a run; a second one of it would never be found.
     names = [model.name or model.model_path for model in models]
     for number, model in enumerate(models):
         if not model.model_path and not config.algorithm.needs_teacher:

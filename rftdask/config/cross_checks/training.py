@@ -54,6 +54,7 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type != "experience":
         return
     size, group, at = config.buffer.train_batch_size, config.algorithm.repeat_times, "buffer.train_batch_size"
+    # Demonstrations belong to no group, so only the rollouts beside them are counted.
     own, experts = config.num_own_rollouts, config.num_demonstrations
     split = f"multiple of algorithm.repeat_times {group}, and groups are never split"
     if experts and (own < group or own % group):
@@ -108,6 +109,7 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
         elif num_ranks is not None and num_ranks % size:
             why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is no multiple of {size}"
             yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
+    # The plan of a model that cuts its layers knows whole weights, whole sequences and eager layers.
     others = {
         "trainer_strategy fsdp2, which cuts weights its own way; use ddp": trainer.trainer_strategy == "fsdp2",
         "ulysses_sequence_parallel_size; use one of them": split > 1,

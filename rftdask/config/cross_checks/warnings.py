@@ -25,6 +25,7 @@ def warn(config: Config) -> Iterator[Problem]:
     if buffer.total_steps is not None and buffer.total_epochs != 1:
         yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
     source = buffer.trainer_input
+    # With storage_type sql the path is the database, which is used.
     log = source.experience_buffer
     if config.algorithm.schema_type == "experience" and log.path and log.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
@@ -62,6 +63,7 @@ def _idle_boundaries(config: Config) -> Iterator[Problem]:
     sync = config.synchronizer
     if config.mode != "both" or sync.sync_style != "fixed":
         return
+    # What one explore step makes against what one train step needs, both between two hand-overs.
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times
     made = sync.explorer_sync_interval * rollouts
     needed = sync.trainer_sync_interval * config.num_own_rollouts

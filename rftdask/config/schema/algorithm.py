@@ -48,6 +48,7 @@ def load_part(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
 
     Raises: UserError: no such part, see `find_part`.
     """
+    # A configuration has been rid of old names when it was loaded; this is for callers of the package.
     if name in old_names(key):
         warn_once(f"{key} {name!r} is deprecated: it is {old_names(key)[name]!r}")
         name = old_names(key)[name]

@@ -90,6 +90,7 @@ class InferenceModelConfig(Section):
     def traits(self) -> type[EngineTraits]:
         """What holds for every engine of this type. Raises: UserError: an engine of the user's own is not found."""
         part = known_part("engine", self.engine_type, registered_engines())
+        # A class made of the traits alone: the engine's own would import torch.
         if isinstance(part, RegisteredPart):
             return type(part.attribute, (EngineTraits,), dict(part.traits))
         engine: type[EngineTraits] = part

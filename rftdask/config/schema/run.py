@@ -167,6 +167,7 @@ class Config(Section):
     def checkpoint_job_dir(self) -> str:
         """Folder of the run: root/project/group/name. Local roots are made absolute; URLs stay as they are."""
         parts = [part for part in (self.project, self.group, self.name) if part]
+        # A URL is joined as text: a path on this machine would lose the second slash of s3://.
         url = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(.*)", self.checkpoint_root_dir)
         if url:
             return url[1] + "/".join([url[2].rstrip("/"), *parts] if url[2].rstrip("/") else parts)

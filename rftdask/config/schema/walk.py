@@ -50,6 +50,7 @@ def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]
     found: tuple[Location, FieldInfo] | None = None
     cls: type[Section] | None = schema
     for depth, part in enumerate(loc):
+        # Below a key that holds no section.
         if cls is None:
             break
         if isinstance(part, str) and part in cls.model_fields:
