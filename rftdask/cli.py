@@ -160,6 +160,10 @@ def join(
     if role not in ("trainer", "explorer"):
         raise UserError(f"--role {role}: a worker is for trainer or explorer")
     checked = load_config(config, overrides or [])
+    if checked.cluster.is_one_machine:
+        raise UserError(
+            f"cluster.type {checked.cluster.type} starts its own workers; only one that is joined takes more"
+        )
     work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 
@@ -323,7 +327,7 @@ def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/
 @app.command()
 def view(
     run: Run,
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser")] = True,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write one page instead of serving")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Experiences in the page of --html")] = 100,
@@ -334,7 +338,11 @@ def view(
     from rftdask.provenance.browse import Browser, serve, static_page
 
     if html:
-        Path(html).write_text(static_page(Browser(run), limit), encoding="utf-8", errors="replace")
+        page = static_page(Browser(run), limit)
+        try:
+            Path(html).write_text(page, encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"--html {html}: {error.strerror}") from error
         typer.echo(html)
     else:
         serve(run, port, open_browser=browser, say=typer.echo)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.checked_json import parse_object
 
 MAIN_LINEAGE = "main"
 """Name of the lineage of a run that is no other's."""
@@ -38,7 +39,7 @@ def read_parent(storage: Storage) -> Parent | None:
     if f"/{LINEAGES}/" not in storage.url:
         return None
     try:
-        return Parent(**json.loads(storage.get(_FILE)))
+        return Parent(**parse_object(storage.get(_FILE)))
     except NotFoundError:
         return None
     except (ValueError, TypeError) as error:

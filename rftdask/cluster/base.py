@@ -135,6 +135,8 @@ class Cluster(ABC):
     """Name in a configuration. A class without one is named as `package.module.Name`."""
     is_one_machine: ClassVar[bool] = False
     """Its workers are processes of the driver's machine."""
+    takes_options: ClassVar[bool] = False
+    """It reads `cluster.options`, which is refused where it is not read."""
     required_package: ClassVar[str | None] = None
     """Optional package that it imports."""
     required_extra: ClassVar[str | None] = None

@@ -36,6 +36,7 @@ class ExistingCluster(Cluster):
     """Example: with ExistingCluster(config, layout) as cluster: cluster.client.submit(...)"""
 
     cluster_type: ClassVar[str] = "existing"
+    takes_options: ClassVar[bool] = True
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:

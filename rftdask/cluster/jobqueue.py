@@ -86,6 +86,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     """Example: with PbsCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""
 
     cluster_type: ClassVar[str] = ""
+    takes_options: ClassVar[bool] = True
     required_package: ClassVar[str] = "dask_jobqueue"
     required_extra: ClassVar[str] = "slurm"
     job_class: ClassVar[str]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.checked_json import parse_json
 
 SUBMITTED_FILE = "control/submitted.json"
 CONFIG_FILE = "submitted.yaml"
@@ -98,7 +99,7 @@ def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:
 
 def _read(storage: Storage, file: str) -> list[JobRecord]:
     try:
-        rows: list[Mapping[str, object]] = json.loads(storage.get(file))
+        rows: list[Mapping[str, object]] = parse_json(storage.get(file))
         return [JobRecord(**row) for row in rows]  # type: ignore[arg-type]
     except (NotFoundError, ValueError, TypeError):
         return []

@@ -22,6 +22,7 @@ class SlurmCluster(JobQueueCluster):
     """Example: with SlurmCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""
 
     cluster_type: ClassVar[str] = "slurm"
+    takes_options: ClassVar[bool] = False  # what jobs ask for is in `cluster.slurm`
     job_class: ClassVar[str] = "dask_jobqueue.slurm.SLURMJob"
 
     @classmethod

@@ -123,6 +123,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     records = read_jobs(storage)
     drivers = [job for job in records if job.role in _DRIVERS]
     if not drivers:
+        read_run(storage)  # raises where there is no run
         holders = [holder for role in ("trainer", "explorer") if (holder := lease_holder(storage, role)) is not None]
         for host, pid in {(holder["host"], holder["pid"]) for holder in holders}:
             if host != gethostname():

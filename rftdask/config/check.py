@@ -169,6 +169,8 @@ class Checker:
                 return str(error)
         if isinstance(value, bool) and is_number(info):
             return f"{show(value)} is not a number"
+        if isinstance(value, str) and "\0" in value:
+            return f"{show(value)} holds the character NUL, which no file name and no message can"
         return ""
 
     def _without_secrets(self, value: Any, path: str) -> Any:

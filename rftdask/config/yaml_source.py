@@ -72,11 +72,17 @@ def fill_from_environment(text: str) -> str:
 
 def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
     try:
+        # A FIFO or a device would be waited for without end.
+        if not isinstance(source, Mapping) and Path(source).exists() and not Path(source).is_file():
+            problems.append(("", f"{source} is no file"))
+            return None
         root = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else OmegaConf.load(source)
     except FileNotFoundError:
         problems.append(("", f"there is no file {source}"))
     except (OSError, UnicodeDecodeError) as error:
         problems.append(("", f"{source} cannot be read: {error}"))
+    except RecursionError:
+        problems.append(("", "not valid YAML: it nests too deep"))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -100,6 +106,8 @@ def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
         # Parsed under a key of its own, because `key` may address an item of a list.
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
         OmegaConf.update(root, key, value, merge=True, force_add=True)
+    except RecursionError:
+        problems.append((key, "the override cannot be applied: it nests too deep"))
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, AttributeError, TypeError, ValueError) as error:
         problems.append((key, f"the override cannot be applied: {_first_line(error)}"))
 

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from rftdask.errors import DataError
 from rftdask.models.hub import require_hub, without_hub
+from rftdask.storage.checked_json import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
@@ -180,6 +181,8 @@ def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
     digest = blake2b(digest_size=16)
     parts: list[Sequence[dict[str, Any]] | pa.Table] = []
     for file in files:
+        if not filesystem.isfile(file):  # a FIFO would be waited for without end
+            raise DataError(f"dataset {file} is no file")
         content = filesystem.cat_file(file)
         # With its length: rows that move from one file to the next make another dataset.
         digest.update(len(content).to_bytes(8, "big") + content)
@@ -208,7 +211,7 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
     rows: list[dict[str, Any]] = []
     if file.endswith(".json") and text.lstrip().startswith("["):
         try:
-            rows = json.loads(text)
+            rows = parse_json(text)
         except ValueError as error:
             raise DataError(f"{file}: not JSON: {error}") from error
         for number, item in enumerate(rows):
@@ -220,7 +223,7 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
             if not line.strip():
                 continue
             try:
-                rows.append(json.loads(line))
+                rows.append(parse_json(line))
             except ValueError as error:
                 raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
             if not isinstance(rows[-1], dict):

@@ -11,10 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import Dataset
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.errors import DataError
+from rftdask.storage.checked_json import parse_json
 
 Row = tuple[Sequence[int], int, Sequence[bool] | None]
 """(tokens, prompt length, loss mask of the response or None for all of it)."""
@@ -75,8 +78,7 @@ class SftRows:
         """The rendered chat, cut where what is learned begins and ends."""
         fmt = self._format
         if self._has_messages:
-            value = row[fmt.messages_key]
-            messages = list(json.loads(value) if isinstance(value, str) else value)
+            messages = read_messages(number, row, fmt)
         else:
             messages = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
             for role, column in (("user", fmt.prompt_key), ("assistant", fmt.response_key)):
@@ -97,9 +99,7 @@ class SftRows:
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
 
         if fmt.enable_concatenated_multi_turn:
-            learned = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-            if not learned:
-                raise DataError(f"row {number}: the chat has no message of the assistant, so there is nothing to learn")
+            learned = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
         else:
             learned = [len(messages) - 1]
         whole = render(messages)
@@ -117,6 +117,25 @@ class SftRows:
             pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
             done = end
         return pieces
+
+
+def read_messages(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> list[dict[str, Any]]:
+    """The chat of a row. Raises: DataError: it is none, or holds no answer of the assistant to learn."""
+    where, value = f"row {number}: column {fmt.messages_key!r}", row[fmt.messages_key]
+    try:
+        messages = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+    if not isinstance(messages, list | tuple | np.ndarray) or not all(isinstance(m, Mapping) for m in messages):
+        raise DataError(f"{where} is no list of messages {{role, content}}")
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        if not isinstance(message.get("role"), str) or isinstance(message.get("content"), int | float):
+            raise DataError(f"{where} has the message {str(message)[:80]}, which is not {{role: text, content: text}}")
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(answers) or not (fmt.enable_concatenated_multi_turn or answers[-1] == len(messages) - 1):
+        raise DataError(f"{where} does not end with an answer of the assistant to a prompt: there is nothing to learn")
+    return messages
 
 
 class PreferenceRows:

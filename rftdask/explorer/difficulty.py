@@ -27,6 +27,7 @@ from rftdask.data.task_schedule import TaskRef
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import DamagedError, NotFoundError, UserError
 from rftdask.storage import Storage
+from rftdask.storage.checked_json import parse_json
 
 
 class ChosenTasks:
@@ -39,7 +40,6 @@ class ChosenTasks:
         self._storage = storage
 
     def path(self, step: int) -> str:
-        """File of the choice of `step`."""
         return f"schedule/{step:08d}.json"
 
     def read(self, step: int) -> list[TaskRef] | None:
@@ -47,7 +47,7 @@ class ChosenTasks:
         never guessed, for some of its tasks may have been run.
         """
         try:
-            tree = json.loads(self._storage.get(self.path(step)))
+            tree = parse_json(self._storage.get(self.path(step)))
             tasks = [TaskRef(int(taskset), int(epoch), int(index)) for taskset, epoch, index in tree["tasks"]]
             written_for = int(tree["step"])
         except NotFoundError:

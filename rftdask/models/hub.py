@@ -8,6 +8,7 @@ answer is an error at once. It knows neither tokenizers nor weights, and needs n
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from rftdask.errors import DataError
 _ANSWER_TIMEOUT_S = 5.0
 _SILENCE_REMEMBERED_S = 30.0
 """A check of one configuration asks for several names; it waits for a silent Hub once."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 _silence: tuple[str, float, str] = ("", 0.0, "")
 """(server, monotonic time, reason) of the last request without an answer."""
@@ -116,4 +117,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    """Whether a vocabulary is there, or a tokenizer that needs none: one of bytes, or the model's own code."""
+    settings = folder / "tokenizer_config.json"
+    needs_none = settings.is_file() and re.search(rb"auto_map|ByT5|Canine|Perceiver", settings.read_bytes())
+    return bool(needs_none) or any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name))

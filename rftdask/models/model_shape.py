@@ -6,7 +6,6 @@ it builds the model without memory (torch's meta device), which needs the config
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
 from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
+from rftdask.storage.checked_json import parse_object
 
 MAX_LOGITS = 2**27
 """Logits that a trainer holds at a time: 512 MiB in float32, 1,024 positions of a vocabulary of 131,072."""
@@ -85,14 +85,9 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
                 f"give a folder with its config.json (hf download {model_path} config.json --local-dir DIR, where "
                 "there is a network)",
             )
-    files = sorted(folder.glob("*.safetensors"))
-    if is_whole and files and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text())
-        weights: dict[str, tuple[int, ...]] = {}
-        for file in files:  # begins with the size of its head in 8 bytes, then the head as JSON
-            with file.open("rb") as stream:
-                head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            weights |= {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
+    if is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
+        config = parse_object((folder / "config.json").read_text())
+        weights: Mapping[str, tuple[int, ...]] = _read_heads(folder)
     else:
         # Late: only where there are no files to read.
         import torch
@@ -112,6 +107,49 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
         raise DataError(
             f"{model_path}: its config.json has no {error}, so it is no decoder that can be sized"
         ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Hold a model folder's config.json, the heads of its weight files and its tokenizer.json against each other.
+
+    Raises: ValueError: they do not go together, or one cannot be read.
+    """
+    config = parse_object((folder / "config.json").read_bytes())
+    config = config.get("text_config") or config
+    if config.get("num_hidden_layers") == 0:
+        raise ValueError("its config.json says num_hidden_layers 0")
+    is_embedding = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in)\.weight")
+    shapes = [shape for name, shape in _read_heads(folder).items() if is_embedding.fullmatch(name)]
+    if not shapes:
+        return
+    rows, size = shapes[0]
+    said = config.get("vocab_size", rows), config.get("hidden_size", size)
+    if said != (rows, size):
+        raise ValueError(f"its embeddings are {rows} x {size}, and its config.json says {said[0]} x {said[1]}")
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = parse_object((folder / "tokenizer.json").read_bytes())
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
+        largest = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))], default=0)
+        if largest >= rows:
+            raise ValueError(f"its tokenizer has the token {largest}, and its embeddings end at {rows - 1}")
+
+
+def _read_heads(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor. Raises: ValueError: a file is torn, or of another kind."""
+    weights: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:  # begins with the size of its head in 8 bytes, then the head as JSON
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= file.stat().st_size - 8:
+                raise ValueError(f"{file.name} is torn, or no safetensors file")
+            head = parse_object(stream.read(size))
+        tensors = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        if file.stat().st_size != 8 + size + end:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes, and its head tells of {8 + size + end}")
+        weights |= {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    return weights
 
 
 def _shape(config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]) -> ModelShape:

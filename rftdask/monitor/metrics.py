@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rftdask.errors import DamagedError
 from rftdask.storage.base import Storage
+from rftdask.storage.checked_json import parse_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +59,7 @@ class MetricsRow:
     @classmethod
     def from_json(cls, line: str) -> MetricsRow:
         """Inverse of `to_json`. Raises: ValueError or KeyError: not such a line."""
-        values = json.loads(line)
+        values = parse_object(line)
         role, step, time_s = (values.pop(name) for name in _RESERVED)
         tags = {name: value for name, value in values.items() if isinstance(value, str)}
         metrics = {n: math.nan if v is None else float(v) for n, v in values.items() if not isinstance(v, str)}

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from rftdask.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -144,7 +146,7 @@ class ProgressView:
             "none": ProgressView,
         }
         if kind not in views:
-            raise ValueError(f"progress view {kind!r} is unknown: use auto, {', '.join(views)}")
+            raise UserError(f"progress view {kind!r} is unknown: use auto, {', '.join(views)}")
         return views[kind]()
 
     def update(self, progress: Progress) -> None:

@@ -24,6 +24,7 @@ from rftdask.config.plugins import bind_arguments, find_part, read_parts
 from rftdask.errors import NotFoundError, UserError
 from rftdask.monitor.metrics import MetricsFollower, MetricsRow
 from rftdask.storage.base import Storage
+from rftdask.storage.checked_json import parse_object
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class TrackerFeed:
         cursor: dict[str, int] = {}
         if tracker.keeps_history:
             with suppress(NotFoundError):
-                cursor = {path: int(count) for path, count in json.loads(storage.get(self._path)).items()}
+                cursor = {path: int(count) for path, count in parse_object(storage.get(self._path)).items()}
         self._follower = MetricsFollower(storage, cursor)
         self.error: Exception | None = None
 

@@ -154,8 +154,7 @@ class RunTables:
         for stage in self.stages:
             for lineage in (name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")):
                 ledger = Ledger(stage.storage, lineage)
-                names = (name.removesuffix(".json") for name in stage.storage.list(f"ledger/{lineage}"))
-                reads = [partial(ledger.read, step) for step in sorted(int(n) for n in names if n.isdecimal())]
+                reads = [partial(ledger.read, step) for step in ledger.steps()]
                 entries += [(stage, e) for e in in_order(self._try, reads, _NUM_READERS) if e is not None]
         return entries
 

@@ -20,10 +20,12 @@ from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.supervised import read_messages
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, StorageError, UserError
 from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
+from rftdask.models.model_shape import check_folder
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.workflows.registry import find_workflow
@@ -36,6 +38,10 @@ _PROBE = "control/probe"
 _CHECKPOINT_FACTOR = 4
 """Weights, two AdamW moments and published weights, in sizes of the model."""
 _SPARE_BYTES = 64 << 20
+
+
+_ROWS_READ_AHEAD = 100
+"""Chats of a dataset that are looked at before anything starts."""
 
 
 def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
@@ -175,6 +181,11 @@ def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
                 f"dataset {section.path} has no column {column!r}, which format.{option} names; "
                 f"columns: {', '.join(dataset.columns)}"
             )
+    try:
+        for number in range(min(len(dataset), _ROWS_READ_AHEAD) if chat else 0):
+            read_messages(number, dataset[number], fmt)
+    except DataError as error:
+        raise DataError(f"dataset {section.path}: {error}") from error
     return dataset
 
 
@@ -217,6 +228,10 @@ def _check_model_folder(path: str, key: str) -> None:
         raise DataError(f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
+    try:
+        check_folder(folder)
+    except ValueError as error:
+        raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
 
 
 def check_owners(storage: Storage, stage: Config) -> None:

@@ -23,6 +23,8 @@ import psutil
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
 from rftdask.storage import Storage
+from rftdask.storage.base import numbers_in
+from rftdask.storage.checked_json import parse_object
 
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
@@ -88,10 +90,7 @@ def open_run(storage: Storage, config: Config) -> Config:
 
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
-    try:
-        was = load_config(read_run(storage)["config"])
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: it holds no config") from error
+    was = load_config(read_run(storage)["config"])
     config = _with_batches(config, was)
     free = {*_FREE_KEYS, *free}
     differing = [
@@ -117,7 +116,9 @@ def record_run(storage: Storage, config: Config) -> None:
 def read_run(storage: Storage) -> dict[str, Any]:
     """`run.json` of an existing run. Raises: DataError: there is none."""
     try:
-        tree: dict[str, Any] = json.loads(storage.get(RUN_FILE))
+        tree = parse_object(storage.get(RUN_FILE))
+        if not isinstance(tree.get("config"), Mapping):
+            raise ValueError("it holds no config")
     except NotFoundError:
         raise DataError(f"{storage.url} is not a run folder: it has no {RUN_FILE}") from None
     except ValueError as error:
@@ -166,7 +167,7 @@ def note_end(storage: Storage, status: str, error: str) -> None:
 def read_end(storage: Storage) -> str | None:
     """How the run said that it ended: "failed: RoleError: ..."; None: it said nothing."""
     try:
-        end = json.loads(storage.get(END_FILE))
+        end = parse_object(storage.get(END_FILE))
         return f"{end['status']}: {end['error']}" if end["error"] else str(end["status"])
     except (NotFoundError, ValueError, KeyError):
         return None
@@ -263,7 +264,7 @@ class Lease:
     def _check_free(self, number: int) -> None:
         data = self._read(number)
         try:
-            holder = json.loads(data)
+            holder = _parse_lease(data)
         except ValueError:
             return  # a lease nobody could finish writing is nobody's
         # Of an owner on this machine nothing can be left without its process, whatever any clock says.
@@ -307,10 +308,19 @@ def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     """Who works on the role now: {"host", "pid", "time_s", ...}; None if nobody does."""
     number = _last_lease(storage, role)
     try:
-        holder: dict[str, Any] = json.loads(storage.get(_lease_path(role, number)))
+        holder = _parse_lease(storage.get(_lease_path(role, number)))
     except (NotFoundError, ValueError):
         return None
     return holder if not holder["released"] and _is_alive(holder, time.time()) else None
+
+
+def _parse_lease(data: bytes) -> dict[str, Any]:
+    """Who holds a lease. Raises: ValueError: the file is torn, or somebody else's."""
+    holder = parse_object(data)
+    wanted = {"host": str, "pid": int, "started_s": float, "time_s": float, "released": bool}
+    if not all(isinstance(holder.get(key), kind) for key, kind in wanted.items()):
+        raise ValueError(f"a lease says {', '.join(wanted)}, and not {sorted(holder)}")
+    return holder
 
 
 def _lease_path(role: str, number: int) -> str:
@@ -319,9 +329,7 @@ def _lease_path(role: str, number: int) -> str:
 
 def _last_lease(storage: Storage, role: str) -> int:
     """Number of the newest lease; 0 if there is none. Other files of the folder are not ours."""
-    prefix = f"lease-{role}-"
-    names = (n.removeprefix(prefix).removesuffix(".json") for n in storage.list("control") if n.startswith(prefix))
-    return max((int(n) for n in names if n.isdecimal()), default=0)
+    return max(numbers_in(storage.list("control"), f"lease-{role}-", ".json"), default=0)
 
 
 def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:

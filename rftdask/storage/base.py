@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
@@ -56,6 +57,19 @@ def check_path(path: str) -> str:
             f"storage path {path!r} has the characters {sorted(found)}; use letters, digits, '-', '_', '.'"
         )
     return path
+
+
+_MOST_DIGITS = 15
+"""Of a number in a name: far beyond what a run counts, and short of what Python or a file system refuses."""
+
+
+def numbers_in(names: Iterable[str], prefix: str = "", suffix: str = "") -> list[int]:
+    """Return the numbers, ascending, of the names that are a number between `prefix` and `suffix`.
+
+    Other names, and numbers that no run reaches, are somebody else's.
+    """
+    number = re.compile(re.escape(prefix) + rf"([0-9]{{1,{_MOST_DIGITS}}})" + re.escape(suffix))
+    return sorted(int(match[1]) for match in map(number.fullmatch, names) if match)
 
 
 class Storage(ABC):

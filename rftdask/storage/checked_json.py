@@ -18,14 +18,31 @@ def dump_checked(tree: Mapping[str, Any], indent: int | None = None) -> bytes:
     return json.dumps({**tree, _KEY: _checksum(tree)}, sort_keys=True, indent=indent).encode()
 
 
+def parse_json(data: bytes | str) -> Any:
+    """What JSON says that somebody else may have written.
+
+    Raises: ValueError: it is no JSON, or nests deeper than Python follows.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def parse_object(data: bytes | str) -> dict[str, Any]:
+    """The same of a JSON object. Raises: ValueError: it is none."""
+    tree = parse_json(data)
+    if not isinstance(tree, dict):
+        raise ValueError(f"it holds no object but {data[:20]!r}")
+    return tree
+
+
 def load_checked(data: bytes) -> dict[str, Any]:
     """The object without its checksum. One without a checksum is taken as it is: an earlier version wrote it.
 
     Raises: ValueError: it is not JSON, no object, or not what was written.
     """
-    tree = json.loads(data)
-    if not isinstance(tree, dict):
-        raise ValueError(f"it holds no object but {data[:20]!r}")
+    tree = parse_object(data)
     was = tree.pop(_KEY, None)
     if was is not None and was != _checksum(tree):
         raise ValueError(f"its content has the checksum {_checksum(tree)}, and it says {was}")

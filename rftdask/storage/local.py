@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ _ADVICE = {
     errno.ENOTDIR: "something above it is a file: choose another folder or move that file",
     errno.EISDIR: "a folder has that name: choose another name or remove it",
     errno.ENAMETOOLONG: "choose a shorter folder or run name",
+    errno.ENODEV: "a FIFO, socket or device has that name: remove it or choose another folder",
     errno.EIO: "the disk or its server reports a fault: see the system log",
 }
 
@@ -117,7 +119,10 @@ class Posix:
     # ---- what only looks
 
     def read(self, path: str) -> bytes:
-        with open(path, "rb", buffering=0) as file:
+        # Without O_NONBLOCK the opening of a FIFO would wait for somebody to write to it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.ENODEV, "it is no regular file", path)
             return file.read()
 
     def scan(self, path: str) -> list[tuple[str, bool]]:

@@ -16,6 +16,8 @@ from typing import Any
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, RftError, StorageError
 from rftdask.storage import Storage
+from rftdask.storage.base import numbers_in
+from rftdask.storage.checked_json import parse_object
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
     FileEntry,
@@ -41,8 +43,7 @@ def checkpoint_folder(step: int) -> str:
 
 def checkpoint_steps(storage: Storage) -> list[int]:
     """Steps of all checkpoint folders, ascending; a folder may not be valid."""
-    names = (n.removesuffix("/").removeprefix("global_step_") for n in storage.list() if n.startswith("global_step_"))
-    return sorted(int(n) for n in names if n.isdigit())
+    return numbers_in(storage.list(), "global_step_", "/")
 
 
 def newest_valid_checkpoint(storage: Storage) -> int | None:
@@ -60,7 +61,7 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
     for step in checkpoint_steps(storage):
         manifest = read_manifest(storage, checkpoint_folder(step))
         if manifest is not None:
-            state = json.loads(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
+            state = parse_object(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
             return ResumePoint(step, int(state["source"]["low"]))
     return None
 
@@ -231,7 +232,7 @@ class Checkpoints:
             raise DamagedError(f"{folder} lost its manifest while it was read")
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
-        state = json.loads(read_file(self._storage, folder, manifest, STATE_FILE))
+        state = parse_object(read_file(self._storage, folder, manifest, STATE_FILE))
         if self.ranks.is_rank0:
             self._settle(step)  # whoever saved it may have been killed before it could
         return step, state, CheckpointFiles(self._storage, folder, manifest)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.base import numbers_in
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder, write_folder
 
@@ -48,10 +49,10 @@ def weights_folder(version: int) -> str:
 def read_pointer(storage: Storage, pointer: str) -> int | None:
     """The number a pointer file holds; None if it is missing, empty or not a number, all of which mean "no news"."""
     try:
-        text = storage.get(pointer).decode(errors="replace").strip()
+        numbers = numbers_in([storage.get(pointer).decode(errors="replace").strip()])
     except NotFoundError:
         return None
-    return int(text) if text.isascii() and text.isdigit() else None
+    return numbers[0] if numbers else None
 
 
 def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
@@ -172,7 +173,7 @@ def read_requested_version(storage: Storage) -> int:
 
 def published_versions(storage: Storage) -> list[int]:
     """Numbers of the folders below `weights/`, sorted; a folder may still be incomplete."""
-    return sorted(int(name[:-1]) for name in storage.list("weights") if name[:-1].isdigit() and name.endswith("/"))
+    return numbers_in(storage.list("weights"), suffix="/")
 
 
 def remove_weights_below(storage: Storage, version: int) -> None:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.errors import DamagedError, FencedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import dump_checked, load_checked
 
 
@@ -129,8 +130,11 @@ class Ledger:
 
     def last_step(self) -> int:
         """The newest step written down; 0 if none. Lists them all."""
-        names = self._storage.list(f"ledger/{self.lineage}")
-        return max((int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdigit()), default=0)
+        return max(self.steps(), default=0)
+
+    def steps(self) -> list[int]:
+        """The steps written down, ascending."""
+        return numbers_in(self._storage.list(f"ledger/{self.lineage}"), suffix=".json")
 
     def last_of_run(self, first: int) -> int:
         """The last of the steps written down without a gap from `first` on; first - 1 if that is not there.

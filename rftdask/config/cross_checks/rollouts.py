@@ -30,6 +30,12 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
         yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
 
 
+@RULES.reading("cluster")
+def _options_are_read(config: Config) -> Iterator[Problem]:
+    if config.cluster.options and not config.cluster.takes_options:
+        yield "cluster.options", f"cluster.type {config.cluster.type} has no options of its own; leave it out"
+
+
 @RULES.reading("explorer.rollout_model")
 def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     for key, what in (

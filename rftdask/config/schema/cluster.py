@@ -1,13 +1,28 @@
 """Section `cluster`: on which machines the workers of a run are. A kind of cluster is a class of rftdask.cluster."""
 
+import re
 from functools import partial
 from typing import Annotated
+
+from pydantic import AfterValidator
 
 from rftdask.config.base import Count, Free, Later, Named, Natural, Seconds, Section, no_items
 from rftdask.config.plugins import read_parts
 
 registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
 """Call for cluster.type -> class, of the clusters of this package; read from their source, for they import Dask."""
+
+
+def _walltime(text: str) -> str:
+    if not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", text):
+        raise ValueError("no time as SLURM writes it; give minutes, HH:MM:SS or D-HH:MM:SS")
+    return text
+
+
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]?i?B?", text, re.IGNORECASE):
+        raise ValueError("no amount of memory; give 4GB, 512MB or 16GiB")
+    return text
 
 
 class JobConfig(Section):
@@ -21,11 +36,11 @@ class JobConfig(Section):
     """Generic resources of the job, such as gpu:1."""
     constraint: str | None = None
     """Features that its node must have."""
-    walltime: str | None = None
+    walltime: Annotated[str, AfterValidator(_walltime)] | None = None
     """Longest time, as SLURM writes it: 04:00:00. None: the partition's default."""
     cpus: Count = 1
     """Cores of the job."""
-    memory: str = "4GB"
+    memory: Annotated[str, AfterValidator(_memory)] = "4GB"
     """Memory of the job."""
     directives: tuple[str, ...] = ()
     """Further #SBATCH lines, without the #SBATCH."""
@@ -78,6 +93,12 @@ class ClusterConfig(Section):
     """GPUs of each machine. 0: detect, which may find none."""
     num_cpus: Count | None = None
     """CPU cores to share out among the roles as threads. None: all cores of the machine."""
+
+    @property
+    def takes_options(self) -> bool:
+        """Whether `options` means something to this kind of cluster; one of the user's own may read what it likes."""
+        part = registered_clusters().get(self.type)
+        return part is None or bool(part.traits["takes_options"])
 
     @property
     def is_one_machine(self) -> bool:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from rftdask.config.base import Aliases, Count, Free, Later, Named, Natural, Seconds, Section, no_items
 from rftdask.config.plugins import RegisteredPart, known_part, read_parts
+from rftdask.errors import UserError
 
 registered_engines = partial(read_parts, "rftdask.engines", "engine_type")
 """Call for engine_type -> class, of the engines of this package; read from their source: they load torch and vLLM."""
@@ -93,8 +94,9 @@ class InferenceModelConfig(Section):
         # A class made of the traits alone: the engine's own would import torch.
         if isinstance(part, RegisteredPart):
             return type(part.attribute, (EngineTraits,), dict(part.traits))
-        engine: type[EngineTraits] = part
-        return engine
+        if not (isinstance(part, type) and issubclass(part, EngineTraits)):
+            raise UserError(f"engine {self.engine_type!r} is no class of engines; see docs/extending.md")
+        return part
 
     @property
     def num_gpus(self) -> int:

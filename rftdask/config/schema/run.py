@@ -30,7 +30,15 @@ EXPERT_BUFFER = "sft_dataset"
 Mode = Annotated[Literal["both", "explore", "train", "bench"], Later("this mode", ("serve", "colocate"))]
 
 
+_LONGEST_NAME = 200
+"""Bytes of a folder's name; file systems take 255, and some of what is in it is named after it."""
+
+
 def _relative(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("not a folder name: it holds a character that cannot be printed")
+    if any(len(part.encode()) > _LONGEST_NAME for part in name.split("/")):
+        raise ValueError(f"not a folder name: longer than {_LONGEST_NAME} bytes")
     if "\\" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
         raise ValueError("not a folder name, or folder names joined by /")
     return name
@@ -122,7 +130,7 @@ class Config(Section):
     """Where runs live: a local path or any fsspec URL."""
     continue_from_checkpoint: bool = True
     """True: continue the run found in the folder. False: begin a new one beside it when the folder is not empty."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seed of everything that has none of its own."""
     deterministic: bool = True
     """Same configuration, same bits on CPU. False allows faster kernels."""
