@@ -114,6 +114,7 @@ class EngineClient:
             raise
 
     def alive(self) -> bool:
+        """True while the process may answer."""
         return self._failure is None and self._child.alive()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
@@ -244,6 +245,7 @@ class EngineClient:
             return int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
 
     def close(self) -> None:
+        """End the process. Idempotent."""
         self._outbox.put(None)
         if self._writer.is_alive():
             self._writer.join(_WRITE_GRACE_S)

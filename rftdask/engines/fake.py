@@ -82,6 +82,7 @@ class FakeEngine(Engine):
         )
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """See Engine: -log(vocab_size) for each token."""
         return [(-math.log(self.vocab_size),) * len(response) for _, response in pairs]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:

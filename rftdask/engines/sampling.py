@@ -48,6 +48,8 @@ class SamplingRows:
 
     @classmethod
     def stack(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingRows:
+        """The parameters of `rows`, in their order, as tensors on `device`."""
+
         def tensor(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 

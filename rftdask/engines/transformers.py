@@ -102,6 +102,7 @@ class TransformersEngine(Engine):
             raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """See Engine. One pair after the other, without padding, so that the bits depend on the pair alone."""
         if self._model is None:
             raise RoleError(f"{self} was closed; make a new one")
         scored = []

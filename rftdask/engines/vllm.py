@@ -138,6 +138,7 @@ class VllmEngine(Engine):
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> VllmEngine:
+        """See Engine. A frozen model loads no weights, so it needs room for no fingerprint and no adapter."""
         own_names = {key: getattr(section, key) for key in cls.config_keys if key != "extra_engine_args"}
         policy = section.model_path is None  # else a frozen model beside it, which nobody trains or verifies
         return cls(
@@ -221,6 +222,7 @@ class VllmEngine(Engine):
         return Generation(tuple(answer.token_ids), logprobs, answer.finish_reason, version, self.policy_version)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """See Engine. vLLM samples one token after each pair, which nobody reads."""
         from vllm import SamplingParams  # late: see _start
 
         async def score(prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[float, ...]:

@@ -38,6 +38,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
             self._temperature_B = None  # logprobs of prompt tokens are asked for outside of this call
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:  # static there
+        """[B, V] float32 logprobs of `logits`, tempered while tokens are sampled."""
         temperature_B = self._temperature_B
         if temperature_B is not None:
             scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)

@@ -47,6 +47,7 @@ class ScaleRule:
 
     @property
     def target(self) -> int:
+        """Workers to ask for now."""
         return self._bounded(self.asked)
 
     def after(self, at_s: float, num_workers: int, backlog: int) -> ScaleRule:

@@ -40,6 +40,7 @@ class ChosenTasks:
         self._storage = storage
 
     def path(self, step: int) -> str:
+        """File of the choice of `step`."""
         return f"schedule/{step:08d}.json"
 
     def read(self, step: int) -> list[TaskRef] | None:

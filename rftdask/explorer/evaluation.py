@@ -79,6 +79,7 @@ class EvaluationQueue:
 
     @property
     def num_waiting(self) -> int:
+        """Units that `take` would give."""
         return len(self._waiting)
 
     def read(self) -> None:

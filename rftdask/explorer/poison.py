@@ -54,10 +54,12 @@ class Trial:
 
     @property
     def is_whole(self) -> bool:
+        """True while all tasks run together."""
         return self.singles is None
 
     @property
     def is_over(self) -> bool:
+        """True when nothing is left to run."""
         return self.singles == ()
 
     @property

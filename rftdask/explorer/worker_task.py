@@ -87,10 +87,12 @@ class RolloutTask:
 
     @property
     def is_eval(self) -> bool:
+        """True for a unit of an evaluation, which is not trained."""
         return self.folder.startswith("eval/")
 
     @property
     def key(self) -> UnitKey:
+        """Names the unit in its run."""
         return self.folder, self.explore_step, self.unit_index
 
 

@@ -83,7 +83,7 @@ def test_what_is_no_run_is_refused_by_its_name(command: str, make: Callable[[Pat
     before = sorted(tmp_path.rglob("*"))
     ended = ask(command, tmp_path / "no_run", tmp_path)
     if (tmp_path / "no_run" / "run.json").exists():  # then it is damage, which is a failure and nobody's mistake
-        assert ended.code == 1, ended
+        assert ended.code in (1, 2), ended  # `logs` of a local folder reads no run.json, and finds no log
         ended = replace(ended, code=2)
     assert_mendable(ended, "no_run")
     assert sorted(tmp_path.rglob("*")) == before, "a command that refuses leaves nothing behind"

@@ -81,9 +81,11 @@ class PolicyHandle(_Asking):
         return _Auxiliary(self, name)
 
     def openai_client(self) -> OpenAIClient:
+        """An object like `openai.AsyncOpenAI()`, whose calls are recorded."""
         return OpenAIClient(self)
 
     def blocking(self) -> BlockingModel:
+        """This handle for code in another thread; called on the event loop that answers."""
         return BlockingModel(self, asyncio.get_running_loop())
 
 

@@ -56,6 +56,7 @@ class OpenAIObject(SimpleNamespace):
         return {name: plain(value) for name, value in vars(self).items() if not (exclude_none and value is None)}
 
     def model_dump_json(self, *, exclude_none: bool = False, **_formats: Any) -> str:
+        """`model_dump` as JSON text."""
         return json.dumps(self.model_dump(exclude_none=exclude_none))
 
 

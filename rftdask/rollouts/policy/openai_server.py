@@ -67,6 +67,7 @@ class ChatEndpoint:
 
 @contextlib.asynccontextmanager
 async def open_endpoint(model: PolicyModel) -> AsyncIterator[ChatEndpoint]:
+    """Serve the model on a free port of this machine while inside. Needs the package aiohttp."""
     # By name, and late: only workflows that need an endpoint need aiohttp.
     web: Any = importlib.import_module("aiohttp.web")
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))

@@ -98,6 +98,7 @@ class RecordingModel(PolicyHandle):
 
     @property
     def calls(self) -> list[Call]:
+        """Calls of the policy that were answered, in the order in which they were made."""
         return [self._calls[turn] for turn in sorted(self._calls)]
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:

@@ -41,6 +41,7 @@ _MAX_TRACEBACK = 8000
 
 
 def main(control_fd: int) -> None:
+    """Entry of the fork server: import what the first message names, say so, and fork until the worker is gone."""
     control = socket.socket(fileno=control_fd)
     setup = messages.TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
     assert isinstance(setup, messages.Setup), setup

@@ -100,9 +100,11 @@ class ForkServer:
         self._spare = self._fork()
 
     def alive(self) -> bool:
+        """False after its death; a new one is needed then."""
         return self._process.poll() is None
 
     def fileno(self) -> int:
+        """The socket on which its events come; see `read_events`."""
         return self._control.fileno()
 
     def take(self) -> tuple[socket.socket, int]:
@@ -151,6 +153,7 @@ class ForkServer:
                 self.exit_codes[event.pid] = event.code
 
     def close(self) -> None:
+        """End it, and with it all forks. Idempotent."""
         self._control.close()  # the fork server then kills its forks and ends
         if self._spare is not None:
             self._spare[0].close()

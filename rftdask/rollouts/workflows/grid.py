@@ -38,6 +38,7 @@ class Grid:
 
     @property
     def is_won(self) -> bool:
+        """True at the goal."""
         row, column = self.at
         return self.rows[row][column] == "G"
 
