@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that a child process or a config check does not import what only a driver needs.
     if name == "Experiment":
+        # Late, so that a child process or a config check does not import what only a driver needs.
         from rftdask.experiment import Experiment
 
         return Experiment

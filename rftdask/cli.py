@@ -1,5 +1,6 @@
 """The command line. Thin: each command is one call. Exit codes: 0 all of it was done, 1 a role failed, 2 the user can
-mend it, 130 and 143 it was asked to end, with work left (Ctrl-C, SIGTERM).
+mend it, 130 and 143 it was asked to end, with work left (Ctrl-C, SIGTERM). Each command imports late what only it
+needs, so that `--help` and `validate` load neither Dask nor torch.
 """
 
 from __future__ import annotations

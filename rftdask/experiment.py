@@ -6,7 +6,8 @@
     experiment.metrics(); experiment.experiences(); experiment.plot()
 
 Running again continues where the files of the run say that it stopped. What an Experiment tells is read from those
-files, so it tells the same of a run that another process makes, or that ended long ago.
+files, so it tells the same of a run that another process makes, or that ended long ago; what only looking needs
+(pandas, the charts) is imported late.
 """
 
 from __future__ import annotations

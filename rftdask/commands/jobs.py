@@ -117,7 +117,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     Raises: WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it runs on another machine
     without a batch system.
     """
-    from rftdask.cluster.secrets_folder import PrivateFolder
+    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
 
     storage = open_storage(url)
     records = read_jobs(storage)
@@ -184,7 +184,7 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) ->
 
 
 def _logs_of(url: str) -> Path:
-    from rftdask.cluster.jobqueue import log_folder
+    from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
     from rftdask.cluster.secrets_folder import PrivateFolder
 
     storage = open_storage(url)
@@ -200,7 +200,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
     """
     from distributed import Client  # late: the other commands load no Dask
 
-    from rftdask.cluster.secrets_folder import PrivateFolder
+    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
 
     storage = open_storage(url)
     folder = PrivateFolder.of(_config_of(storage), storage)

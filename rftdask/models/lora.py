@@ -147,7 +147,7 @@ def merged(model: Any) -> Any:
 
 
 def _tuned_layers(model: torch.nn.Module) -> list[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # late: only runs with adapters need PEFT
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 

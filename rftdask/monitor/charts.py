@@ -1,7 +1,8 @@
 """Charts: metrics as matplotlib figures and as SVG that follows the colors of the page it stands in.
 
 Stages are drawn one after another on one axis: stage 2 starts where the last step of stage 1 was, because its first
-weights are those. It knows neither storage nor HTML pages, and uses no global state of matplotlib (no pyplot).
+weights are those. It knows neither storage nor HTML pages, and uses no global state of matplotlib (no pyplot),
+which is imported late, as pandas is: together a second that only who draws pays.
 """
 
 from __future__ import annotations

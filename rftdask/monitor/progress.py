@@ -1,7 +1,8 @@
 """Progress: where a run stands, shown on a terminal, in a log or in a notebook.
 
 `Progress` is one moment; a `ProgressView` shows the newest. Views only print: they read no files, keep no thread
-(rich's included: it is told to refresh when we say so) and never slow a run below their refresh interval.
+(rich's included: it is told to refresh when we say so) and never slow a run below their refresh interval. rich is
+imported late: a run without a terminal does without.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _check_algorithm(stage: Config) -> None:
         make_replay(stage)
     if stage.mode not in ("both", "train") or not stage.trainer.has_model:
         return
-    from rftdask.trainer.rank import build_algorithm
+    from rftdask.trainer.rank import build_algorithm  # late: it needs torch
 
     algorithm = build_algorithm(stage)
     if stage.algorithm.needs_teacher:

@@ -12,6 +12,7 @@ The two import rules are functions of a folder, so small invented packages show 
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -137,6 +138,40 @@ def test_imports_point_one_way():
 
 def test_no_modules_form_an_import_cycle():
     assert find_cycle(import_graph(ROOT / "rftdask")) == []
+
+
+def late_imports_without_a_reason(package: Path) -> list[str]:
+    """file:line of the imports inside functions that neither a comment in their block of imports explains, nor the
+    docstring of their module, which then says what it imports late.
+    """
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_text()
+        lines, tree = source.splitlines(), ast.parse(source)
+        if re.search(r"\blate\b", ast.get_docstring(tree) or ""):
+            continue
+
+        def is_explained(first: int, last: int, lines: list[str] = lines) -> bool:
+            while lines[first - 1].strip().startswith(("import ", "from ", "#")):
+                first -= 1
+            while lines[last + 1].strip().startswith(("import ", "from ", "#")):
+                last += 1
+            return any("#" in line for line in lines[first : last + 1])
+
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Import | ast.ImportFrom) and not is_explained(
+                        node.lineno - 1, (node.end_lineno or node.lineno) - 1
+                    ):
+                        found.append(f"{path.relative_to(package.parent)}:{node.lineno}")
+    return sorted(set(found))
+
+
+def test_every_late_import_has_a_reason(tmp_path):
+    assert late_imports_without_a_reason(ROOT / "rftdask") == []
+    (tmp_path / "module.py").write_text("def f():\n    import torch\n\n    return torch\n")
+    assert late_imports_without_a_reason(tmp_path) == [f"{tmp_path.name}/module.py:2"]
 
 
 # ---- the import rules can fail

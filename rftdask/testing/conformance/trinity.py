@@ -1,4 +1,4 @@
-"""Trinity-RFT: its policy loss classes and trainer-side advantage functions."""
+"""Trinity-RFT: its policy loss classes and trainer-side advantage functions. Imported late: it may not be there."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
