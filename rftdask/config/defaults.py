@@ -56,6 +56,19 @@ def fill(config: Config) -> Fills:
     if is_natural(bound) and sync.max_staleness is None:
         fills["synchronizer", "max_staleness"] = bound
 
+    # What draws has the run's seed, so that another seed gives another run.
+    if config.explorer.rollout_model.seed is None:
+        fills["explorer", "rollout_model", "seed"] = config.seed
+    for i, served in enumerate(config.explorer.auxiliary_models):
+        if served.seed is None:
+            fills["explorer", "auxiliary_models", i, "seed"] = config.seed
+    trained = config.buffer.trainer_input
+    buffers = {("experience_buffer",): trained.experience_buffer}
+    buffers |= {("auxiliary_buffers", name): buffer for name, buffer in trained.auxiliary_buffers.items()}
+    for at, buffer in buffers.items():
+        if buffer.data_selector.seed is None:
+            fills["buffer", "trainer_input", *at, "data_selector", "seed"] = config.seed
+
     # One limit under two names: each takes the other's value.
     ours, reference = config.trainer.grad_clip, algorithm.optimizer.clip_grad
     if ours is None:
@@ -85,9 +98,10 @@ def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> F
             ("rollout_args", "top_p"): model.top_p,
             ("rollout_args", "top_k"): model.top_k,
             ("rollout_args", "max_tokens"): response,
+            ("data_selector", "seed"): config.seed,
         }
         for keys, value in values.items():
-            holder = taskset.rollout_args if keys[0] == "rollout_args" else taskset
+            holder = taskset if len(keys) == 1 else getattr(taskset, keys[0])
             if getattr(holder, keys[-1]) is None and value is not None:
                 fills["buffer", "explorer_input", *place, *keys] = value
     return fills

@@ -73,8 +73,8 @@ class DataSelectorConfig(Section):
     training tasksets: by `feature_keys`, largest first, the same in each epoch; difficulty_based, for one training
     taskset: the tasks whose pass rate, as learned so far, is near a target; or a class of your own (docs/extending.md).
     Selectors may differ between tasksets, but for random."""
-    seed: int = 42
-    """Seed of shuffle and random; one for all training tasksets."""
+    seed: Annotated[int, Filled("seed")] = absent()
+    """Seed of shuffle, random and difficulty_based; one for all training tasksets."""
     feature_keys: tuple[str, ...] = ()
     """offline_easy2hard: columns of numbers, larger is easier; ties go by the next column, then later rows first.
     difficulty_based: two columns, the pass rates of a weak and of a strong model."""

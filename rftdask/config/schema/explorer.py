@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Aliases, Count, Free, Later, Named, Natural, Seconds, Section, no_items
+from rftdask.config.base import Aliases, Count, Filled, Free, Later, Named, Natural, Seconds, Section, absent, no_items
 from rftdask.config.plugins import RegisteredPart, known_part, read_parts
 from rftdask.errors import UserError
 
@@ -61,7 +61,7 @@ class InferenceModelConfig(Section):
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights. auto: float32 on CPU, bfloat16 on GPU."""
-    seed: int = 42
+    seed: Annotated[int, Filled("seed")] = absent()
     """Seed of the sampling; every rollout gets its own stream from it."""
     model_path: str | None = None
     """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the

@@ -160,6 +160,26 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "queue"
 
 
+def test_what_draws_has_the_seed_of_the_run_unless_it_names_its_own() -> None:
+    source = ("buffer.explorer_input.eval_tasksets=[{path: e}]", "explorer.auxiliary_models=[{model_path: judge}]")
+
+    def seeds(loaded: Config) -> list[int]:
+        explorer, buffer = loaded.explorer, loaded.buffer
+        source, buffers = buffer.explorer_input, buffer.trainer_input
+        selectors = [taskset.data_selector for taskset in (*source.train_tasksets, *source.eval_tasksets)]
+        selectors += [each.data_selector for each in (buffers.experience_buffer, *buffers.auxiliary_buffers.values())]
+        return [each.seed for each in (explorer.rollout_model, *explorer.auxiliary_models, *selectors)]
+
+    assert seeds(config(grpo(), *source)) == 5 * [42]
+    assert seeds(config(grpo(), *source, "seed=7")) == 5 * [7]
+    assert seeds(config(sft(), "seed=7")) == 2 * [7]
+    named = ("explorer.rollout_model.seed=1", "buffer.explorer_input.taskset.data_selector.seed=0")
+    assert seeds(config(grpo(), *source, "seed=7", *named)) == [1, 7, 0, 7, 7]
+    assert seeds(load_config(config(grpo(), *source, "seed=7", *named).to_dict())) == [1, 7, 0, 7, 7]
+    for stage in config(grpo(stages=[{"stage_name": "one"}]), "seed=7").stage_configs():
+        assert seeds(stage) == 3 * [7]
+
+
 @pytest.mark.parametrize(
     ("given_keys", "filled"),
     [
