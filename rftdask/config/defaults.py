@@ -56,19 +56,6 @@ def fill(config: Config) -> Fills:
     if is_natural(bound) and sync.max_staleness is None:
         fills["synchronizer", "max_staleness"] = bound
 
-    # What draws has the run's seed, so that another seed gives another run.
-    if config.explorer.rollout_model.seed is None:
-        fills["explorer", "rollout_model", "seed"] = config.seed
-    for i, served in enumerate(config.explorer.auxiliary_models):
-        if served.seed is None:
-            fills["explorer", "auxiliary_models", i, "seed"] = config.seed
-    trained = config.buffer.trainer_input
-    buffers = {("experience_buffer",): trained.experience_buffer}
-    buffers |= {("auxiliary_buffers", name): buffer for name, buffer in trained.auxiliary_buffers.items()}
-    for at, buffer in buffers.items():
-        if buffer.data_selector.seed is None:
-            fills["buffer", "trainer_input", *at, "data_selector", "seed"] = config.seed
-
     # One limit under two names: each takes the other's value.
     ours, reference = config.trainer.grad_clip, algorithm.optimizer.clip_grad
     if ours is None:
@@ -76,7 +63,21 @@ def fill(config: Config) -> Fills:
     if reference is None:
         fills["algorithm", "optimizer", "clip_grad"] = 1.0 if ours is None else ours
 
-    return fills | _fill_tasksets(config, repeat_times, response)
+    return fills | _fill_seeds(config) | _fill_tasksets(config, repeat_times, response)
+
+
+def _fill_seeds(config: Config) -> Fills:
+    # What draws has the run's seed, so that another seed gives another run; tasksets are filled below.
+    trained = config.buffer.trainer_input
+    seeded: dict[tuple[str | int, ...], int | None] = {
+        ("explorer", "rollout_model"): config.explorer.rollout_model.seed,
+        ("buffer", "trainer_input", "experience_buffer", "data_selector"): trained.experience_buffer.data_selector.seed,
+    }
+    for i, model in enumerate(config.explorer.auxiliary_models):
+        seeded["explorer", "auxiliary_models", i] = model.seed
+    for name, buffer in trained.auxiliary_buffers.items():
+        seeded["buffer", "trainer_input", "auxiliary_buffers", name, "data_selector"] = buffer.data_selector.seed
+    return {(*place, "seed"): config.seed for place, seed in seeded.items() if seed is None}
 
 
 def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> Fills:

@@ -328,7 +328,7 @@ OUR_DEFAULTS: dict[str, object] = {
     "algorithm.optimizer.clip_grad": None,  # filled: 1.0, together with trainer.grad_clip
     "trainer.grad_clip": None,
     # Filled: that of the run, so that another `seed` is another run.
-    **{path: None for path in REFERENCE_KEYS if path.endswith((".data_selector.seed", "_model.seed", "_models[].seed"))},
+    **{path: None for path in REFERENCE_KEYS if path.endswith(("selector.seed", "_model.seed", "_models[].seed"))},
     # Counts the batches of explore steps there, so that its default holds nobody back.
     "buffer.trainer_input.experience_buffer.capacity": None,
 }
