@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rftdask.cluster.jobqueue import log_folder
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm_cluster import SlurmCluster, check_chain
+from rftdask.cluster.slurm_script import asks_for, batch_script, driver_shell
 from rftdask.config import Config, make_plan, replace
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import FencedError, UserError
@@ -30,8 +30,6 @@ from rftdask.storage import Storage, open_storage
 
 WARNING_S = 180
 """Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
-MAX_RESTARTS = 100
-"""Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 PATIENCE_S = 120
 """Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
@@ -151,7 +149,7 @@ def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> 
     """The job that drives the run."""
     run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     logs, job = log_folder(storage, folder), config.cluster.slurm.controller
-    return _script(config, _CONTROLLER, job, logs, driver_shell(folder, run), (_WARNING,))
+    return batch_script(config, _CONTROLLER, job, logs, driver_shell(folder, run), (_WARNING,))
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
@@ -159,7 +157,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
     logs, path, asks, steps = log_folder(storage, folder), str(folder.path / CONFIG_FILE), list[str](), list[str]()
     for role, count in _workers_of(layout):
         job: JobConfig = getattr(config.cluster.slurm, role)
-        asks += ["#SBATCH hetjob", *_asks(job, count)]
+        asks += ["#SBATCH hetjob", *asks_for(job, count)]
         worker = _rftdask("join", path, "--role", role, "--patience", str(PATIENCE_S))
         prologue = "; ".join([*job.prologue, f"exec {worker}"])
         output = shlex.quote(f"{logs}/{role}-%J-%t.log")
@@ -168,7 +166,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
             f"--open-mode=append bash -c {shlex.quote(prologue)} &"
         )
     shell = driver_shell(folder, _rftdask("run", path, *_DRIVER_OPTIONS), steps)
-    text = _script(config, _CONTROLLER, config.cluster.slurm.controller, logs, shell, (_WARNING,), asks)
+    text = batch_script(config, _CONTROLLER, config.cluster.slurm.controller, logs, shell, (_WARNING,), asks)
     return Script(_CONTROLLER, _CONTROLLER, text)
 
 
@@ -203,84 +201,13 @@ def offline_scripts(
         drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
         shell = [*help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
         array = f"--array=0-{explore_jobs - 1}"
-        text = _script(config, f"explore-{number}", explore, logs, shell, (array, _WARNING), number="%A_%a")
+        text = batch_script(config, f"explore-{number}", explore, logs, shell, (array, _WARNING), number="%A_%a")
         after = f"train-{number - 1}" if number > 1 else None
         scripts.append(Script(f"explore-{number}", "explore", text, after))
         learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
-        text = _script(config, f"train-{number}", train, logs, driver_shell(folder, learn), (_WARNING,))
+        text = batch_script(config, f"train-{number}", train, logs, driver_shell(folder, learn), (_WARNING,))
         scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
     return tuple(scripts)
-
-
-def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
-    """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
-    walltime is near) too, and then the job is queued again. After TERM it is not: SLURM knows whether it ends the job
-    (scancel) or queues it again (requeue, preemption).
-    """
-    return [
-        f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
-        "run= again= stop= code=1",
-        "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
-        "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
-        "trap 'stop=INT again=1; [ -n \"$run\" ] && kill -INT $run' USR1",
-        'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
-        "set -m  # else a command in the background ignores SIGINT",
-        *beside,
-        f"{run} &",
-        "run=$!",
-        '[ -n "$stop" ] && kill -$stop $run',
-        "while :; do",
-        "  stop=",
-        "  wait $run; now=$?",
-        "  [ $now -ne 127 ] && code=$now",
-        '  [ -z "$stop" ] && break  # else it was the signal that ended the wait',
-        "done",
-        f'if [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; then',
-        "  why=",
-        '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
-        '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
-        '  if [ -n "$why" ]; then echo "queued again $why"; scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi',
-        "fi",
-        *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
-        "exit $code",
-    ]
-
-
-def _script(
-    config: Config,
-    name: str,
-    job: JobConfig,
-    logs: Path,
-    shell: Sequence[str],
-    options: Sequence[str],
-    more: Sequence[str] = (),
-    number: str = "%j",
-) -> str:
-    """A batch script. options: of sbatch, for this job alone; more: directives after its own; number: in its log."""
-    lines = [
-        "#!/usr/bin/env bash",
-        f"#SBATCH --job-name=rftdask-{name}-{config.name.replace('/', '-')}",
-        f"#SBATCH --output={logs}/{name}-{number}.log",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --requeue",
-        *(f"#SBATCH {option}" for option in options),
-        *_asks(job, 1),
-        *more,
-        "",
-        *job.prologue,
-        *shell,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _asks(job: JobConfig, num_tasks: int) -> list[str]:
-    # By core and by task, because each task is a worker of its own; --mem and --gres would be for a node.
-    per_cpu = -(-slurm.megabytes(job.memory) // job.cpus)
-    options = [f"--ntasks={num_tasks}", f"--cpus-per-task={job.cpus}", f"--mem-per-cpu={per_cpu}M"]
-    if num_tasks > 1 and (gpus := slurm.count_gres(job.gres)):
-        options.append(f"--gpus-per-task={gpus}")
-        job = job.model_copy(update={"gres": None})
-    return [f"#SBATCH {option}" for option in (*options, *slurm.directives(job))]
 
 
 def _workers_of(layout: Layout) -> list[tuple[str, int]]:

@@ -78,7 +78,8 @@ class Trainer:
     """None: until the source ends."""
     lineage: str
     publish_due: Callable[[int, int], bool] | None
-    """(step, last published step) -> whether to publish now; None: nobody loads the weights."""
+    """(step, last published step) -> whether to publish now; it may become true while a batch is waited for, once an
+    explorer asks for newer weights. None: nobody loads the weights."""
     should_stop: Callable[[], bool]
     """Whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits."""
     emit: Callable[[Event], None]
@@ -104,8 +105,8 @@ class Trainer:
         self.emit(Started(step))
         began = time.perf_counter()
         while True:
-            # The one message of a turn. While rank 0 waits for data it comes several times a second, so that no rank
-            # runs into the deadline of the process group.
+            # What all ranks do now. While rank 0 waits for data the message comes several times a second, so that no
+            # rank runs into the deadline of the process group.
             action, entry_json = self.ranks.broadcast(self._next_turn(step) if self.ranks.is_rank0 else None)
             if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
                 self._spoke_s = time.monotonic()
@@ -113,7 +114,9 @@ class Trainer:
             if action in ("stop", "end"):
                 break
             if action == "publish":
+                asked = time.perf_counter()
                 self._publish(step)
+                began += time.perf_counter() - asked  # no waiting for data
             if action != "train":
                 continue
 
@@ -152,7 +155,7 @@ class Trainer:
                 log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
                 self.metrics.write(step, row)
                 self.emit(Step("trainer", step, row))
-            self.checkpoints.check()
+            self.checkpoints.check()  # raises what the writing in the background has raised
             began = time.perf_counter()
         self._finish(step)
         return Ended(step, stopped=action == "stop")
@@ -216,8 +219,9 @@ class Trainer:
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):
             files.update(self._export())
         progress = {"step": step, "lineage": self.lineage, "published": self._published}
+        # Rank 0 alone forms batches and writes the manifest: its cursor is the one that is kept.
         state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
-        self.checkpoints.save(step, files, state)
+        self.checkpoints.save(step, files, state)  # goes on in the background; `flush` waits for it
         self._saved = step
 
     def _export(self) -> dict[str, bytes]:

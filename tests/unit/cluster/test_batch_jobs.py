@@ -25,11 +25,12 @@ import pytest
 from distributed.security import Security
 
 from rftdask.cluster.base import find_cluster, plan_jobs
-from rftdask.cluster.jobs import JobRecord, jobs_file, note_workers, plan_change, read_jobs, write_jobs
+from rftdask.cluster.jobs import CANCELLED_FILE, JobRecord, jobs_file, note_workers, plan_change, read_jobs, write_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import Capacity, check_fit, count_gres, directives, limit, megabytes
 from rftdask.cluster.slurm_cluster import SlurmCluster
-from rftdask.commands.submit import CANCELLED_FILE, allocation_script, controller_text, driver_shell, offline_scripts
+from rftdask.cluster.slurm_script import driver_shell
+from rftdask.commands.submit import allocation_script, controller_text, offline_scripts
 from rftdask.config import Config, load_config
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError

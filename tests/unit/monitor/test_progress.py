@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from rftdask.errors import UserError
 from rftdask.monitor.progress import JupyterView, PlainView, Progress, ProgressView, TerminalView, duration
 
 PROGRESS = Progress(
@@ -122,5 +123,5 @@ def test_the_silent_view_prints_nothing(capsys):
 
 
 def test_an_unknown_view_is_refused():
-    with pytest.raises(ValueError, match="use auto, terminal, plain, jupyter, none"):
+    with pytest.raises(UserError, match="use auto, terminal, plain, jupyter, none"):
         ProgressView.create("loud")
