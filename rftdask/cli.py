@@ -82,10 +82,20 @@ def run(
 
 
 @app.command()
-def validate(config: ConfigFile, overrides: Overrides = None) -> None:
+def validate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read data and model too, and try workflows and rewards on the first row")
+    ] = False,
+) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
     checked = load_config(config, overrides or [])
     check_plugins(checked)  # before the warnings: of a configuration with a mistake only that is told
+    if data:
+        from rftdask.run.preflight import check_inputs  # late: it reads datasets, and needs torch
+
+        check_inputs(checked.stage_configs())
     _warn(checked.warnings)
     typer.echo(checked.to_yaml())
     typer.echo(make_plan(checked).render())
@@ -140,7 +150,7 @@ def submit(
     # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
     from rftdask.run.preflight import check_inputs
 
-    check_inputs(checked.stage_configs())
+    check_inputs(checked.stage_configs(), elsewhere=True)
     for job in submission.submit():
         typer.echo(f"submitted {job.name} as job {job.job_id}")
     typer.echo(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")

@@ -3,7 +3,8 @@
     RftError
     |-- UserError            what the user can mend before anything starts; the CLI exits with 2
     |   |-- ConfigError      one or more mistakes in a configuration, all of them at once
-    |   `-- DataError        a dataset, model folder or run folder is not what the configuration says
+    |   |-- DataError        a dataset, model folder or run folder is not what the configuration says
+    |   `-- NotInstalledError    a module or package is not on this machine; it may be where the run will be
     |-- StorageError         a storage operation failed after its retries
     |   |-- NotFoundError    the path does not exist (yet)
     |   `-- DamagedError     bytes are there but fail their checksum or schema
@@ -29,6 +30,10 @@ class UserError(RftError):
 
 class DataError(UserError):
     """A dataset, model folder or run folder does not fit the configuration."""
+
+
+class NotInstalledError(UserError):
+    """A module or package cannot be found on this machine. It may be there on the one that the run will be on."""
 
 
 class ConfigError(UserError):

@@ -16,7 +16,7 @@ from rftdask.config.base import Named, Section, child_of, marks_of
 from rftdask.config.plugins import argument_problems, find_part, known_part, trait
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
-from rftdask.errors import ConfigError, UserError
+from rftdask.errors import ConfigError, NotInstalledError, UserError
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,10 @@ def _keys(cls: type[Section]) -> tuple[tuple[str, Named | None], ...]:
     return tuple((key, named) for key, named in marks.items() if named or child_of(cls.model_fields[key]))
 
 
-def check_plugins(config: Config) -> None:
+def check_plugins(config: Config, unchecked: list[str] | None = None) -> None:
     """Import the plug-ins that a configuration names, and hold its arguments against their signatures.
 
+    unchecked: takes what is not installed on this machine, where the run will be on another; None: it is a mistake.
     Raises: ConfigError: all names that mean nothing, modules that cannot be imported and arguments that are not taken.
     """
     problems: list[Problem] = []
@@ -103,7 +104,10 @@ def check_plugins(config: Config) -> None:
                 try:
                     part = find_part(use.named.kind, use.name, use.named.registered(), stage.explorer.plugin_dirs)
                 except UserError as error:
-                    problems.append((use.path, str(error)))
+                    if unchecked is not None and isinstance(error, NotInstalledError):
+                        unchecked.append(str(error))
+                    else:
+                        problems.append((use.path, str(error)))
                 else:
                     problems.extend(use.problems(part))
     if problems:

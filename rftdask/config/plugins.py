@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rftdask.errors import UserError
+from rftdask.errors import NotInstalledError, UserError
 
 # ---- finding a part by its name
 
@@ -50,7 +50,7 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
         for needed, extra in requires(part).items():
             package = needed.partition(".")[0]
             if importlib.util.find_spec(package) is None:
-                raise UserError(
+                raise NotInstalledError(
                     f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
                 )
         return part
@@ -130,8 +130,8 @@ def _import(module_name: str, what: str) -> ModuleType:
     except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part, as in "a..b"
         missing = getattr(error, "name", None) or module_name
         if module_name == missing or module_name.startswith(f"{missing}.") or isinstance(error, ValueError):
-            raise UserError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
-        raise UserError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
+            raise NotInstalledError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
+        raise NotInstalledError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
     except (Exception, SystemExit) as error:
         lines = "".join(traceback.format_exception(error)).rstrip()
         raise UserError(f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}\n{lines}") from error
@@ -214,6 +214,19 @@ def bind_arguments(what: str, part: Any, arguments: Mapping[str, Any], supplied:
     problems = [f"{what}.{name}: {message}" for name, message in argument_problems(part, arguments, supplied)]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def check_call(kind: str, name: str, function: Callable[..., Any], *given: str) -> None:
+    """Raises: UserError: the function does not take the positional arguments `given`, named for the message."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # written in C, which tells nothing
+    try:
+        signature.bind_partial(*given)
+    except TypeError as error:
+        called = ", ".join(word for word in given if word != "self")
+        raise UserError(f"{kind} {name!r} is called with ({called}), and takes {signature}: {error}") from None
 
 
 _TYPES: dict[str, Callable[[Any], bool]] = {

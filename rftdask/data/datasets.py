@@ -82,6 +82,17 @@ def open_dataset(
     if table is not None:
         return _open_table(path, table)
     try:
+        return _open_path(path, split, subset_name)
+    except DataError:
+        raise
+    except Exception as error:  # of whatever library speaks the protocol
+        if "://" not in path and not isinstance(error, OSError):
+            raise
+        raise DataError(f"dataset {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
+    try:
         filesystem, root = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
         raise DataError(f"dataset {path}: {error}") from error

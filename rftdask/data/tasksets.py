@@ -66,14 +66,17 @@ class Taskset:
         for index in range(min(len(self), _NUM_CHECKED_ROWS)):
             self.task(0, index)
 
-    def plugins(self) -> tuple[set[str], set[str]]:
-        """Names of all workflows and of all reward functions of the tasks; reads every row only if rows name them."""
-        workflows, rewards = {self._workflow}, {self._reward_fn}
-        if self._format.workflow_key or self._format.reward_fn_key:
-            rows = [self.dataset[index] for index in range(len(self))]
-            workflows = {self._choice(row, self._format.workflow_key, self._workflow) for row in rows}
-            rewards = {self._choice(row, self._format.reward_fn_key, self._reward_fn) for row in rows}
-        return workflows, rewards - {""}
+    def samples(self) -> list[Task]:
+        """The first task of each workflow and reward function; reads every row only if rows name them. Raises: as
+        `task`.
+        """
+        first: dict[tuple[str, str], int] = {}
+        names_any = self._format.workflow_key or self._format.reward_fn_key
+        for index in range(len(self) if names_any else 1):
+            row = self.dataset[index]
+            workflow = self._choice(row, self._format.workflow_key, self._workflow)
+            first.setdefault((workflow, self._choice(row, self._format.reward_fn_key, self._reward_fn)), index)
+        return [self.task(0, index) for index in first.values()]
 
     def numbers(self, columns: Sequence[str]) -> list[list[float]]:
         """[N][len(columns)] cells of each row. Raises: DataError: no such column, or a cell is no finite number."""

@@ -176,10 +176,12 @@ class Rollout:
         raise _AttemptTimeout(message)
 
     def _check(self, reward: Reward, model: RecordingModel) -> None:
-        """Raises: ValueError: what the workflow returned cannot be trained on; names the workflow and the task."""
+        """Raises: TypeError, ValueError: what the workflow returned cannot be trained on, naming workflow and task."""
         where = f"workflow {self.task.workflow}, task {self.task.group_id}"
         value = reward.value
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
+        if not math.isfinite(value):
             raise ValueError(f"reward is {value!r:.100}, not a finite number ({where})")
         for name, metric in reward.metrics.items():
             if not isinstance(metric, numbers.Real):

@@ -1,23 +1,30 @@
-"""Try a workflow on one task without a model: the policy says what you write. For notebooks and first drafts.
+"""Try a workflow on one task without a model: the policy says what you write. For notebooks, first drafts, and the
+checks before a run.
 
 Everything but the engine is what a run has: sandboxes, timeouts, checks of the reward, typed failures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rftdask.buffer.log.schema import Experience
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.explorer import ExplorerConfig, SandboxConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.weights.published import Published
 
+TRIAL_TIMEOUT_S = 30.0
+"""Longest that a check before a run waits for a workflow."""
 _END = 0
 _MAX_TOKENS = 4096
+_MISTAKES = {"TypeError", "AttributeError", "NameError", "UnboundLocalError", "SyntaxError", "IndentationError"}
+_NOT_INSTALLED = {"ImportError", "ModuleNotFoundError"}
 
 
 async def try_workflow(
@@ -29,26 +36,81 @@ async def try_workflow(
     Raises: UserError: its workflow or reward function cannot be found.
     """
     said = iter(replies)
-    last = replies[-1]
+    explorer = ExplorerConfig(max_timeout=max_timeout_s, sandbox=sandbox or SandboxConfig())
+    return await _attempt(task, lambda: next(said, replies[-1]), explorer)
+
+
+async def _attempt(
+    task: Task,
+    reply: Callable[[], str],
+    explorer: ExplorerConfig,
+    fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
+) -> list[Experience]:
+    """One attempt at `task`, whose models, the auxiliary ones too, answer what `reply` gives."""
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         answers = []
         for request in requests:
-            tokens = (*map(ord, next(said, last)), _END)[: request.sampling.max_tokens]
+            tokens = (*map(ord, reply()), _END)[: request.sampling.max_tokens]
             answers.append(Generation(tokens, (0.0,) * len(tokens), "stop" if tokens[-1] == _END else "length", 0, 0))
         return answers
 
+    async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return [(0.0,) * len(tokens) for _, tokens in pairs]
+
+    engine = TextEngine(generate, _CharacterTokenizer(), logprobs)
     outcome = await run_work_unit(
         [task],
         repeat_times=1,
         explore_step=1,
-        policy=TextEngine(generate, _CharacterTokenizer()),
-        explorer=ExplorerConfig(max_timeout=max_timeout_s, max_retry_times=0, sandbox=sandbox or SandboxConfig()),
+        policy=engine,
+        explorer=explorer.model_copy(update={"max_retry_times": 0}),
         model=ModelConfig(model_path="none", max_response_tokens=_MAX_TOKENS),
         sampling={task.taskset: SamplingParams(max_tokens=_MAX_TOKENS)},
         weights=Published(0, "", ""),
+        auxiliary={each.name or each.model_path or "": engine for each in explorer.auxiliary_models},
+        fork_server=fork_server,
     )
     return outcome.experiences
+
+
+async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tuple[list[str], list[str], list[str]]:
+    """What is wrong with the workflows and rewards of `tasks`, each tried once with its own answer as the reply.
+
+    Returns: mistakes: the code is wrong, or failed before it had asked the policy, so that every rollout would;
+        imports: what is not installed here; and doubts: an answer, or the time there was, may have been the reason.
+    Raises: UserError: a workflow or reward function cannot be found.
+    """
+    limits = explorer.model_copy(update={"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S)})
+    servers: dict[SandboxSpec, ForkServer] = {}
+
+    def fork_server(spec: SandboxSpec) -> ForkServer:
+        if spec not in servers:
+            servers[spec] = ForkServer(spec)
+        return servers[spec]
+
+    mistakes, imports, doubts = list[str](), list[str](), list[str]()
+    try:
+        for task in tasks:
+            asked: list[str] = []
+
+            def reply(truth: str = task.truth, asked: list[str] = asked) -> str:
+                asked.append(truth)
+                return truth or "1"
+
+            [first, *_] = await _attempt(task, reply, limits, fork_server)
+            if first.status not in (Status.FAILED, Status.TIMEOUT):
+                continue
+            kind = first.error.partition(":")[0]
+            reward = f", reward {task.reward_fn}" if task.reward_fn else ""
+            text = f"workflow {task.workflow}{reward}: tried on row {task.index} of {task.taskset}: {first.error}"
+            never_asked = not asked and first.status == Status.FAILED
+            where = imports if kind in _NOT_INSTALLED else mistakes if kind in _MISTAKES or never_asked else doubts
+            where.append(text)
+    finally:
+        for server in servers.values():
+            server.close()
+    return mistakes, imports, doubts
 
 
 class _CharacterTokenizer:

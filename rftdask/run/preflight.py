@@ -5,9 +5,11 @@ Raises UserErrors that say what, where and what to do; changes nothing but a pro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +23,15 @@ from rftdask.config.plugins import load_plugin_folders, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import read_messages
+from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
-from rftdask.errors import ConfigError, DataError, StorageError, UserError
+from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError
 from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import make_sync_rules
@@ -44,15 +48,18 @@ _ROWS_READ_AHEAD = 100
 """Chats of a dataset that are looked at before anything starts."""
 
 
-def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
+def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[dict[str, int]]:
     """Check all stages of a run; for each, the sizes of its tasksets by name, and of its dataset as "dataset".
 
+    elsewhere: the run will be on other machines, which may have what is not installed on this one: it is said to be
+    unchecked, and is checked where the run starts.
     Raises: ConfigError with all problems of the data at once; UserError for storage.
     """
     problems: list[str] = []
+    unchecked: list[str] | None = [] if elsewhere else None
     for stage in stages:
         with _noted(problems):
-            check_plugins(stage)
+            check_plugins(stage, unchecked)
     with _noted(problems):
         _check_engines(stages)
     with _noted(problems):
@@ -68,7 +75,7 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
         for check in (_check_algorithm, _check_staleness):
             with _noted(problems):
                 check(stage)
-        sizes.append(_check_data(stage, problems))
+        sizes.append(_check_data(stage, problems, unchecked))
     storage = _check_storage(stages[0])
     for stage in stages:
         with _noted(problems):
@@ -79,43 +86,55 @@ def check_inputs(stages: list[Config]) -> list[dict[str, int]]:
                     open_log(open_storage(stage.checkpoint_job_dir), stage).check()
             except StorageError as error:
                 raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    if problems:  # each once: what is wrong with a key's plug-in is found again in the tasksets that use it
+        told = list(dict.fromkeys(problems))
+        raise ConfigError([text for text in told if sum(text in other for other in told) == 1])
+    for text in dict.fromkeys(unchecked or ()):
+        log.warning("not checked here, and checked where the run starts: %s", text)
     return sizes
 
 
 @contextmanager
-def _noted(problems: list[str]) -> Iterator[None]:
-    """Adds the mistake that the block finds to `problems`, so that the next check still runs."""
+def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[None]:
+    """Adds the mistake that the block finds to `problems`, so that the next check still runs. unchecked: takes what is
+    not installed here; None: that is a mistake.
+    """
     try:
         yield
+    except ConfigError as error:
+        problems += error.problems
     except UserError as error:
-        problems.append(str(error))
+        (problems if unchecked is None or not isinstance(error, NotInstalledError) else unchecked).append(str(error))
 
 
-def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
+def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None) -> dict[str, int]:
     """Sizes of all datasets, each of which can be read and has workflows and rewards that exist."""
     sizes: dict[str, int] = {}
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
     wanted, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
+    tasks: list[Task] = []
     for config in (
         *(source.train_tasksets if explores else ()),
         *(source.eval_tasksets if stage.mode != "train" else ()),
     ):
         sizes[config.name] = 0
-        with _noted(problems):
+        with _noted(problems, unchecked):
             taskset = Taskset(config)
             taskset.check()
             if make_selector(config.data_selector, tuple(folders)).features:
                 taskset.numbers(config.data_selector.feature_keys)
-            load_plugin_folders(folders)
-            workflows, rewards = taskset.plugins()
-            for name in sorted(workflows):
-                find_workflow(name)
-            for name in sorted(rewards):
-                get_reward(name)
             sizes[config.name] = len(taskset)
+            load_plugin_folders(folders)
+            samples = taskset.samples()
+            for name in sorted({task.workflow for task in samples}):
+                find_workflow(name)
+            for name in sorted({task.reward_fn for task in samples} - {""}):
+                get_reward(name)
+            tasks += samples
+    if not problems:  # what cannot be found cannot be tried
+        with _noted(problems, unchecked):
+            _try_workflows(stage, tasks, problems, unchecked)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
         with _noted(problems):
             section, needed = stage.buffer.trainer_input.experience_buffer, stage.buffer.train_batch_size
@@ -142,6 +161,17 @@ def _check_data(stage: Config, problems: list[str]) -> dict[str, int]:
             f"({epochs} epochs); lower it or raise buffer.total_epochs"
         )
     return sizes
+
+
+def _try_workflows(stage: Config, tasks: list[Task], problems: list[str], unchecked: list[str] | None) -> None:
+    """Run each workflow and reward once, on the first row that names it. Raises: UserError: one cannot be found."""
+    # In a thread: a notebook has an event loop in this one.
+    with ThreadPoolExecutor(1, "trial") as thread:
+        mistakes, imports, doubts = thread.submit(lambda: asyncio.run(trial_problems(tasks, stage.explorer))).result()
+    problems += mistakes
+    (problems if unchecked is None else unchecked).extend(imports)
+    for text in doubts:
+        log.warning("a rollout that ends like this one is failed, and trains nothing: %s", text)
 
 
 def _check_algorithm(stage: Config) -> None:

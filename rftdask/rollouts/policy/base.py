@@ -30,6 +30,8 @@ class _Asking(ABC):
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
         """See PolicyModel. `tools` are given to the chat template; the other options override SamplingParams."""
+        if not messages:
+            raise ValueError("chat() was given no messages; give it at least one {role, content}")
         answer: Response = await self._ask("chat", {"messages": [dict(message) for message in messages], **options})
         return answer
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_part, register
+from rftdask.config.plugins import check_call, find_part, register
 from rftdask.config.schema.buffer import registered_rewards
 from rftdask.data.task import Task
 from rftdask.errors import UserError
@@ -45,10 +45,13 @@ def reward(
 
 
 def get_reward(name: str) -> RewardFn:
-    """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none."""
+    """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none, or it does not
+    take (response, truth, task).
+    """
     function: RewardFn = find_part("reward function", name, registered_rewards())
     if not callable(function):
         raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
+    check_call("reward function", name, function, "response", "truth", "task")
     return function
 
 

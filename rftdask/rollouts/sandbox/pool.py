@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from typing import Any
 
 import msgpack
@@ -62,6 +63,8 @@ class ForkServer:
         self.spec = spec
         self.exit_codes: dict[int, int] = {}
         """Exit codes of forks that have ended, by process id."""
+        self._raised: Counter[str] = Counter()
+        """Failures so far, by what and where."""
         self._spare: tuple[socket.socket, int] | None = None
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
@@ -98,6 +101,17 @@ class ForkServer:
             raise RoleError(f"the process that imports {names} died: {tail}")
         self._control.setblocking(False)
         self._spare = self._fork()
+
+    def tell(self, failure: messages.Failed) -> None:
+        """Log a failure with its traceback the first time; equal ones by their count, at 10, 100, 1000 times."""
+        # Messages differ from row to row, and the code that raised does not.
+        where = failure.error + "".join(re.findall(r'^ *File ".*$', failure.traceback, re.MULTILINE))
+        self._raised[where] += 1
+        times = self._raised[where]
+        if times == 1:
+            log.warning("a workflow raised:\n%s", failure.traceback)
+        elif str(times).strip("0") == "1":
+            log.warning("a workflow raised %s %d times at the same place, now: %s", failure.error, times, failure.text)
 
     def alive(self) -> bool:
         """False after its death; a new one is needed then."""
@@ -202,7 +216,7 @@ class SandboxPool:
             raise PromptTooLongError(outcome.text)
         where = ""
         if outcome.traceback:
-            log.warning("a workflow raised:\n%s", outcome.traceback)
+            self._fork_server.tell(outcome)
             # The innermost place: " (my_module.py:12 in run)".
             places = re.findall(r'^ *File "(?:.*/)?(.+?)", line (\d+), (.*)$', outcome.traceback, re.MULTILINE)
             where = " ({}:{} {})".format(*places[-1]) if places else ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rftdask.config.plugins import find_part, module_of, register, runs_in_process
+from rftdask.config.plugins import check_call, find_part, module_of, register, runs_in_process
 from rftdask.config.plugins import requires as required_modules
 from rftdask.config.schema.buffer import registered_workflows
 from rftdask.data.task import Task
@@ -73,12 +73,14 @@ def find_workflow(name: str) -> FoundWorkflow:
     """The workflow called `name`, or at the dotted path `name`. A class is instantiated, without arguments, for each
     rollout. One that is not async runs in a thread of its sandbox, with `model.blocking()`.
 
-    Raises: UserError: there is none, it has no `run`, or it blocks and is declared in_process.
+    Raises: UserError: there is none, it has no `run`, does not take (task, model), or is in_process and blocks.
     """
     plugin: Any = find_part("workflow", name, registered_workflows())
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
+    takes_self = inspect.isclass(plugin) and inspect.isfunction(inspect.getattr_static(plugin, "run"))
+    check_call("workflow", name, function, *("self",) * takes_self, "task", "model")
     is_async = inspect.iscoroutinefunction(function)
     in_process = runs_in_process(plugin)
     if in_process and not is_async:

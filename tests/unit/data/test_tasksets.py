@@ -61,7 +61,9 @@ def test_a_row_may_name_its_workflow_and_its_reward() -> None:
     tasks = taskset(*rows, workflow_key="how", reward_fn_key="score", reward_fn="accuracy_reward")
     assert [tasks.task(0, index).workflow for index in (0, 1)] == ["simple_workflow", "math_workflow"]
     assert [tasks.task(0, index).reward_fn for index in (0, 1)] == ["accuracy_reward", "math_reward"]
-    assert tasks.plugins() == ({"simple_workflow", "math_workflow"}, {"accuracy_reward", "math_reward"})
+    assert [task.index for task in tasks.samples()] == [0, 1]
+    assert [task.index for task in taskset(*rows, workflow_key="how").samples()] == [0, 1]
+    assert [task.index for task in taskset(*rows).samples()] == [0]
 
 
 def test_a_taskset_may_have_no_answers() -> None:

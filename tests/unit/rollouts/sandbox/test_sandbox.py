@@ -105,9 +105,9 @@ def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("raises", "KeyError: 'no such key' (sandbox_workflows.py:"),
         ("exits", "RuntimeError: the workflow called sys.exit(4)"),
-        ("returns_none", "ValueError: reward is None, not a finite number (workflow sandbox_workflows."),
+        ("returns_none", "TypeError: reward is None, not a number (workflow sandbox_workflows."),
         ("returns_nan", "ValueError: reward is nan, not a finite number"),
-        ("returns_text", "ValueError: reward is '1.0', not a finite number"),
+        ("returns_text", "TypeError: reward is '1.0', not a number"),
         ("returns_too_much", "MemoryError"),
         ("writes_to_the_stream", "its process said what cannot be understood"),
         ("asks_without_end", "RuntimeError: this attempt has called its models more than 1000 times"),
@@ -119,9 +119,14 @@ def test_a_failure_is_of_a_type_and_says_where(what: str, error: str) -> None:
     assert experience.error.startswith(error)
 
 
-def test_the_traceback_of_a_workflow_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    one("raises")
-    assert 'raise KeyError("no such key")' in caplog.text
+def test_equal_failures_are_logged_once_with_their_traceback_and_then_by_their_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fresh = SandboxConfig(max_processes=8, max_memory_gb=0.3)  # other limits: a fork server that has told nothing yet
+    run([does(index, "raises") for index in range(25)], replies("4"), max_retry_times=0, sandbox=fresh)
+    first, tenth = (record.message for record in caplog.records)
+    assert 'raise KeyError("no such key")' in first
+    assert tenth == "a workflow raised KeyError 10 times at the same place, now: 'no such key'"
 
 
 def test_what_a_killed_workflow_started_ends_with_it(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""A workflow or reward that cannot work is told in one message before anything starts: it is tried on the first row.
+
+What may be the fault of the answer alone is a warning, and what is not installed on a login node is said there.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hostile import refused_run
+
+from rftdask.config import load_config
+from rftdask.run.preflight import check_inputs
+from tests.integration.run_cases import call_cli, write_config
+
+TASKSET = "buffer.explorer_input.taskset"
+HEAD = """
+import os
+import sys
+import time
+from rftdask.rollouts.workflows.base import Reward
+"""
+
+REWARDS = {
+    "of TRL": ("def scored(completions, **kwargs):\n    return [0.0 for _ in completions]", "(response, truth, task)"),
+    "of TRL with prompts": ("def scored(prompts, completions, answer, **kwargs):\n    return [0.0]", "[0.0]"),
+    "of the response alone": ("def scored(response):\n    return 1.0", "(response, truth, task)"),
+    "wants more": ("def scored(response, truth, task, tokenizer):\n    return 1.0", "tokenizer"),
+    "gives nothing": ("def scored(response, truth, task):\n    pass", "None"),
+    "gives text": ("def scored(response, truth, task):\n    return '1.0'", "'1.0'"),
+    "gives a pair": ("def scored(response, truth, task):\n    return 1.0, {}", "[1.0, {}]"),
+    "names nothing": ("def scored(response, truth, task):\n    return no_such_name", "no_such_name"),
+    "asks a text for a list": ("def scored(response, truth, task):\n    return truth.pop()", "pop"),
+    "takes a column as attribute": ("def scored(response, truth, task):\n    return task.answer", "answer"),
+    "imports what is not there": ("def scored(response, truth, task):\n    import no_such_package", "no_such_package"),
+    "is a coroutine": ("async def scored(response, truth, task):\n    return 1.0", "coroutine"),
+    "is a generator": ("def scored(response, truth, task):\n    yield 1.0", "generator"),
+    "is a number": ("scored = 1.0", "float"),
+}
+WORKFLOWS = {
+    "takes no model": ("async def scored(task):\n    return 1.0", "(task, model)"),
+    "takes more": ("async def scored(task, model, judge):\n    return 1.0", "judge"),
+    "is a class without run": ("class scored:\n    pass", "run(task, model)"),
+    "is a class that wants arguments": (
+        "class scored:\n    def __init__(self, depth):\n        pass\n    async def run(self, *given):\n        pass",
+        "depth",
+    ),
+    "asks nothing": ("async def scored(task, model):\n    return 1.0", "never called"),
+    "asks with no messages": (
+        "async def scored(task, model):\n    await model.chat([])",
+        "no messages",
+    ),
+    "forgets to await": ("async def scored(task, model):\n    return model.generate('x').text", "text"),
+    "has no such judge": ("async def scored(task, model):\n    model.auxiliary('judge')", "explorer.auxiliary_models"),
+    "fails at its start": (
+        "async def scored(task, model):\n    raise ValueError('no Chess-v9')",
+        "Chess-v9",
+    ),
+    "dies at its start": ("async def scored(task, model):\n    os._exit(7)", "exited with code 7"),
+    "takes a column that is not there": ("async def scored(task, model):\n    return task.row['level']", "level"),
+    "returns nothing": ("async def scored(task, model):\n    await model.generate('x')", "None"),
+    "returns text": ("async def scored(task, model):\n    return (await model.generate('x')).text", "'1'"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def own(config: Path, key: str, source: str) -> tuple[str, ...]:
+    """Settings that name the function `scored` of a plug-in folder."""
+    folder = config.parent / "plugins"
+    folder.mkdir()
+    name = f"plugin_{abs(hash((config, source)))}"  # a module is imported once in a process
+    (folder / f"{name}.py").write_text(HEAD + source + "\n")
+    return f"explorer.plugin_dirs=[{folder}]", f"{TASKSET}.{key}={name}.scored"
+
+
+@pytest.mark.parametrize(("source", "word"), REWARDS.values(), ids=REWARDS.keys())
+@pytest.mark.timeout(60)
+def test_a_reward_that_cannot_work_is_refused(config: Path, source: str, word: str) -> None:
+    refused_plugin(config, "default_reward_fn_type", source, word)
+
+
+@pytest.mark.parametrize(("source", "word"), WORKFLOWS.values(), ids=WORKFLOWS.keys())
+@pytest.mark.timeout(60)
+def test_a_workflow_that_cannot_work_is_refused(config: Path, source: str, word: str) -> None:
+    refused_plugin(config, "default_workflow_type", source, word)
+
+
+def refused_plugin(config: Path, key: str, source: str, word: str) -> None:
+    settings = own(config, key, source)
+    text = refused_run(config, *settings, words=(word, "scored"))
+    assert text.startswith("error: 1 problem:"), f"one mistake is told once: {text}"
+
+
+def test_validate_tries_them_too_if_asked(config: Path) -> None:
+    settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return None")
+    assert call_cli("validate", str(config), *settings).code == 0
+    ended = call_cli("validate", str(config), *settings, "--data")
+    assert ended.code == 2 and "reward is None, not a number" in ended.err
+    assert "tried on row 0 of taskset_0" in ended.err and "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def scored(response, truth, task):\n    raise ValueError('no answer in it')",
+        "def scored(response, truth, task):\n    return float('nan')",
+        "def scored(response, truth, task):\n    os._exit(3)",
+    ],
+    ids=["raises", "nan", "dies"],
+)
+def test_what_may_be_the_answers_fault_is_a_warning(
+    config: Path, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_inputs([load_config(config, own(config, "default_reward_fn_type", source))])
+    [warning] = [record for record in caplog.records if "trains nothing" in record.message]
+    assert warning.levelno == logging.WARNING and "scored: tried on row 0 of taskset_0" in warning.message
+
+
+def test_what_is_not_on_a_login_node_is_said_to_be_unchecked(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for source in ("import no_such_package", "def scored(response, truth, task):\n    import no_such_package"):
+        caplog.clear()
+        if (config.parent / "plugins").exists():
+            [file] = (config.parent / "plugins").glob("*.py")
+            file.unlink()
+            file.parent.rmdir()
+        settings = own(config, "default_reward_fn_type", source)
+        check_inputs([load_config(config, settings)], elsewhere=True)
+        assert "not checked here" in caplog.text and "no_such_package" in caplog.text
+        text = refused_run(config, *settings, words=("no_such_package",))
+        assert text.startswith("error: 1 problem:"), text
+
+
+def test_each_of_the_rows_ways_is_tried(config: Path) -> None:
+    settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return None")
+    rows = [{"question": "1+1=", "answer": "2", "how": how} for how in ("", "", settings[1].partition("=")[2])]
+    (config.parent / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    ways = (settings[0], f"{TASKSET}.default_reward_fn_type=exact_reward", f"{TASKSET}.format.reward_fn_key=how")
+    refused_run(config, *ways, words=("tried on row 2 of taskset_0",))
