@@ -76,15 +76,13 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
             require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
 
     def initial(self, features_NF: Tensor) -> "DifficultyState":
-        """State before any reward: a uniform posterior for every task."""
-        require(
-            features_NF.dim() == 2 and features_NF.shape[1] == 2, "difficulty_based needs exactly two features per task"
-        )
+        fits = features_NF.dim() == 2 and features_NF.shape[1] == 2
+        require(fits, "difficulty_based needs exactly two features per task")
+        # A uniform posterior for every task.
         ones_N = torch.ones(len(features_NF), dtype=torch.float64)
         return DifficultyState(features_NF.double(), ones_N, ones_N, self.rho, None)
 
     def select(self, state: "DifficultyState", step: int, batch_size: int) -> Tensor:
-        """[batch_size] int64 task indices of this step, without repetition."""
         require(batch_size <= len(state.alpha_N), f"{batch_size} tasks wanted, {len(state.alpha_N)} there")
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         rates_N = state.rates_N
@@ -99,7 +97,6 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
         return torch.multinomial(odds_N, batch_size, generator=generator)
 
     def updated(self, state: "DifficultyState", indices_K: Tensor, rates_K: Tensor) -> "DifficultyState":
-        """State after observing the pass rates [K], in [0, 1], of tasks [K]."""
         require(len(indices_K) == len(rates_K), "indices and rates differ in length")
         if len(indices_K) == 0:
             return state

@@ -102,11 +102,6 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
             own[name].copy_(tensors[file_name])
 
 
-def settings_bytes(settings: Mapping[str, Any]) -> bytes:
-    """Encode adapter_config.json."""
-    return json.dumps(dict(settings), indent=1, sort_keys=True).encode()
-
-
 def load_files(model: Any, config_file: Path, tensors_file: Path) -> None:
     """Take an adapter from its two files, which is put into the model first unless it has one.
 

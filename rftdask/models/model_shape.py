@@ -101,12 +101,26 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
         config = built.to_dict()
         weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    config = config.get("text_config") or config
     try:
-        return _shape(config.get("text_config") or config, weights)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_size = config.get("head_dim") or hidden // heads
+        # Of a mixture of experts a token computes with the chosen ones only, which is what activations follow from.
+        experts = config.get("num_experts_per_tok")
+        inner = experts * (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else None
+        return ModelShape(
+            weights=weights,
+            hidden_size=hidden,
+            num_layers=config["num_hidden_layers"],
+            query_size=heads * head_size,
+            key_size=(config.get("num_key_value_heads") or heads) * head_size,
+            intermediate_size=inner or config["intermediate_size"],
+            normalizes_heads=any(name.endswith("q_norm.weight") for name in weights),
+            vocab_size=config["vocab_size"],
+            bytes_at_rest=_BYTES.get(config.get("dtype") or config.get("torch_dtype") or "float32", 4),
+        )
     except KeyError as error:
-        raise DataError(
-            f"{model_path}: its config.json has no {error}, so it is no decoder that can be sized"
-        ) from error
+        raise DataError(f"{model_path}: its config.json has no {error}, so it is no decoder to be sized") from error
 
 
 def check_folder(folder: Path) -> None:
@@ -150,22 +164,3 @@ def _read_heads(folder: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, and its head tells of {8 + size + end}")
         weights |= {name: tuple(entry["shape"]) for name, entry in tensors.items()}
     return weights
-
-
-def _shape(config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]) -> ModelShape:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_size = config.get("head_dim") or hidden // heads
-    # Of a mixture of experts a token computes with the chosen ones only, which is what activations follow from.
-    experts = config.get("num_experts_per_tok")
-    inner = experts * (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else None
-    return ModelShape(
-        weights=weights,
-        hidden_size=hidden,
-        num_layers=config["num_hidden_layers"],
-        query_size=heads * head_size,
-        key_size=(config.get("num_key_value_heads") or heads) * head_size,
-        intermediate_size=inner or config["intermediate_size"],
-        normalizes_heads=any(name.endswith("q_norm.weight") for name in weights),
-        vocab_size=config["vocab_size"],
-        bytes_at_rest=_BYTES.get(config.get("dtype") or config.get("torch_dtype") or "float32", 4),
-    )

@@ -165,7 +165,22 @@ def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=_TEXT)
     if len(stages) > 1:
-        _mark_stages(axes, stages)
+        # A dashed line where a stage begins, and the names of the stages above; all charts then span all stages.
+        edges = stage_edges(stages)
+        axes.set_xlim(-0.02 * edges[-1], 1.02 * max(1, edges[-1]))
+        for number, ((name, _), start) in enumerate(zip(stages, edges, strict=False)):
+            if number:
+                axes.axvline(start, color=_TEXT, linewidth=0.8, linestyle=(0, (3, 3)))
+            axes.annotate(
+                name,
+                (start, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 12 if number % 2 else 2),  # staggered: a short stage leaves no room for its name
+                textcoords="offset points",
+                fontsize=8,
+                color=_TEXT,
+                parse_math=False,
+            )
     if chart.metric == "accuracy":
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel(chart.x_label, fontsize=8, color=_TEXT)
@@ -177,22 +192,3 @@ def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_GRID)
-
-
-def _mark_stages(axes: Axes, stages: Stages) -> None:
-    """A dashed line where a stage begins, and the names of the stages above; all charts then span all stages."""
-    edges = stage_edges(stages)
-    axes.set_xlim(-0.02 * edges[-1], 1.02 * max(1, edges[-1]))
-    for number, ((name, _), start) in enumerate(zip(stages, edges, strict=False)):
-        if number:
-            axes.axvline(start, color=_TEXT, linewidth=0.8, linestyle=(0, (3, 3)))
-        axes.annotate(
-            name,
-            (start, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 12 if number % 2 else 2),  # staggered: a short stage leaves no room for its name
-            textcoords="offset points",
-            fontsize=8,
-            color=_TEXT,
-            parse_math=False,
-        )

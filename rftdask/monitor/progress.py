@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rftdask.errors import UserError
@@ -112,7 +113,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-class ProgressView:
+class ProgressView(AbstractContextManager["ProgressView"]):
     """Shows the newest `Progress`; this base shows nothing (kind "none").
 
     Example:
@@ -165,9 +166,6 @@ class ProgressView:
     def close(self) -> None:
         """Show the last state and let go of the screen. Idempotent."""
         self._finish()
-
-    def __enter__(self) -> ProgressView:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -267,18 +265,8 @@ class JupyterView(ProgressView):
             self._show(self._newest)
 
     def _show(self, progress: Progress) -> None:
-        page = _Page(progress, tuple(self._notes[-self.max_notes :]))
+        page = replace(progress, notes=(*progress.notes, *self._notes[-self.max_notes :]))
         if self._handle is None:
             self._handle = self._display(page, display_id=True)
         else:
             self._handle.update(page)
-
-
-@dataclass(frozen=True)
-class _Page:
-    progress: Progress
-    notes: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return self.progress._repr_html_() + (f"<ul>{notes}</ul>" if notes else "")

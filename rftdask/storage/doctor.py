@@ -1,7 +1,7 @@
 """Does the user's own storage keep what `Storage` promises, and what does each verb cost?
 
-It knows the interface alone, plus the clock of local file systems. It cannot see what another machine would: the
-attribute cache of an NFS client may show a new name up to a minute late there.
+It knows the interface alone. It cannot see what another machine would: the attribute cache of an NFS client may show a
+new name up to a minute late there.
 Invariant: it writes only in a new folder below the URL, removes it at the end, and every wait has a deadline.
 """
 
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from rftdask.errors import NotFoundError, StorageError
 from rftdask.storage import open_storage
 from rftdask.storage.base import Storage
-from rftdask.storage.local import LocalStorage
 from rftdask.storage.memory import MemoryStorage
 
 _SPAWN = multiprocessing.get_context("spawn")  # in a fork fsspec's event loop is dead
@@ -77,14 +76,12 @@ def check_storage(url: str | Path) -> DoctorReport:
     name = f"rftdask-doctor-{uuid.uuid4().hex[:8]}"
     store = open_storage(f"{home.url.rstrip('/')}/{name}")
     alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
-    timeless = "nothing is swept by age here" * (not isinstance(store, LocalStorage))
     costs: list[Cost] = []
     plan: list[tuple[str, str, Callable[[], Check]]] = [
         ("write and read", "", lambda: _measure(store, costs)),
         ("create-only", alone, lambda: check_race(store)),
         ("atomic replace", alone, lambda: check_replace(store)),
         ("list after write", alone, lambda: check_list(store)),
-        ("clock", timeless, lambda: _check_clock(store)),
     ]
     checks: list[Check] = []
     try:
@@ -146,13 +143,6 @@ def check_list(store: Storage) -> Check:
             lags_s.append(lag_s)
     detail = f"of {len(lags_s)} new names the slowest was listed {max(lags_s):.1f} s late"
     return Check("list after write", max(lags_s) == 0, detail)
-
-
-def _check_clock(store: Storage) -> Check:
-    before = time.time()  # leftovers of killed writers are swept by age, an hour by default
-    store.put("clock", b"x")
-    skew_s = os.stat(f"{store.url}/clock").st_mtime - (before + time.time()) / 2
-    return Check("clock", abs(skew_s) < 60, f"file times are {skew_s:+.2f} s from this machine's clock")
 
 
 def _measure(store: Storage, costs: list[Cost]) -> Check:

@@ -193,7 +193,7 @@ class LocalStorage(Storage):
             with suppress(FileNotFoundError, NotADirectoryError):
                 if not is_hidden:
                     # First out of sight, for good: half a folder is never seen under its name. Killed here: it is gone
-                    # for every reader, and `sweep` removes what lies under the hidden name.
+                    # for every reader, and what lies under the hidden name goes with the folder above it.
                     self._posix.rename(target, doomed)
                     is_hidden = True
                 # The new name is durable before the first file goes: after a power loss the old one would come back,
@@ -209,22 +209,6 @@ class LocalStorage(Storage):
         if not target.exists():
             raise NotFoundError(f"{target} does not exist")
         yield target
-
-    def sweep(self, older_than_s: float = 3600.0) -> int:
-        """Remove what killed writers left behind, if untouched for `older_than_s`; returns how many.
-
-        Age is by this machine's clock: leave an hour or more, so that skew never makes a live write look old.
-        """
-        num_removed = 0
-        for folder, folders, files in os.walk(self.url):
-            for name in [name for name in (*folders, *files) if name.startswith(TMP_PREFIX)]:
-                leftover = os.path.join(folder, name)
-                with suppress(FileNotFoundError):
-                    if time.time() - os.stat(leftover, follow_symlinks=False).st_ctime >= older_than_s:
-                        shutil.rmtree(leftover) if name in folders else os.unlink(leftover)
-                        num_removed += 1
-            folders[:] = [name for name in folders if not name.startswith(TMP_PREFIX)]
-        return num_removed
 
     def _at(self, path: str) -> str:
         return f"{self.url}/{check_path(path)}"

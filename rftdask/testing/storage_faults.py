@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rftdask.storage.base import TMP_PREFIX, Storage
 from rftdask.storage.local import Posix
@@ -149,26 +149,14 @@ class SteppedPosix(Posix):
         self.step("sync", self._paths[descriptor])
         super().sync(descriptor)
 
-    def rename(self, source: str, target: str) -> None:
-        self.step("rename", target)
-        super().rename(source, target)
+    @staticmethod
+    def _stepped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(self: SteppedPosix, *paths: str) -> Any:
+            self.step(call.__name__.replace("_", " "), paths[-1])  # of two paths the one that is made
+            return call(self, *paths)
 
-    def link(self, source: str, target: str) -> None:
-        self.step("link", target)
-        super().link(source, target)
+        return stepped
 
-    def unlink(self, path: str) -> None:
-        self.step("unlink", path)
-        super().unlink(path)
-
-    def make_folder(self, path: str) -> None:
-        self.step("make folder", path)
-        super().make_folder(path)
-
-    def remove_tree(self, path: str) -> None:
-        self.step("remove tree", path)
-        super().remove_tree(path)
-
-    def sync_folder(self, path: str) -> int:
-        self.step("sync folder", path)
-        return super().sync_folder(path)
+    rename, link, unlink = _stepped(Posix.rename), _stepped(Posix.link), _stepped(Posix.unlink)
+    make_folder, remove_tree = _stepped(Posix.make_folder), _stepped(Posix.remove_tree)
+    sync_folder = _stepped(Posix.sync_folder)

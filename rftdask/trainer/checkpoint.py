@@ -142,7 +142,10 @@ class Checkpoints:
         """
         self.flush()
         # A resumed trainer repeats steps that were saved before it died; rank 0 says so for all.
-        if self.ranks.broadcast(self.ranks.is_rank0 and self._is_there(step)):
+        is_there = self.ranks.is_rank0 and is_valid(self._storage, checkpoint_folder(step), version=step)
+        if is_there:
+            self._settle(step)
+        if self.ranks.broadcast(is_there):
             return  # its files are what the manifest says, and must stay so
         if not self._in_background:
             self._write(step, files, state)
@@ -199,12 +202,6 @@ class Checkpoints:
         commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
         self._settle(step)
         self.on_commit(step)
-
-    def _is_there(self, step: int) -> bool:
-        valid = is_valid(self._storage, checkpoint_folder(step), version=step)
-        if valid:
-            self._settle(step)
-        return valid
 
     def files(self, step: int) -> CheckpointFiles | None:
         """The files of a checkpoint; None if it is not there."""

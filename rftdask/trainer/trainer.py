@@ -16,12 +16,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
@@ -46,8 +46,6 @@ _PATIENCE_S = 0.2
 """Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
 _SIGN_OF_LIFE_S = 5.0
 _UIDS = "uids"
-_UNKNOWN = {"baselines": np.nan, "states": -1, "turn_rewards": 0.0}
-"""Of rows whose part of the batch has none, where others have."""
 
 Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
 """What all ranks do next, and for "train" the ledger entry as JSON. stop: end on request; end: all is trained."""
@@ -302,43 +300,7 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
     # An entry without rows is read by rank 0, for the shapes of nothing.
     nothing = not any(rows.rows for rows in entry.use)
     data = to_bytes(read(entry, places)) if len(places) or (ranks.is_rank0 and nothing) else b""
-    return join_parts([from_bytes(part) for part in ranks.all_gather_bytes(data) if part])
-
-
-def join_parts(parts: Sequence[TrainingBatch]) -> TrainingBatch:
-    """The rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
-    joined: dict[str, Any] = {_UIDS: tuple(uid for part in parts for uid in part.uids)}
-    for name in (f.name for f in fields(TrainingBatch) if f.name != _UIDS):
-        values = [getattr(part, name) for part in parts]
-        if name in ("groups", "rollouts"):
-            # A rollout's uid ends with its number and its turn: without them it is the same wherever the row was read.
-            # A dataset's rows have none, and no group of them is parted.
-            parted = 2 if name == "groups" else 1
-            keys = [
-                ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
-                for number, (part, value) in enumerate(zip(parts, values, strict=True))
-                for uid, own, expert in zip(part.uids, value, part.experts, strict=True)
-            ]
-            numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-            joined[name] = np.array([numbers[key] for key in keys], dtype=np.int64)
-            continue
-        if name == "states":
-            # Each part's numbers after those of the parts before it; -1 stays.
-            begin = 0
-            for i, value in enumerate(values):
-                if value is not None and len(value):
-                    values[i] = np.where(value < 0, value, value + begin)
-                    begin += int(value.max()) + 1
-        known = next((value for value in values if value is not None), None)
-        if known is None:
-            joined[name] = None
-            continue
-        filled = [
-            np.full(len(part), _UNKNOWN[name], known.dtype) if value is None else value
-            for value, part in zip(values, parts, strict=True)
-        ]
-        joined[name] = np.concatenate(filled)
-    return TrainingBatch(**joined)
+    return join_batches([from_bytes(part) for part in ranks.all_gather_bytes(data) if part])
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:

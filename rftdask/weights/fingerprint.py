@@ -18,21 +18,13 @@ SEQUENCE_LENGTH = 16
 """Tokens of each: few enough for any model, and a forward pass that costs nothing beside a training step."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest absolute differences of logprobs, in nats."""
-
-    maximum: float
-    mean: float
-
-
 TOLERANCES = {
     # Two float32 implementations of one model differ by 1e-6 (thousands of weights) to 1e-4 (billions).
-    "float32": Tolerance(maximum=1e-3, mean=2e-4),
-    # Logits near 20 are rounded to 0.06 in bfloat16.
-    "bfloat16": Tolerance(maximum=1.0, mean=0.15),
-    "float16": Tolerance(maximum=0.3, mean=0.05),
+    "float32": (1e-3, 2e-4),
+    "bfloat16": (1.0, 0.15),  # logits near 20 are rounded to 0.06
+    "float16": (0.3, 0.05),
 }
+"""By data type, the largest and the largest mean absolute difference of logprobs, in nats."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +49,18 @@ class Fingerprint:
         """
         if [len(row) for row in measured] != [len(row) for row in self.logprobs]:
             return f"{[len(row) for row in measured]} logprobs, not {[len(row) for row in self.logprobs]}"
-        bound = max(
-            (TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype)), key=lambda t: t.maximum
-        )
+        max_gap, max_mean = max(TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype))
         gaps = [
             abs(own - other)
             for row, others in zip(self.logprobs, measured, strict=True)
             for own, other in zip(row, others, strict=True)
         ]
         largest, mean = max(gaps), sum(gaps) / len(gaps)
-        if all(map(math.isfinite, gaps)) and largest <= bound.maximum and mean <= bound.mean:
+        if all(map(math.isfinite, gaps)) and largest <= max_gap and mean <= max_mean:
             return ""
         return (
             f"logprobs differ by up to {largest:.2g}, {mean:.2g} in the mean; allowed in {dtype} are "
-            f"{bound.maximum:g} and {bound.mean:g}"
+            f"{max_gap:g} and {max_mean:g}"
         )
 
     @classmethod

@@ -23,7 +23,8 @@ from rftdask.testing.crashtest.figures import CrashReport, Figures, ProtectionFi
 from rftdask.testing.crashtest.kills import list_places
 from rftdask.testing.crashtest.power import lose_power
 from rftdask.testing.crashtest.rivals import meet_rivals
-from rftdask.testing.crashtest.suite import CheckThenWrite, CrashTestOptions, LateLedger, TrustingLog
+from rftdask.testing.crashtest.suite import CheckThenWrite, LateLedger, TrustingLog
+from rftdask.testing.crashtest.suite import run_crash_test as run
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all
 
 
@@ -169,11 +170,9 @@ def test_a_test_that_finds_nothing_without_a_protection_is_a_failure() -> None:
 
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(UserError, match=r"\['unplug'\] do not exist; they are stops, kills, power"):
-        CrashTestOptions(parts=("unplug",))
+        run(None, ("unplug",))
 
 
 def test_a_storage_that_processes_cannot_share_is_refused() -> None:
-    from rftdask.testing.crashtest.suite import run_crash_test as run
-
     with pytest.raises(UserError, match="memory://x: the crash test kills processes that share a file system"):
-        run("memory://x", CrashTestOptions())
+        run("memory://x")

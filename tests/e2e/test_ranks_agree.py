@@ -117,7 +117,7 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
         experts=np.zeros(count, bool),
     )
     shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["dataset:x/0/0", "dataset:x/1/1"])
-    return join_batches(own, shown) if algorithm == "mix" else own
+    return join_batches([own, shown]) if algorithm == "mix" else own
 
 
 def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> tuple[list[dict[str, float]], Any]:

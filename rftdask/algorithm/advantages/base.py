@@ -209,11 +209,6 @@ class GroupStats:
     std_G: Tensor
     """Sample (n - 1) or population (n) as asked; 0 for one row."""
 
-    @property
-    def singletons(self) -> float:
-        """Number of groups with exactly one used row."""
-        return float((self.count_G == 1).sum())
-
     def metrics(self) -> dict[str, float]:
         """Means over the groups that have rows: reward_mean, reward_std; counters singleton_groups, num_groups."""
         seen_G = self.count_G > 0
@@ -222,7 +217,7 @@ class GroupStats:
             "reward_mean": float(self.mean_G[seen_G].mean()) if num else 0.0,
             "reward_std": float(self.std_G[seen_G].mean()) if num else 0.0,
             "num_groups": num,
-            "singleton_groups": self.singletons,
+            "singleton_groups": float((self.count_G == 1).sum()),
         }
 
 

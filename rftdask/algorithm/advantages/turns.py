@@ -142,7 +142,12 @@ class Gigpo(AdvantageFn):
         advantages_N = episode_N
         metrics = stats
         if inputs.state_N is not None:
-            returns_N = self._discounted(rewards_N, turns)
+            # The sum over later turns k of gamma^(k - t) r_k, by one vector operation for each number of a turn.
+            returns_N, ahead_R = torch.zeros_like(rewards_N), rewards_N.new_zeros(turns.num_rollouts)
+            for position in range(int(turns.count_N.max()) - 1 if len(rewards_N) else -1, -1, -1):
+                rows = ((turns.position_N == position) & (turns.position_N < turns.count_N)).nonzero().squeeze(-1)
+                returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
+                ahead_R[turns.rollout_N[rows]] = returns_N[rows]
             known_N = inputs.used_N & (inputs.state_N >= 0)
             scope_N = inputs.group_N if self.anchor_scope == "task" else torch.zeros_like(inputs.group_N)
             _, anchor_N = torch.unique(torch.stack([scope_N, inputs.state_N]), dim=1, return_inverse=True)
@@ -161,17 +166,6 @@ class Gigpo(AdvantageFn):
         divisor_N = stats.std_G[group_N] if self.fnorm == "std" else torch.ones_like(values_N)
         centered_N = (values_N - stats.mean_G[group_N]) / (divisor_N + self.epsilon)
         return torch.where(stats.count_G[group_N] > 1, centered_N, 0.0), stats.metrics()
-
-    def _discounted(self, rewards_N: Tensor, turns: Turns) -> Tensor:
-        """[N] sum over later turns k of gamma^(k - t) r_k; one vector operation per turn number."""
-        returns_N = torch.zeros_like(rewards_N)
-        ahead_R = rewards_N.new_zeros(turns.num_rollouts)
-        last = int((turns.count_N - 1).max()) if len(rewards_N) else -1
-        for position in range(last, -1, -1):
-            rows = ((turns.position_N == position) & (turns.position_N < turns.count_N)).nonzero().squeeze(-1)
-            returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
-            ahead_R[turns.rollout_N[rows]] = returns_N[rows]
-        return returns_N
 
 
 class GigpoAlgorithm(AlgorithmType):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -206,20 +207,41 @@ def supervised_batch(
     )
 
 
-def join_batches(first: TrainingBatch, second: TrainingBatch) -> TrainingBatch:
-    """Join the rows of both; the second are demonstrations, without baselines, states and turn rewards."""
-    fillers = {"baselines": 0, "states": -1, "turn_rewards": 0}
-    arrays = {
-        f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)])
-        for f in fields(TrainingBatch)
-        if f.name not in ("groups", "rollouts", "uids", *fillers)
-    }
-    for name in ("groups", "rollouts"):
-        # Numbers of the second go on after those of the first: no group and no rollout is in both.
-        ours = getattr(first, name)
-        arrays[name] = np.concatenate([ours, getattr(second, name) + (ours.max() + 1 if len(ours) else 0)])
-    for name, filler in fillers.items():
-        ours = getattr(first, name)
-        if ours is not None:
-            arrays[name] = np.concatenate([ours, np.full(len(second), filler, ours.dtype)])
-    return TrainingBatch(**arrays, uids=first.uids + second.uids)
+_UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0}
+"""Values for the rows of a part that has none, such as demonstrations, where others have."""
+
+
+def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
+    """Join the rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
+    joined: dict[str, Any] = {"uids": tuple(uid for part in parts for uid in part.uids)}
+    for name in (f.name for f in fields(TrainingBatch) if f.name != "uids"):
+        values = [getattr(part, name) for part in parts]
+        if name in ("groups", "rollouts"):
+            # A rollout's uid ends with its number and its turn: without them it is the same wherever the row was read.
+            # A dataset's rows have none, and no group of them is parted.
+            parted = 2 if name == "groups" else 1
+            keys = [
+                ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
+                for number, (part, value) in enumerate(zip(parts, values, strict=True))
+                for uid, own, expert in zip(part.uids, value, part.experts, strict=True)
+            ]
+            numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+            joined[name] = np.array([numbers[key] for key in keys], dtype=np.int64)
+            continue
+        if name == "states":
+            # Each part's numbers after those of the parts before it; -1 stays.
+            begin = 0
+            for i, value in enumerate(values):
+                if value is not None and len(value):
+                    values[i] = np.where(value < 0, value, value + begin)
+                    begin += int(value.max()) + 1
+        known = next((value for value in values if value is not None), None)
+        if known is None:
+            joined[name] = None
+            continue
+        filled = [
+            np.full(len(part), _UNKNOWN[name], known.dtype) if value is None else value
+            for value, part in zip(values, parts, strict=True)
+        ]
+        joined[name] = np.concatenate(filled)
+    return TrainingBatch(**joined)

@@ -292,11 +292,12 @@ class EntryReader:
             begin = end
         baselines = [part for part in entry.drop if part.reason == BASELINE]
         batch = batch_from_table(self._trained_rows(rollouts), self._trained_rows(baselines) if baselines else None)
-        for part, within in shown:
-            if self.demonstrations is None:
-                raise DataError(f"ledger entry {entry.step} names {part.source}, and no demonstrations are configured")
-            batch = join_batches(batch, self.demonstrations.batch(part, entry.step, within))
-        return batch
+        if not shown:
+            return batch
+        if self.demonstrations is None:
+            source = shown[0][0].source
+            raise DataError(f"ledger entry {entry.step} names {source}, and no demonstrations are configured")
+        return join_batches([batch, *(self.demonstrations.batch(part, entry.step, within) for part, within in shown)])
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:
         """Read the rows of the log as recorded, one part after another."""

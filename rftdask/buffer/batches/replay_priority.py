@@ -73,12 +73,11 @@ class LinearDecay(PriorityFunction):
 
 
 @dataclass(frozen=True)
-class DecayLimitRandomization(PriorityFunction):
+class DecayLimitRandomization(LinearDecay):
     """decay_limit_randomization: version - decay * uses + sigma * noise, and a limit of uses."""
 
     priority_fn = "decay_limit_randomization"
 
-    decay: float = 2.0
     use_count_limit: int | None = 3
     """Times that a group is trained in all; None: no limit."""
     sigma: float = 0.0
@@ -89,7 +88,7 @@ class DecayLimitRandomization(PriorityFunction):
         return self.use_count_limit
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        values_N = versions_N - self.decay * uses_N
+        values_N = super().priorities(versions_N, uses_N, random)
         return values_N + self.sigma * random.standard_normal(len(values_N)) if self.sigma > 0 else values_N
 
 

@@ -152,22 +152,20 @@ class OldestFirst(SampleStrategy):
 
 
 @dataclass(frozen=True)
-class StalenessControl(SampleStrategy):
+class StalenessControl(OldestFirst):
     """staleness_control: the oldest first, and none that is staler than the bound."""
 
     sample_strategy = "staleness_control"
-    follows_schedule = True
 
     max_staleness: int | None = None
     """The same bound as `synchronizer.max_staleness`, which takes its value from here."""
 
 
 @dataclass(frozen=True)
-class Mix(SampleStrategy):
+class Mix(OldestFirst):
     """mix: the oldest first, beside demonstrations of a dataset (source.py)."""
 
     sample_strategy = "mix"
-    follows_schedule = True
     takes_demonstrations: ClassVar[bool] = True
 
     max_staleness: int | None = None

@@ -4,7 +4,7 @@ change.
 What every backend must keep:
 
 - `commit` is atomic and durable: a reader sees all of a shard or none of it, and what was committed outlives the
-  process. A work unit is done exactly when `shards` or `find` show a shard of its (explore step, unit), or
+  process. A work unit is done exactly when `shards` or `find_all` show a shard of its (explore step, unit), or
   parts that hold all its groups (`done_units`).
 - a shard never changes. It moves into quarantine when its content fails its checksum, and into a large file when it
   was compacted, and is then listed and read as before.
@@ -63,10 +63,6 @@ class ExperienceLog(ABC):
 
         Raises: StorageError.
         """
-
-    def find(self, explore_step: int, unit: int) -> ShardName | None:
-        """A committed shard of this whole work unit, if there is one; of `loose_shards` only."""
-        return next((name for name in self.find_all(explore_step, unit) if name.part is None), None)
 
     @abstractmethod
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:

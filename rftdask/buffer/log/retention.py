@@ -44,17 +44,11 @@ def removable(
     if section.keep == "all":
         return []
     repeated = set() if section.keep == "compact" else set(repeated_shards(names))
-
-    def stays(name: ShardName) -> bool:
-        # By its numbers alone, so that every pass and every process draws the same.
-        drawn = zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32
-        return section.keep == "thin" and drawn < section.keep_share
-
-    return [
-        name
-        for name in names
-        if name.explore_step < before and not stays(name) and name not in repeated and name.text not in needed
-    ]
+    share_kept = section.keep_share if section.keep == "thin" else 0.0
+    # Drawn by its numbers alone, so that every pass and every process draws the same.
+    drawn = {name: zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32 for name in names}
+    old = [name for name in names if name.explore_step < before and drawn[name] >= share_kept]
+    return [name for name in old if name not in repeated and name.text not in needed]
 
 
 def apply_retention(

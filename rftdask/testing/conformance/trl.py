@@ -29,7 +29,23 @@ def cases() -> list[Case]:
     from trl.trainer.grpo_trainer import GRPOTrainer  # heavy and optional
 
     def trl(loss_type: str, **settings: Any) -> Callable[[Batch], Tensor]:
-        return lambda batch: GRPOTrainer._compute_loss(_trainer(batch, loss_type, **settings), None, _inputs(batch))
+        def theirs(batch: Batch) -> Tensor:
+            ids = torch.zeros(batch.mask.shape, dtype=torch.int64)
+            inputs = {
+                "prompt_ids": ids[:, :1],
+                "prompt_mask": ids[:, :1] + 1,
+                "completion_ids": ids,
+                "completion_mask": batch.float_mask,
+                "advantages": batch.advantages[:, 0],
+                "old_per_token_logps": batch.old,
+                "ref_per_token_logps": batch.ref,
+                "num_items_in_batch": batch.mask.sum(),
+            }
+            trainer = _trainer(batch, loss_type, get_gamma_weights=GRPOTrainer.get_gamma_weights, **settings)
+            loss: Tensor = GRPOTrainer._compute_loss(trainer, None, inputs)
+            return loss
+
+        return theirs
 
     not_empty = ("padded", "holes", "short", "extreme")
     no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
@@ -55,22 +71,15 @@ def cases() -> list[Case]:
     ]
 
 
-def _inputs(batch: Batch) -> dict[str, Tensor]:
-    ids = torch.zeros(batch.mask.shape, dtype=torch.int64)
-    return {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1] + 1,
-        "completion_ids": ids,
-        "completion_mask": batch.float_mask,
-        "advantages": batch.advantages[:, 0],
-        "old_per_token_logps": batch.old,
-        "ref_per_token_logps": batch.ref,
-        "num_items_in_batch": batch.mask.sum(),
-    }
-
-
 def _trainer(
-    batch: Batch, loss_type: str, *, high: float = 0.2, beta: float = 0.0, level: str = "token", **settings: Any
+    batch: Batch,
+    loss_type: str,
+    *,
+    get_gamma_weights: Callable[..., Tensor],
+    high: float = 0.2,
+    beta: float = 0.0,
+    level: str = "token",
+    **settings: Any,
 ) -> Any:
     """What `_compute_loss` reads of its trainer."""
     alone = {name: lambda value, *_, **__: value for name in ("gather", "gather_for_metrics", "reduce")}
@@ -94,14 +103,7 @@ def _trainer(
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_TOKENS,
-        get_gamma_weights=_gamma_weights,
+        get_gamma_weights=get_gamma_weights,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (batch.policy, torch.zeros_like(batch.policy), None),
     )
-
-
-def _gamma_weights(**given: Any) -> Tensor:
-    from trl.trainer.grpo_trainer import GRPOTrainer  # imported by then
-
-    weights_NT: Tensor = GRPOTrainer.get_gamma_weights(**given)
-    return weights_NT

@@ -13,7 +13,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import Storage
@@ -39,14 +39,12 @@ _FOLDERS = r"(global_step_|weights/)\d+"
 Tree = dict[str, bytes]
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A damaged run folder."""
+class _Case(NamedTuple):
+    """A damaged run folder; `paths` are the files or folders that were damaged."""
 
     what: str
     tree: Tree
     paths: tuple[str, ...]
-    """Files or folders that were damaged."""
     kind: str
 
 

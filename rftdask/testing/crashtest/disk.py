@@ -80,8 +80,10 @@ class SimulatedDisk(Posix):
                 return  # a file may have two names
             found.add(id(node))
             if isinstance(node, _File):
-                if node.data != node.synced:
-                    node.data = _tear(node, share_kept, rng)
+                if node.data != node.synced and rng.random() >= share_kept:
+                    cut = rng.randrange(len(node.data) + 1)
+                    whole_length_but_zeros = node.data[:cut] + bytes(len(node.data) - cut)
+                    node.data = rng.choice((node.synced, node.data[:cut], whole_length_but_zeros))
                 node.synced = node.data
                 return
             # Changes of names are kept or lost one by one, in no order: journals may write them in any.
@@ -207,15 +209,6 @@ class SimulatedDisk(Posix):
 
     def _place(self, path: str) -> tuple[_Folder, str]:
         return self._folder(os.path.dirname(path)), os.path.basename(path)
-
-
-def _tear(file: _File, share_kept: float, rng: random.Random) -> bytes:
-    """Draw what is left of bytes that were not synced."""
-    if rng.random() < share_kept:
-        return file.data
-    cut = rng.randrange(len(file.data) + 1)
-    whole_length_but_zeros = file.data[:cut] + bytes(len(file.data) - cut)
-    return rng.choice((file.synced, file.data[:cut], whole_length_but_zeros))
 
 
 def _error(number: int, path: str) -> OSError:

@@ -43,21 +43,15 @@ class Ending:
     """Experiences that were trained or dropped more than once."""
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """Result of a run of the same plan to which nothing happens."""
-
-    weights: bytes
-    batches: dict[int, str]
-    """Optimizer step -> digest of its batch."""
-
-
 @functools.cache
-def run_undisturbed(plan: Plan) -> Undisturbed:
-    """Run the plan in memory, once in a process; forks of the process inherit the result."""
+def run_undisturbed(plan: Plan) -> tuple[bytes, dict[int, str]]:
+    """Run the plan in memory, once in a process; forks of the process inherit the result.
+
+    Returns: the last weights, and the digest of the batch of each optimizer step.
+    """
     storage, witness = new_memory(), Witness()
     run_all(lambda: storage, plan, Parts(), witness, seed=0)
-    return Undisturbed(storage.get(f"{weights_folder(plan.num_steps)}/{MODEL_FILE}"), dict(witness.steps_trained()))
+    return storage.get(f"{weights_folder(plan.num_steps)}/{MODEL_FILE}"), dict(witness.steps_trained())
 
 
 def go_on(
@@ -114,14 +108,14 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
 
 def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
     """List differences from the undisturbed run in batches, final weights and pointers."""
-    undisturbed, last, problems = run_undisturbed(plan), plan.num_steps, []
+    expected, usual = run_undisturbed(plan)
+    last, problems = plan.num_steps, []
     batches: dict[int, str] = {}
     for step, digest in witness.steps_trained():
         if batches.setdefault(step, digest) != digest:
             problems.append(f"step {step} was trained with two different batches")
-    expected = undisturbed.weights
-    if plan.ordered and batches != undisturbed.batches:
-        differing = sorted(step for step, digest in undisturbed.batches.items() if batches.get(step) != digest)
+    if plan.ordered and batches != usual:
+        differing = sorted(step for step, digest in usual.items() if batches.get(step) != digest)
         problems.append(f"steps {differing} were trained with other batches than without a crash")
     if not plan.ordered:
         # The order of arrival has decided the batches, so the weights are those of training what the ledger says.

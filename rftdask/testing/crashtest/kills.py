@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rftdask.errors import RoleError
@@ -91,6 +92,11 @@ def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> F
 
     folder: where it works; made by it.
     """
+
+    def kill_myself() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # the signal is on its way
+
     figures = Figures("stops", "places before, in and after each storage operation; SIGKILL at each")
     run_undisturbed(plan)  # here, not once in every life
     # Listed in a folder of its own, which is as deep as those of the killed runs: another depth has other places.
@@ -103,8 +109,12 @@ def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> F
         life_folder = folder / f"place-{number + 1}"
         life_folder.mkdir(parents=True)
         witness = Witness(life_folder / "witness.txt")
+        counter = PlaceCounter(life_folder, places[number], kill_myself)
+        storages = partial(_storage, life_folder, counter)
+        life = Life(partial(run_all, storages, plan, Parts(), witness, seed), life_folder)
         try:
-            _kill_at(places[number], life_folder, plan, witness, seed)
+            if life.wait() != -signal.SIGKILL:
+                raise RoleError(f"was to be killed, and ended with status {life.status}: {life.error()}")
             figures.num_kills += 1
             ending = _finish(life_folder, plan, witness, seed + 1)  # another writer, with other names
         except RoleError as error:
@@ -127,19 +137,6 @@ def list_places(folder: Path, plan: Plan, seed: int) -> list[str]:
 
 def _storage(folder: Path, counter: PlaceCounter) -> Storage:
     return FaultyStorage(LocalStorage(folder / "run", SteppedPosix(counter.at_call)), counter.at_verb)
-
-
-def _kill_at(place: str, folder: Path, plan: Plan, witness: Witness, seed: int) -> None:
-    """Raises: RoleError: the process ended without passing `place`."""
-
-    def kill_myself() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)  # the signal is on its way
-
-    counter = PlaceCounter(folder, place, kill_myself)
-    life = Life(lambda: run_all(lambda: _storage(folder, counter), plan, Parts(), witness, seed), folder)
-    if life.wait() != -signal.SIGKILL:
-        raise RoleError(f"was to be killed, and ended with status {life.status}: {life.error()}")
 
 
 def _finish(folder: Path, plan: Plan, witness: Witness, seed: int) -> Ending:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from functools import partial
 
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import NotFoundError
@@ -48,25 +49,20 @@ def lose_power(
             # Another draw for each moment: what is kept at one call says nothing of the next.
             left = before.after_power_loss(seed * len(moments) + number)
             own = seen.copy()
-            ending = _go_on(left, plan, own, seed, parts)
+            # Before the run goes on: a writer would commit the same unit again, and the loss would not be seen.
+            gone = [path for path in own.shards_acknowledged() if not _is_whole(LocalStorage(_ROOT, left), path)]
+            if gone:
+                told = [f"{path} was committed, and is gone or torn" for path in gone]
+                ending = Ending(told, sum(map(num_rows, gone)))
+            else:
+                ending = go_on(partial(LocalStorage, _ROOT, left), plan, own, seed + 1000, parts)
             figures.add(f"power lost before call {number} ({call}), seed {seed}", ending, own)
     return figures
 
 
-def _go_on(disk: SimulatedDisk, plan: Plan, witness: Witness, seed: int, parts: Parts | None) -> Ending:
-    """Go on from what the power loss has left, to the end of the run."""
-    storage = LocalStorage(_ROOT, disk)
-    problems, num_lost = [], 0
-    # Before the run goes on: a writer would commit the same unit again, and the loss would not be seen.
-    for path in witness.shards_acknowledged():
-        name = ShardName.try_parse(path.rpartition("/")[2])
-        try:
-            is_whole = name is not None and zlib.crc32(storage.get(path)) == name.crc32
-        except NotFoundError:
-            is_whole = False
-        if not is_whole:
-            problems.append(f"{path} was committed, and is gone or torn")
-            num_lost += num_rows(path)
-    if problems:
-        return Ending(problems, num_lost)
-    return go_on(lambda: LocalStorage(_ROOT, disk), plan, witness, seed + 1000, parts)
+def _is_whole(storage: LocalStorage, path: str) -> bool:
+    name = ShardName.try_parse(path.rpartition("/")[2])
+    try:
+        return name is not None and zlib.crc32(storage.get(path)) == name.crc32
+    except NotFoundError:
+        return False

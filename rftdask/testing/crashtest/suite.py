@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -100,66 +99,53 @@ PROTECTIONS: dict[str, Callable[[int], Figures]] = {
 """Name -> the test without it, trying every n-th place; where only few places matter, these, and less thinly."""
 
 
-@dataclass(frozen=True)
-class CrashTestOptions:
-    """Parts to run, and how thoroughly."""
-
-    num_kills: int = 100
-    """Kills of the part "kills", at least."""
-    seed: int = 1
-    parts: tuple[str, ...] = PARTS
-    every: int = 1
-    """Try every n-th place only, in the parts that have places."""
-
-    def __post_init__(self) -> None:
-        unknown = sorted({*self.parts} - {*PARTS})
-        if unknown:
-            raise UserError(f"crash test parts {unknown} do not exist; they are {', '.join(PARTS)}")
-        if self.every < 1 or self.num_kills < 1:
-            raise UserError(f"every ({self.every}) and kills ({self.num_kills}) must be at least 1")
-
-
 def run_crash_test(
-    url: str | None, options: CrashTestOptions, say: Callable[[str], None] = lambda line: None
+    url: str | None,
+    parts: Sequence[str] = PARTS,
+    num_kills: int = 100,
+    seed: int = 1,
+    every: int = 1,
+    say: Callable[[str], None] = lambda line: None,
 ) -> CrashReport:
     """Run the parts. What fails is in the report. Forks: call it from a process without threads.
 
-    url: a folder on the file system to be tested, in which a folder is made and removed; None takes a temporary one.
-    Raises: UserError: `url` is no folder of a file system.
+    Args:
+        url: a folder on the file system to be tested, in which a folder is made and removed; None: a temporary one.
+        num_kills: of the part "kills", at least.
+        every: try every n-th place only, in the parts that have places.
+    Raises: UserError: `url` is no folder of a file system, there is no such part, or a number is below 1.
     """
-    seed, every = options.seed, options.every
+    if unknown := sorted({*parts} - {*PARTS}):
+        raise UserError(f"crash test parts {unknown} do not exist; they are {', '.join(PARTS)}")
+    if every < 1 or num_kills < 1:
+        raise UserError(f"every ({every}) and kills ({num_kills}) must be at least 1")
     with _work_folder(url) as folder:
         say(f"crash test below {folder}")
         seeds = range(seed, seed + _NUM_POWER_SEEDS)
         tests: list[tuple[str, Callable[[], Figures]]] = [
             ("stops", lambda: stop_everywhere(folder / "stops", _SHORT[0], seed, every=every)),
-            ("kills", lambda: kill_at_random(folder / "kills", _LONG, options.num_kills, seed)),
+            ("kills", lambda: kill_at_random(folder / "kills", _LONG, num_kills, seed)),
             ("power", lambda: lose_power(_SHORT[0], seeds, every=every)),
             ("power", lambda: lose_power(_SHORT[1], seeds, every=every)),
             ("rivals", lambda: meet_rivals(_SHORT[0], seeds[:1], every=every)),
             ("rivals", lambda: meet_rivals(_SHORT[1], seeds[:1], every=every)),
             ("damage", lambda: damage_files(Plan(6), seed, every=every)),
         ]
-        parts = []
+        done = []
         for part, test in tests:
-            if part in options.parts:
+            if part in parts:
                 began = time.monotonic()
-                parts.append(figures := test())
+                done.append(figures := test())
                 figures.duration_s = time.monotonic() - began
                 say(f"  {part}: {figures.num_tried} tried, {len(figures.problems)} broken, {figures.duration_s:.0f} s")
         without = []
-        for name in PROTECTIONS if "protections" in options.parts else ():
+        for name in PROTECTIONS if "protections" in parts else ():
             # Thinly: one broken place is enough to show that the test can find it.
             found = PROTECTIONS[name](max(6, every))
             num_broken, example = len(found.problems), next(iter(found.problems), "")
             without.append(ProtectionFigures(name, found.num_tried, num_broken, example))
             say(f"  without {name}: {num_broken} of {found.num_tried} broken, as it must be")
-        return CrashReport(seed, parts, without)
-
-
-def parse_parts(text: str) -> tuple[str, ...]:
-    """ "stops,kills" -> ("stops", "kills"); empty means all. Unknown names are refused by the options."""
-    return tuple(name.strip() for name in text.split(",") if name.strip()) or PARTS
+        return CrashReport(seed, done, without)
 
 
 @contextmanager

@@ -68,7 +68,23 @@ _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int]]]]
 """A file, whether its head says where tensors begin, and of each tensor: name, dtype, offsets, sizes. JSON types."""
 
 
-class SavedTensors(StorageReader):
+class _NoFolder:
+    """What PyTorch asks of a storage with a path, where there is nothing to do."""
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return False  # there is no path to find it by
+
+
+class SavedTensors(_NoFolder, StorageReader):
     """What `save_tensors` gave on all ranks, or one file of whole tensors.
 
     Example:
@@ -155,21 +171,7 @@ class SavedTensors(StorageReader):
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def reset(self, checkpoint_id: object = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # there is no path to find it by
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     # ----
 
@@ -193,7 +195,7 @@ class SavedTensors(StorageReader):
         return file, placed is not None, chunks
 
 
-class _Writer(StorageWriter):
+class _Writer(_NoFolder, StorageWriter):
     """Keeps the file of one rank."""
 
     def __init__(self, name: str) -> None:
@@ -216,21 +218,7 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pass  # the manifest of the checkpoint makes its files exist
 
-    def reset(self, checkpoint_id: object = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
 
 def _done(value: Any) -> Future[Any]:

@@ -8,6 +8,7 @@ T response tokens of the longest response.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,7 +37,6 @@ from rftdask.models.lora import (
     begin,
     load_adapter,
     merged,
-    settings_bytes,
     without_adapters,
 )
 from rftdask.trainer.engines.adam import Adam
@@ -269,7 +269,8 @@ class TorchEngine(TrainEngine):
         if not self._adapter:
             return {MODEL_FILE: state_bytes(tensors)}
         files = {self._adapter[name]: tensor for name, tensor in tensors.items()}
-        return {ADAPTER_FILE: state_bytes(files), ADAPTER_CONFIG_FILE: settings_bytes(self._adapter_settings)}
+        settings = json.dumps(self._adapter_settings, indent=1, sort_keys=True).encode()
+        return {ADAPTER_FILE: state_bytes(files), ADAPTER_CONFIG_FILE: settings}
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:

@@ -104,3 +104,8 @@ def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
         assert found is not None, f"batch {step} is missing"
         batches.append(found[1].uids)
     return batches
+
+
+def find_whole(log: ExperienceLog, explore_step: int, unit: int) -> ShardName | None:
+    """A committed shard of this whole work unit, if there is one."""
+    return next((name for name in log.find_all(explore_step, unit) if name.part is None), None)

@@ -91,16 +91,6 @@ def test_a_writer_killed_in_the_middle_leaves_no_visible_name(store: LocalStorag
     assert store.list() == [] and not store.exists("pointer")
 
 
-def test_sweep_takes_old_leftovers_and_nothing_else(store: LocalStorage) -> None:
-    store.put("a/b", b"x")
-    Path(store.url, "a", TMP_PREFIX + "1-file").write_bytes(b"half")
-    Path(store.url, TMP_PREFIX + "2-folder").mkdir()
-    Path(store.url, TMP_PREFIX + "2-folder", "file").write_bytes(b"half removed")
-    assert store.sweep(older_than_s=3600) == 0
-    assert store.sweep(older_than_s=0) == 2
-    assert sorted(all_names(store.url)) == ["a", "b"]
-
-
 def test_writes_leave_nothing_but_their_file(store: LocalStorage) -> None:
     store.put("a/b", b"x")
     assert store.put_new("a/c", b"x") and not store.put_new("a/c", b"y")
@@ -165,5 +155,3 @@ def test_a_remover_killed_in_the_middle_leaves_no_half_folder(store: LocalStorag
     remover = start_python(REMOVER, store.url)
     kill_when(lambda: bool(os.listdir(store.url)) and os.listdir(store.url) != ["run"], remover)
     assert store.list() == []
-    store.sweep(older_than_s=0)
-    assert all_names(store.url) == []

@@ -25,7 +25,7 @@ from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, tur
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.micro_batches import deal, plan_passes, rows_of_units, unit_costs
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.trainer import from_bytes, join_parts, places_of, to_bytes
+from rftdask.trainer.trainer import from_bytes, places_of, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5
@@ -76,9 +76,9 @@ def rows_of(numbers: Sequence[int], first: int = 0) -> TrainingBatch:
 
 def test_parts_join_to_what_one_rank_would_have_read() -> None:
     shown = [supervised_batch([([1, 2, n], 1, None)], [f"dataset:x/{n}/{n}"]) for n in (3, 4)]
-    whole = join_batches(join_batches(rows_of(range(6)), shown[0]), shown[1])
-    parts = [rows_of([0, 1]), join_batches(rows_of([2, 3, 4, 5]), shown[0]), shown[1]]
-    joined = join_parts([from_bytes(to_bytes(part)) for part in parts])
+    whole = join_batches([rows_of(range(6)), *shown])
+    parts = [rows_of([0, 1]), join_batches([rows_of([2, 3, 4, 5]), shown[0]]), shown[1]]
+    joined = join_batches([from_bytes(to_bytes(part)) for part in parts])
     for name, value in vars(whole).items():
         assert np.array_equal(getattr(joined, name), value), name
     assert joined.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
@@ -89,7 +89,7 @@ def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown()
         **{**vars(rows_of([0, 1])), "states": np.array([0, 1]), "turn_rewards": np.ones(2, np.float32)}
     )
     other = TrainingBatch(**{**vars(rows_of([4, 5])), "states": np.array([-1, 0])})
-    joined = join_parts([known, rows_of([2, 3]), other])
+    joined = join_batches([known, rows_of([2, 3]), other])
     assert joined.states is not None and joined.turn_rewards is not None
     assert joined.states.tolist() == [0, 1, -1, -1, -1, 2]
     assert joined.turn_rewards.tolist() == [1, 1, 0, 0, 0, 0]

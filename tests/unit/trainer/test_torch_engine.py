@@ -47,7 +47,7 @@ def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch
     """Random rollouts of three to six tokens, two prompt tokens each."""
     random = np.random.default_rng(shifted_seed(seed))
     rows = [(random.integers(2, 200, 2 + random.integers(3, 7)).tolist(), 2, None) for _ in range(num_groups * size)]
-    batch = supervised_batch(rows, [f"row {i}" for i in range(len(rows))], size)
+    batch = supervised_batch(rows, [f"t/0/{i // size}/{i % size}/0" for i in range(len(rows))], size)
     return replace(
         batch,
         rewards=random.random(len(batch)).astype(np.float32),
@@ -62,7 +62,7 @@ def batch_for(name: str) -> TrainingBatch:
     if name == "dpo":
         return replace(rollouts(6, 2), experts=np.ones(12, bool))
     shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["shown 0", "shown 1"])
-    return join_batches(own, shown) if name == "mix" else own
+    return join_batches([own, shown]) if name == "mix" else own
 
 
 NAMES = ["grpo", "ppo", "mix", "dpo", "remax", "on_policy_distill", "reinforceplusplus", "sapo"]

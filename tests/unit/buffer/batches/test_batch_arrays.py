@@ -85,11 +85,11 @@ def test_states_are_numbered_and_what_was_not_told_is_unknown() -> None:
     assert batch.states.tolist() == [0, -1, 1, 0]
     assert batch.turn_rewards.tolist() == [0.5, 0.0, -1.0, 0.0]
     shown = supervised_batch([((1, 2, 3), 1, None)], ["a"])
-    joined = join_batches(batch, shown)
+    joined = join_batches([batch, shown])
     assert joined.states is not None and joined.turn_rewards is not None
     assert (joined.states.tolist()[-1], joined.turn_rewards.tolist()[-1]) == (-1, 0.0)
     silent = batch_from_table(experiences_to_table([experience()]))
-    assert (silent.states, silent.turn_rewards, join_batches(silent, shown).states) == (None, None, None)
+    assert (silent.states, silent.turn_rewards, join_batches([silent, shown]).states) == (None, None, None)
 
 
 def test_supervised_rows_have_no_rewards_and_no_logprobs() -> None:

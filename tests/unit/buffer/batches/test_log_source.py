@@ -20,7 +20,7 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import Statuses, all_ok, commit_batch, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import Statuses, all_ok, commit_batch, find_whole, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Two explore steps of four tasks in work units of two: eight groups, four train batches, two rows a group."""
@@ -187,7 +187,7 @@ def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
     source = make_source(storage)
     with pytest.raises(WaitTimeout):
         source.batch(1)
-    assert (log.num_quarantined(), log.find(1, 0)) == (1, None)
+    assert (log.num_quarantined(), find_whole(log, 1, 0)) == (1, None)
     commit_batch(log, 1, 0)
     assert take(source, [1]) == [uids(0, 1)]
     assert audit(storage) == Audit(committed=4, trained=4, waiting=0)

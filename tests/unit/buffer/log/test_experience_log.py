@@ -14,7 +14,7 @@ from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, new_storage
+from tests.unit.buffer.buffer_cases import commit_batch, experience, find_whole, new_storage
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -40,7 +40,7 @@ def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
 
     with pytest.raises(StorageError, match="disk full"):
         commit_batch(ParquetLog(FaultyStorage(storage, fail)), 1, 0)
-    assert ParquetLog(storage).find(1, 0) is None
+    assert find_whole(ParquetLog(storage), 1, 0) is None
 
 
 def test_files_of_others_are_not_seen(storage: Storage) -> None:
@@ -52,7 +52,7 @@ def test_files_of_others_are_not_seen(storage: Storage) -> None:
 
 
 def damage(storage: Storage, log: ParquetLog, *, step: int = 1, batch: int = 0) -> None:
-    name = log.find(step, batch)
+    name = find_whole(log, step, batch)
     assert name is not None
     data = storage.get(log.path(name))
     storage.put(log.path(name), data[:-20] + b"!" + data[-19:])
@@ -66,7 +66,7 @@ def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: S
         log.read(name)
     bad = storage.get(log.path(name))
     log.quarantine(name, "crc32 does not match")
-    assert log.find(1, 0) is None
+    assert find_whole(log, 1, 0) is None
     assert log.shards() == []
     assert log.num_quarantined() == 1
     assert storage.get(f"experiences/quarantine/{name.text}") == bad
@@ -94,7 +94,7 @@ def test_a_shard_counts_as_set_aside_only_when_its_batch_is_undone() -> None:
 
     def look(verb: str, path: str, stage: str) -> None:
         if verb in ("put", "remove"):
-            counts.append((log.num_quarantined(), log.find(1, 0) is not None))
+            counts.append((log.num_quarantined(), find_whole(log, 1, 0) is not None))
 
     ParquetLog(FaultyStorage(inner, look)).quarantine(name, "bad")
     assert set(counts) == {(0, True), (1, False)}
@@ -115,9 +115,9 @@ def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
 
     with pytest.raises(StorageError, match="killed"):
         ParquetLog(FaultyStorage(inner, crash)).quarantine(name, "bad")
-    assert log.find(1, 0) is not None
+    assert find_whole(log, 1, 0) is not None
     log.quarantine(name, "bad")
-    assert (log.find(1, 0), log.num_quarantined()) == (None, 1)
+    assert (find_whole(log, 1, 0), log.num_quarantined()) == (None, 1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import commit_batch, experience, find_whole, make_source, new_storage, take
 
 LAST_STEP = 3 * STEPS_PER_BUCKET + 5
 BATCHES = (0, 1)
@@ -103,7 +103,7 @@ def test_a_batch_that_was_set_aside_before_the_note_is_open_until_it_ran_again()
     storage = new_storage()
     log = long_log(storage, STEPS_PER_BUCKET)
     note_complete(storage, STEPS_PER_BUCKET)
-    lost = log.find(7, 1)
+    lost = find_whole(log, 7, 1)
     assert lost is not None
     log.quarantine(lost, "bad")
     assert first_open_step(storage, log) == 7

@@ -35,7 +35,7 @@ from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
-from tests.unit.buffer.buffer_cases import all_ok, commit_batch, experience, make_source, new_storage
+from tests.unit.buffer.buffer_cases import all_ok, commit_batch, experience, find_whole, make_source, new_storage
 
 POSTGRESQL = "RFTDASK_TEST_POSTGRESQL"
 
@@ -119,14 +119,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 class TestLog:
     def test_an_empty_log_has_nothing(self, backend: Backend) -> None:
         log = backend.open()
-        assert (log.shards(), log.find(1, 0), log.num_quarantined(), log.sealed_at()) == ([], None, 0, None)
+        assert (log.shards(), find_whole(log, 1, 0), log.num_quarantined(), log.sealed_at()) == ([], None, 0, None)
         assert backend.storage.list() == []  # looking makes nothing
 
     def test_what_is_committed_is_listed_found_and_read_by_anyone(self, backend: Backend) -> None:
         name = backend.open().commit([experience(3, 1), experience(3, 2)], explore_step=5, unit=1)
         log = backend.open()
         assert log.shards() == [name] and ShardName.try_parse(name.text) == name
-        assert (log.find(5, 1), log.find(5, 0), log.find(6, 1)) == (name, None, None)
+        assert (find_whole(log, 5, 1), find_whole(log, 5, 0), find_whole(log, 6, 1)) == (name, None, None)
         assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
         assert (name.num_rows, name.explore_step, name.unit) == (2, 5, 1)
 
@@ -141,13 +141,13 @@ class TestLog:
 
     def test_a_batch_without_a_row_is_done(self, backend: Backend) -> None:
         name = backend.open().commit([], explore_step=1, unit=0)
-        assert backend.open().find(1, 0) == name
+        assert find_whole(backend.open(), 1, 0) == name
         assert backend.open().read(name).num_rows == 0
 
     def test_a_batch_in_parts_is_done_with_the_last_of_them(self, backend: Backend) -> None:
         log = backend.open()
         first = log.commit([experience(1)], explore_step=1, unit=0, part=Part((1,), 2))
-        assert (log.find(1, 0), log.find_all(1, 0), done_units(log.shards())) == (None, [first], set())
+        assert (find_whole(log, 1, 0), log.find_all(1, 0), done_units(log.shards())) == (None, [first], set())
         last = log.commit([experience(0)], explore_step=1, unit=0, part=Part((0,), 2))
         assert ShardName.try_parse(last.text) == last and log.read(last).num_rows == 1
         assert set(backend.open().find_all(1, 0)) == {first, last}
@@ -191,7 +191,7 @@ class TestLog:
             backend.open().read(name)
         log.quarantine(name, "crc32 does not match")
         log.quarantine(name, "again")
-        assert (log.find(1, 0), log.shards(), log.num_quarantined()) == (None, [other], 1)
+        assert (find_whole(log, 1, 0), log.shards(), log.num_quarantined()) == (None, [other], 1)
         assert log.quarantined() == [name]
         with pytest.raises(NotFoundError):
             log.read(name)
@@ -213,7 +213,7 @@ class TestLog:
         name = evals.commit([experience(step=0)], explore_step=0, unit=0)
         evals.seal(3)
         log = backend.open()
-        assert (log.shards(0), log.sealed_at(), log.find(0, 0)) == ([], None, None)
+        assert (log.shards(0), log.sealed_at(), find_whole(log, 0, 0)) == ([], None, None)
         assert backend.open("eval/gsm8k").shards(0) == [name]
         with pytest.raises(NotFoundError):
             log.read(name)
@@ -321,7 +321,7 @@ def test_a_run_begun_again_in_its_place_does_not_find_the_rows_of_the_one_before
         assert SqlLog(open_storage(tmp_path / folder), url).shards() == []
         commit_batch(SqlLog(open_storage(tmp_path / folder), url), 1, 0)
     (tmp_path / "one" / "experiences" / "DATABASE.json").unlink()
-    assert SqlLog(open_storage(tmp_path / "one"), url).find(1, 0) is None
+    assert find_whole(SqlLog(open_storage(tmp_path / "one"), url), 1, 0) is None
 
 
 def test_a_writer_cannot_commit_other_rows_as_the_same_unit(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_commit_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(StorageError, match="no space"):
         commit_batch(log, 1, 1)
-    assert log.find(1, 1) is None
+    assert find_whole(log, 1, 1) is None
     with sqlite3.connect(tmp_path / "experiences.sqlite") as database:
         assert database.execute("select count(*) from experiences").fetchone() == (4,)
     database.close()

@@ -21,7 +21,7 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import experience, find_whole, make_source, new_storage, take
 
 NUM_TASKS = 4
 FOR_EVER_S = 1000.0
@@ -59,7 +59,7 @@ def test_groups_that_are_done_together_are_one_shard_without_parts_in_its_name()
         for slot in (2, 0, 3, 1):
             batch.add(slot, group(slot))
         (name,) = batch.finish()
-    assert name.part is None and log.find(1, 0) == name
+    assert name.part is None and find_whole(log, 1, 0) == name
     assert log.read(name).column("task_index").to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3], "in the order of the tasks"
 
 
@@ -69,7 +69,7 @@ def test_a_finished_group_does_not_wait_for_its_batch() -> None:
         batch.add(2, group(2))
         wait_until(lambda: held(log) == [(2,)])
         assert done_units(log.shards()) == set()
-        assert log.find(1, 0) is None, "that is for whole batches"
+        assert find_whole(log, 1, 0) is None, "that is for whole batches"
         for slot in (3, 0, 1):
             batch.add(slot, group(slot))
         names = batch.finish()
