@@ -295,7 +295,7 @@ def conformance() -> None:
     # Late: it imports torch, and every framework that is installed.
     import warnings
 
-    from rftdask.testing.conformance import failures, format_table, run_conformance
+    from rftdask.testing.conformance.run import failures, format_table, run_conformance
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the frameworks warn of when they are imported is theirs

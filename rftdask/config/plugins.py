@@ -176,9 +176,14 @@ def parameters_of(part: Any, supplied: int = 0) -> dict[str, Parameter] | None:
     parameters = list(signature.parameters.values())[supplied:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
+
+    def written(annotation: Any) -> str:
+        # A text already where its module has `from __future__ import annotations`.
+        return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
     return {
         parameter.name: Parameter(
-            "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation),
+            "" if parameter.annotation is parameter.empty else written(parameter.annotation),
             required=parameter.default is parameter.empty,
         )
         for parameter in parameters

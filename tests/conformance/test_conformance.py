@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from rftdask.cli import app
-from rftdask.testing.conformance import PEERS, Row, failures, format_table, run_conformance
 from rftdask.testing.conformance import run as runner
 from rftdask.testing.conformance.cases import Case, Peer, loss_of, sample_batch
+from rftdask.testing.conformance.run import PEERS, Row, failures, format_table, run_conformance
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,3 @@ nothing of the command line.
 Usage: `rows = run_conformance()`, then `print(format_table(rows))`; `failures(rows)` is empty if all is as the table
 says.
 """
-
-from rftdask.testing.conformance.run import PEERS, Row, failures, format_table, run_conformance
-
-__all__ = ["PEERS", "Row", "failures", "format_table", "run_conformance"]

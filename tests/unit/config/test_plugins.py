@@ -104,6 +104,14 @@ def test_arguments_that_fit_bind() -> None:
     bind_arguments("x", ClipLoss, {"clip_range": 1})
 
 
+def test_types_are_checked_where_a_module_keeps_its_annotations_as_text(folder: Path) -> None:
+    text = "from __future__ import annotations\nclass Late:\n    def __init__(self, level: int | None = None): ...\n"
+    (folder / "late.py").write_text(text)
+    part = find_part("loss", "Late", {}, [str(folder)])
+    assert list(argument_problems(part, {"level": "high"})) == [("level", "'high' is not int | None")]
+    assert list(argument_problems(part, {"level": 3})) == []
+
+
 def test_what_the_caller_gives_itself_is_not_asked_for() -> None:
     def reward(response: str, truth: str, task: object, target: int, scale: float = 1.0) -> float:
         return scale * target

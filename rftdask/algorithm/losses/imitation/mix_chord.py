@@ -7,8 +7,7 @@ from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import require
 from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.losses.imitation.mix import Mixture
-from rftdask.algorithm.losses.imitation.sft import Sft
-from rftdask.algorithm.losses.imitation.sft_phi import SftPhi
+from rftdask.algorithm.losses.imitation.sft import Sft, SftPhi
 
 
 @dataclass(frozen=True)
