@@ -150,6 +150,8 @@ class Explorer:
         """Last step up to which every unit is committed."""
         self._noted = 0
         """Step of the last note of progress."""
+        self._step_ended = 0.0
+        """Time at which the last explore step was complete, or the loop began."""
         self._begun: set[tuple[int, int]] = set()
         """Units of training that were chosen and are not committed, whatever happens to their workers."""
         self._cursor = (1, 0)
@@ -186,6 +188,7 @@ class Explorer:
         # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
         self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
         self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
+        self._step_ended = time.monotonic()
         try:
             while not self._cancelled():
                 workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
@@ -458,7 +461,8 @@ class Explorer:
         self._done.add((step, unit.unit_index))
         self._advance()
         if self._is_complete(step) and (results := self._results.pop(step, [])):
-            metrics = step_metrics(results)
+            began, self._step_ended = self._step_ended, time.monotonic()
+            metrics = step_metrics(results, self._step_ended - began)
             self._metrics["explorer"].write(step, metrics)
             self._emit(Step("explorer", step, metrics))
 

@@ -439,8 +439,8 @@ def rollout_status(turns: Sequence[Experience]) -> Status:
     return Status.TRUNCATED if Status.TRUNCATED in trainable else Status.OK
 
 
-def step_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
-    """The metrics of an explore step, from the results of its units, at least one.
+def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, float]:
+    """The metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
 
     - reward, and every metric of a workflow: mean over the rollouts that may be trained, each once, whatever its turns
     - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the turns of those rollouts
@@ -448,8 +448,9 @@ def step_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     - truncated: share of those that met the token limit; failed: share of all rollouts that failed, timed out or were
       set aside as poisoned
     - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
-    - wait_s, load_s, generate_s, step_s: seconds, summed over the units; tokens_per_s: of one engine, while it had its
-      weights
+    - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run side by side
+    - tokens_per_s: of one engine, while it had its weights
+    - step_s: wall time since the step before was complete
     """
 
     def total(values: Sequence[float]) -> float:
@@ -463,7 +464,7 @@ def step_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     num_rewards = max(1.0, total([r.num_rewards for r in results]))
     num_rollouts = total([r.num_rollouts for r in results])
     num_tokens = total([r.num_tokens for r in results])
-    step_s, wait_s = total([r.time_s for r in results]), total([r.time_wait_s for r in results])
+    unit_s, wait_s = total([r.time_s for r in results]), total([r.time_wait_s for r in results])
     num_by_status = by_name([r.num_by_status for r in results])
     num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
     num_turns = max(1.0, total([r.num_turns for r in results]))
@@ -488,7 +489,7 @@ def step_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
         "load_s": total([r.time_load_s for r in results]),
         "generate_s": total([r.time_generate_s for r in results]),
         "step_s": step_s,
-        "tokens_per_s": num_tokens / max(1e-9, step_s - wait_s),
+        "tokens_per_s": num_tokens / max(1e-9, unit_s - wait_s),
     }
 
 

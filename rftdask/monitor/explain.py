@@ -27,7 +27,7 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "reward": Metric(
         "Reward",
-        "mean of the rewards of all trainable rollouts in the batch",
+        "mean of the rewards of all trainable rollouts in the batch, each once, whatever its turns",
         "reward units",
         "up",
         "Flat at its minimum: the tasks are too hard for the policy or the reward function rejects every answer.",
@@ -38,6 +38,13 @@ METRICS: dict[str, Metric] = {
         "reward units",
         "watch",
         "Near 0 nothing can be learned: all siblings of a group got the same reward.",
+    ),
+    "flat_groups": Metric(
+        "Groups without spread",
+        "groups of several rollouts that all got the same reward / such groups",
+        "fraction, 0 to 1",
+        "down",
+        "At 1 nothing is learned: the tasks are too easy or too hard, or the reward tells no two answers apart.",
     ),
     "accuracy": Metric("Accuracy", "correct answers / answers, over the whole eval taskset", "fraction, 0 to 1", "up"),
     "loss": Metric(
@@ -94,7 +101,7 @@ METRICS: dict[str, Metric] = {
     "staleness_max": Metric("Largest staleness", "largest staleness in the batch", "optimizer steps", "down"),
     "response_length": Metric(
         "Response length",
-        "mean number of response tokens",
+        "mean number of response tokens of a rollout, all its turns together",
         "tokens",
         "watch",
         "Growing into the token limit: see the truncated share.",
@@ -105,12 +112,17 @@ METRICS: dict[str, Metric] = {
     "failed": Metric("Failed rollouts", "rollouts that failed or timed out / rollouts", "fraction, 0 to 1", "down"),
     "tokens_per_s": Metric(
         "Throughput",
-        "trainer: tokens trained / time of the step; explorer: response tokens sampled / time of the step",
+        "trainer: tokens trained / step_s; explorer: response tokens of one engine / seconds that it had its weights",
         "tokens per second",
         "up",
     ),
-    "step_s": Metric("Time of a step", "wall time from the start of one step to the next", "seconds", "down"),
-    "wait_s": Metric("Waiting", "part of step_s in which the role waited for data or weights", "seconds", "down"),
+    "step_s": Metric("Time of a step", "wall time from the end of one step to the end of the next", "seconds", "down"),
+    "wait_s": Metric(
+        "Waiting",
+        "trainer: part of step_s without data; explorer: seconds that its units waited for weights, summed",
+        "seconds",
+        "down",
+    ),
     "num_rows": Metric("Rows in the batch", "experiences trained in the step", "experiences", "watch"),
     "num_tokens": Metric("Tokens in the batch", "tokens of prompt and response trained in the step", "tokens", "watch"),
     "num_missing_groups": Metric(

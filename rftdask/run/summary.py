@@ -216,8 +216,10 @@ def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
             ends = trainer["time_s"] - trainer["publish_s"] - trainer["checkpoint_s"]
             training += zip(ends - trainer["train_s"], ends, strict=True)
         if "generate_s" in explorer:
-            # The row is written when the last work unit of the step is in, just after it was generated.
-            generating += zip(explorer["time_s"] - explorer["generate_s"], explorer["time_s"], strict=True)
+            # The row is written when the last work unit of the step is in, just after it was generated; engines side by
+            # side generate for more seconds than pass.
+            passed = explorer[["generate_s", "step_s"]].min(axis=1)
+            generating += zip(explorer["time_s"] - passed, explorer["time_s"], strict=True)
     train, generate, either = covered_s(training), covered_s(generating), covered_s(training + generating)
     both = train + generate - either
     split = {"training": train - both, "generating": generate - both, "both": both, "neither": max(0.0, total - either)}

@@ -22,6 +22,7 @@ from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import RUN_FILE, read_run
 from rftdask.storage import Storage, open_storage
+from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +63,10 @@ class Stage:
         """Where each experience is; None of a stage that trains on a dataset. Raises: DamagedError: a ledger entry."""
         if self.config.algorithm.schema_type != "experience":
             return None
-        return audit_log(self.log, self.ledger, self.config.tasks_per_unit, max_uses(self.config))
+        # The ledger has a batch before it is trained. A step that was made has metrics, or its weights are on storage.
+        steps = [0, *self.rows("trainer")["step"].astype(int)]
+        steps += [read_pointer(self.storage, name) or 0 for name in (CHECKPOINT_POINTER, WEIGHTS_POINTER)]
+        return audit_log(self.log, self.ledger, self.config.tasks_per_unit, max_uses(self.config), max(steps))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -149,7 +149,7 @@ class Trainer:
                     "step_s": saved - began,
                     "tokens_per_s": len(batch.tokens) / (saved - began),
                 }
-                row = {**batch_metrics(step, entry, batch), **metrics, **times}
+                row = {**metrics, **batch_metrics(step, entry, batch), **times}
                 log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
                 self.metrics.write(step, row)
                 self.emit(Step("trainer", step, row))
@@ -242,8 +242,8 @@ class Trainer:
 
 
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:
-    """What the rows of a batch say by themselves; staleness is against the weights that were trained (version step -
-    1).
+    """What the rows of a batch say by themselves: rewards and lengths of rollouts, each once, whatever its turns;
+    staleness of rows, against the weights that were trained (version step - 1).
     """
     staleness = step - 1 - batch.min_policy_versions
     metrics = {
@@ -252,15 +252,20 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
         "num_trained_tokens": float(batch.loss_mask.sum()),
     }
     if len(batch):
-        metrics["response_length"] = float(batch.response_lengths.mean())
+        metrics["response_length"] = float(batch.response_lengths.sum()) / len(np.unique(batch.rollouts))
     if batch.sampled:
         own = ~batch.experts
+        rewards, _ = batch.rollout_rewards()
+        stds = batch.group_reward_stds()
         metrics.update(
-            reward=float(batch.rewards[own].mean()),
-            reward_std=float(batch.group_reward_stds().mean()),
+            num_rollouts=float(len(rewards)),
+            reward=float(rewards.mean()),
+            reward_std=float(stds.mean()),
             staleness=float(np.mean(staleness[own])),
             staleness_max=float(np.max(staleness[own])),
         )
+        if len(rewards) > len(stds):  # a lone rollout has nothing to differ from
+            metrics["flat_groups"] = float((stds == 0.0).mean())
     metrics.update({name: value for name, value in entry.notes.items() if name.startswith("num_")})
     for rows in entry.drop:
         key = f"num_dropped_{rows.reason}"

@@ -210,15 +210,8 @@ class GroupStats:
     """Sample (n - 1) or population (n) as asked; 0 for one row."""
 
     def metrics(self) -> dict[str, float]:
-        """Means over the groups that have rows: reward_mean, reward_std; counters singleton_groups, num_groups."""
-        seen_G = self.count_G > 0
-        num = float(seen_G.sum())
-        return {
-            "reward_mean": float(self.mean_G[seen_G].mean()) if num else 0.0,
-            "reward_std": float(self.std_G[seen_G].mean()) if num else 0.0,
-            "num_groups": num,
-            "singleton_groups": float((self.count_G == 1).sum()),
-        }
+        """Counters of groups: those that have rows, and those that have one. Rewards are the trainer's to tell."""
+        return {"num_groups": float((self.count_G > 0).sum()), "singleton_groups": float((self.count_G == 1).sum())}
 
 
 def group_sums(values_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:

@@ -1,5 +1,5 @@
 """Audit: where every committed experience is: trained at a step, dropped for a reason, or waiting. Derived from log and
-ledger.
+ledger, which names a batch before it is trained: who counts says how far the steps came.
 
 A shard that was damaged after some of its rows were trained is in quarantine, and its work unit has run again: what was
 trained of it stays trained, its other rows are dropped as "damaged", and the new copies of the first as "repeat".
@@ -7,6 +7,7 @@ trained of it stays trained, its other rows are dropped as "damaged", and the ne
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,9 @@ class Audit:
     """A sentence for each promise that is broken."""
 
 
-def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses: int | None = 1) -> Audit:
+def audit_log(
+    log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses: int | None = 1, trained_step: float = math.inf
+) -> Audit:
     """Account for every row: committed = trained + dropped + waiting.
 
     Only shards of repeated units are read; the others are known by their names, also those that retention removed,
@@ -48,6 +51,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses:
     Args:
         tasks_per_unit: tasks of a whole work unit.
         max_uses: most entries that may train one row, by the config; None: any number.
+        trained_step: the last step that is known to be made; what later entries use waits for theirs. inf: all are.
     Raises: DamagedError: a ledger entry, or a record of the log.
     """
     problems: list[str] = []
@@ -73,7 +77,7 @@ def audit_log(log: ExperienceLog, ledger: Ledger, tasks_per_unit: int, max_uses:
                 dropped[rows.reason] += len(rows.rows)
                 set_aside[rows.source].update(rows.rows)
             else:
-                trained += len(rows.rows) - again
+                trained += len(rows.rows) - again if step <= trained_step else 0
                 reused += again
         if max_uses != 1:  # else a row named twice is found below, in one entry or in two
             named = Counter((part.source, row) for part in entry.use if not part.of_dataset for row in part.rows)

@@ -67,9 +67,14 @@ class TrainingBatch:
         lengths: np.ndarray = self.lengths - self.prompt_lengths
         return lengths
 
+    def rollout_rewards(self) -> tuple[np.ndarray, np.ndarray]:
+        """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its turns; the first row's counts."""
+        _, first = np.unique(self.rollouts[~self.experts], return_index=True)
+        return self.rewards[~self.experts][first], self.groups[~self.experts][first]
+
     def group_reward_stds(self) -> np.ndarray:
-        """[G] population standard deviation of the rewards within each group of rollouts."""
-        groups, rewards = self.groups[~self.experts], self.rewards[~self.experts]
+        """[G] population standard deviation of the rewards of the rollouts within each group."""
+        rewards, groups = self.rollout_rewards()
         _, groups = np.unique(groups, return_inverse=True)
         counts = np.bincount(groups)
         means = np.bincount(groups, rewards) / counts

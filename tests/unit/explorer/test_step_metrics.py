@@ -51,7 +51,7 @@ def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens:
 
 
 def metrics_of(unit: RolloutTask, turns: list[Experience], times: list[RolloutTimes] | None = None) -> dict[str, float]:
-    return step_metrics([summarize_unit(unit, UnitOutcome(turns, times or [], [], 0.0))])
+    return step_metrics([summarize_unit(unit, UnitOutcome(turns, times or [], [], 0.0))], 1.0)
 
 
 def test_a_rollout_of_several_turns_counts_once() -> None:
@@ -115,12 +115,13 @@ def test_a_step_is_the_sum_of_its_units() -> None:
         ("experiences", 1, 1), (), 4, "", num_rollouts=6, num_rewards=2, reward_sum=0.0, time_s=2.0, time_wait_s=0.0,
         num_tokens=20, pass_rates={"pass@1": 0.0},
     )  # fmt: skip
-    metrics = step_metrics([one, other])
+    metrics = step_metrics([one, other], step_s=4.5)
     assert metrics["reward"] == 0.5, "a workflow's metric of that name does not replace it"
     assert (metrics["pass@1"], metrics["policy_version"], metrics["tokens_per_s"]) == (0.25, 4.0, 10.0)
+    assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over units side by side"
 
 
 def test_a_step_that_was_set_aside_whole_has_metrics() -> None:
     poisoned = RolloutResult(("experiences", 1, 0), (), 3, "", num_rollouts=4, num_by_status={"poisoned": 4})
-    metrics = step_metrics([poisoned])
+    metrics = step_metrics([poisoned], step_s=1.0)
     assert (metrics["failed"], metrics["reward"], metrics["response_length"]) == (1.0, 0.0, 0.0)

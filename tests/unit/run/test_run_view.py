@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.buffer.batches.ledger import LedgerEntry, Rows
+from rftdask.buffer.log.schema import Experience
 from rftdask.commands.status import read_status
 from rftdask.config import load_config
 from rftdask.errors import DataError
@@ -58,3 +60,18 @@ def test_each_part_is_read_once(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run folder"):
         open_stages(tmp_path)
+
+
+def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None:
+    (stage,) = open_stages(begin_run(tmp_path))  # whose metrics end with step 3
+    rows = [
+        Experience("t", 0, 0, k, 1, tokens=(1, 2), prompt_length=1, rollout_logprobs=(-1.0,), reward=1.0)
+        for k in range(2)
+    ]
+    name = stage.log.commit(rows, explore_step=1, unit=0)
+    for step in range(1, 5):
+        stage.ledger.write(LedgerEntry(step, "main", use=(Rows(name.text, (0, 1)),) if step == 4 else ()))
+    assert stage.counts == {"committed": 2, "trained": 0, "waiting": 2}
+    with MetricsWriter(stage.storage, "trainer") as metrics:
+        metrics.write(4, {})
+    assert open_stages(stage.storage.url)[0].counts == {"committed": 2, "trained": 2, "waiting": 0}

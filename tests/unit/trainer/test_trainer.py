@@ -14,6 +14,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.schema import Experience
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
 from rftdask.monitor.events import Ended, Event, Started
 from rftdask.storage import Storage
@@ -285,9 +286,11 @@ def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
         "num_rows": 2.0,
         "num_tokens": 6.0,
         "num_trained_tokens": 4.0,
+        "num_rollouts": 2.0,
         "response_length": 2.0,
         "reward": 0.5,
         "reward_std": 0.5,
+        "flat_groups": 0.0,
         "staleness": 2.0,
         "staleness_max": 2.0,
         "loss": 0.0,
@@ -295,6 +298,31 @@ def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
     assert {name: row[name] for name in expected} == expected
     times = {"wait_s", "train_s", "publish_s", "checkpoint_s", "step_s", "tokens_per_s"}
     assert set(row) == set(expected) | times
+
+
+def test_rewards_and_lengths_are_those_of_rollouts_not_of_turns() -> None:
+    # Eight rollouts, half of one turn with reward 1, half of nine turns with reward 0; an engine's numbers of the same
+    # name, which are of rows, do not replace them.
+    class OfRows(FakeTrainEngine):
+        def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+            return {"reward": float(batch.rewards.mean()), "reward_std": 0.3}
+
+    new, sink = new_storage(), Sink()
+    turns = [(k, turn) for k in range(8) for turn in range(1 if k < 4 else 9)]
+    rows = [
+        Experience(
+            "t", 0, 0, k, 1, turn=turn, tokens=(1, 2, 3), prompt_length=1, rollout_logprobs=(-1.0, -2.0),
+            reward=float(k < 4),
+        )
+        for k, turn in turns
+    ]  # fmt: skip
+    log = ParquetLog(new)
+    log.commit(rows, explore_step=1, unit=0)
+    log.seal(1)
+    make_trainer(new, sink=sink, engine=OfRows()).run()
+    ((_, row),) = sink.rows
+    names = ("reward", "reward_std", "flat_groups", "num_rollouts", "num_rows", "response_length")
+    assert [row[name] for name in names] == [0.5, 0.5, 0.0, 8, 40, 10]
 
 
 def test_data_that_does_not_come_is_an_error_of_the_run() -> None:

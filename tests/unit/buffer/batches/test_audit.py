@@ -38,6 +38,20 @@ def test_what_was_trained_of_a_shard_in_quarantine_stays_trained() -> None:
     assert audit(storage) == Audit(committed=8, trained=4, waiting=0, dropped={"damaged": 2, "repeat": 2})
 
 
+def test_a_batch_that_no_step_has_trained_waits() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    commit_batch(log, 1, 0)
+    take(make_source(storage, groups_per_batch=1), [1, 2])  # and the second step fails
+
+    def up_to(step: int) -> Audit:
+        return audit_log(log, Ledger(storage), tasks_per_unit=2, trained_step=step)
+
+    assert up_to(2) == audit(storage) == Audit(committed=4, trained=4, waiting=0)
+    assert up_to(1) == Audit(committed=4, trained=2, waiting=2)
+    assert up_to(0) == Audit(committed=4, trained=0, waiting=4)
+
+
 def test_a_shard_made_again_to_the_byte_is_the_same_shard() -> None:
     storage = new_storage()
     log = ParquetLog(storage)

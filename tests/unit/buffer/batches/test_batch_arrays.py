@@ -73,6 +73,20 @@ def test_the_spread_of_a_group_is_over_its_own_rows(tasks: list[int]) -> None:
     np.testing.assert_allclose(stds, expected)
 
 
+def test_a_rollout_has_one_reward_whatever_its_turns() -> None:
+    # Two tasks: in each, two rollouts of one turn that got 1 and two of nine turns that got 0.
+    rows = [
+        experience(task, rollout, turn=turn, reward=float(rollout < 2))
+        for task in (0, 1)
+        for rollout in range(4)
+        for turn in range(1 if rollout < 2 else 9)
+    ]
+    batch = join_batches(batch_from_table(experiences_to_table(rows)), supervised_batch([((1, 2), 1, None)], ("d",)))
+    rewards, groups = batch.rollout_rewards()
+    assert (rewards.tolist(), groups.tolist()) == ([1, 1, 0, 0] * 2, [0] * 4 + [1] * 4)
+    assert batch.group_reward_stds().tolist() == [0.5, 0.5]
+
+
 def test_groups_are_numbered_by_first_appearance() -> None:
     rows = [experience(task) for task in (7, 2, 7, 5, 2)]
     assert batch_from_table(experiences_to_table(rows)).groups.tolist() == [0, 1, 0, 2, 1]
