@@ -23,7 +23,9 @@ class LocalCudaCluster(LocalCluster):
     required_package: ClassVar[str] = "dask_cuda"
     required_extra: ClassVar[str] = "gpu"
 
-    def __init__(self, layout: Layout, dashboard_address: str | None = None, base: Any = None) -> None:
+    def __init__(
+        self, layout: Layout, dashboard_address: str | None = None, tls: bool = True, base: Any = None
+    ) -> None:
         """base: dask_cuda.LocalCUDACluster, or what takes its place in a test.
 
         Raises: UserError: a role has no GPU.
@@ -37,7 +39,7 @@ class LocalCudaCluster(LocalCluster):
             )
         if any(worker.num_gpus > 1 for worker in layout.workers):
             raise UserError("cluster.type local-cuda has one GPU for each worker; use cluster.type local for more")
-        super().__init__(layout, dashboard_address)
+        super().__init__(layout, dashboard_address, tls)
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
         return placed(self._base, layout)(
@@ -46,7 +48,8 @@ class LocalCudaCluster(LocalCluster):
             threads_per_worker=1,
             memory_limit=None,
             device_memory_limit=None,
-            host="127.0.0.1",
+            security=self._security,
+            **self._comm,
             dashboard_address=dashboard_address,
             silence_logs=logging.ERROR,
         )

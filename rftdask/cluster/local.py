@@ -1,4 +1,8 @@
-"""A cluster on this machine: a Dask scheduler in this process and one worker process for each role."""
+"""A cluster on this machine: a Dask scheduler in this process and one worker process for each role.
+
+They talk TLS: whoever reaches a scheduler's port may run code as its owner, and on a shared machine everybody reaches
+127.0.0.1. The keys are made anew at each start and are in no file: each worker gets them through the pipe of its nanny.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,8 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.tick.limit": "60s",
     "distributed.comm.retry.count": 3,
     "distributed.worker.multiprocessing-method": "spawn",
+    # Workers have no pages: what they would tell, such as addresses and metrics, is told without a password.
+    "distributed.worker.http.routes": [],
 }
 
 
@@ -76,9 +82,12 @@ def start_dask(
     """A scheduler in this process, and the workers. dashboard_address: as in the config; options: host, protocol."""
     dashboard = {"dashboard": dashboard_address is not None, "dashboard_address": dashboard_address or "127.0.0.1:0"}
     scheduler = {"cls": Scheduler, "options": {"security": security, **dashboard, **options}}
-    return SpecCluster(
-        scheduler=scheduler, workers=dict(workers), security=security, silence_logs=40, shutdown_on_close=True
-    )
+    # A scheduler has an HTTP server also without a dashboard; then it has nothing to tell.
+    pages: dict[str, Any] = {} if dashboard_address else {"distributed.scheduler.http.routes": []}
+    with dask.config.set(pages):
+        return SpecCluster(
+            scheduler=scheduler, workers=dict(workers), security=security, silence_logs=40, shutdown_on_close=True
+        )
 
 
 class LocalCluster(Cluster):
@@ -99,12 +108,14 @@ class LocalCluster(Cluster):
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
-        return cls(layout, config.cluster.dashboard_address)
+        return cls(layout, config.cluster.dashboard_address, config.cluster.tls)
 
-    def __init__(self, layout: Layout, dashboard_address: str | None = None) -> None:
+    def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
         self._restore = dask.config.set(DASK_CONFIG)
         self._layout = layout
+        self._security = Security.temporary() if tls else None
+        self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)  # counts on, so that a name never comes back
         self._scaling = threading.Lock()
@@ -118,14 +129,13 @@ class LocalCluster(Cluster):
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
-        return start_dask(workers, dashboard_address, None, host="127.0.0.1")
+        return start_dask(workers, dashboard_address, self._security, **self._comm)
 
-    @staticmethod
-    def _worker_spec(worker: WorkerPlan) -> dict[str, Any]:
+    def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
         # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
         gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
         env = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        return worker_spec(worker.name, worker.resources, env, host="127.0.0.1")
+        return worker_spec(worker.name, worker.resources, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:
         with self._scaling:

@@ -81,8 +81,8 @@ class ClusterConfig(Section):
     """Folder that all machines see and only its owner may read, for the scheduler's address and the TLS keys. None:
     inside the run folder, or below ~/.rftdask where that is not a local path."""
     tls: bool = True
-    """Encrypt and authenticate what the machines of a cluster say to each other. A scheduler without it obeys anybody
-    who reaches its port."""
+    """Encrypt and authenticate what the processes of a cluster say to each other, also on one machine. A scheduler
+    without it obeys anybody who reaches its port, so every user of its machine."""
     dashboard_address: str | None = None
     """host:port of Dask's dashboard, such as 127.0.0.1:8787; it has no password. None: no dashboard."""
     max_queue_s: Seconds = 7 * 86400.0

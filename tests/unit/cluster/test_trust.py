@@ -1,0 +1,93 @@
+"""On a shared machine another user reaches every port of 127.0.0.1; a run of ours obeys none who has not its keys.
+
+The stranger is a process of another uid where the tests run as root, else of the same one, which has no keys either.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
+from rftdask.cluster.local import LocalCluster
+
+PLANS = (WorkerPlan("trainer-0", (TRAINER_RESOURCE, "control"), 1), WorkerPlan("explorer-0", (EXPLORER_RESOURCE,), 1))
+KNOCK = r"""
+import asyncio, http.client, os, sys
+from distributed.comm import connect
+from distributed.security import Security
+
+
+async def knock(port, scheme, security):
+    try:
+        keys = security.get_connection_args("client")
+        comm = await asyncio.wait_for(connect(f"{scheme}://127.0.0.1:{port}", **keys), 5)
+        await comm.write({"op": "identity", "reply": True})
+        return f"OBEYED {port} {scheme} {await asyncio.wait_for(comm.read(), 5)!s:.80}"
+    except Exception as error:
+        return f"refused {port} {scheme} {error!r:.80}"
+
+async def knock_everywhere(*ports):
+    tries = (("tcp", Security()), ("tls", STRANGER))
+    return await asyncio.gather(*(knock(port, *each) for port in ports for each in tries))
+
+STRANGER = Security.temporary()
+if os.getuid() == 0:
+    asyncio.run(knock_everywhere(sys.argv[1]))  # loads what a stranger may not read from here on
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+print(*asyncio.run(knock_everywhere(*sys.argv[1:])), sep="\n")
+for port in sys.argv[1:]:
+    for page in ("/health", "/info/main/workers.html", "/metrics", "/json/counts.json", "/json/identity.json"):
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=5)
+            connection.request("GET", page)
+            answer = connection.getresponse()
+            print("TOLD" if answer.status == 200 else "refused", port, page, answer.status)
+        except Exception as error:
+            print("refused", port, page, type(error).__name__)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(Layout(PLANS)) as started:
+        yield started
+
+
+def listening() -> list[psutil._common.addr]:
+    """Where this process and its descendants listen."""
+    me = psutil.Process()
+    return [
+        found.laddr
+        for process in (me, *me.children(recursive=True))
+        for found in process.net_connections("inet")
+        if found.status == psutil.CONN_LISTEN
+    ]
+
+
+def test_no_socket_of_a_local_cluster_obeys_or_tells_a_stranger(cluster: LocalCluster) -> None:
+    assert cluster.client.submit(os.getuid).result(timeout=60) == os.getuid()
+    ports = sorted({str(address.port) for address in listening()})
+    assert len(ports) >= 4, ports
+    said = subprocess.run(
+        [sys.executable, "-c", KNOCK, *ports],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stderr
+    answers = said.stdout.splitlines()
+    assert len(answers) == 7 * len(ports)
+    assert "ModuleNotFoundError" not in said.stdout
+    assert [line for line in answers if not line.startswith("refused")] == []
+
+
+def test_a_local_cluster_listens_on_loopback_alone(cluster: LocalCluster) -> None:
+    assert {address.ip for address in listening()} == {"127.0.0.1"}
