@@ -9,11 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from rftdask import Experiment
 from rftdask.models.toy import build_toy_model, write_toy_tasks
-from rftdask.run.summary import render_summary
+from rftdask.run.summary import print_summary
 
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 
@@ -31,7 +29,7 @@ def main(overrides: list[str]) -> None:
     experiment = Experiment.from_yaml(CONFIG, *overrides)
     make_toy(Path(experiment.config.checkpoint_root_dir) / "toy")
     summary = experiment.run()
-    Console().print(render_summary(summary))
+    print_summary(summary)
     seconds = time.monotonic() - began
     before, after = summary.accuracy_before, summary.accuracy_after
     print(f"quickstart: accuracy {before:.2f} -> {after:.2f} in {seconds:.0f} s, run: {experiment.url}")

@@ -58,10 +58,8 @@ def run(
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) end with a checkpoint."""
     checked = _load(config, overrides)
     # Late: the other commands need neither Dask nor pandas.
-    from rich.console import Console
-
     from rftdask.experiment import Experiment
-    from rftdask.run.summary import render_summary
+    from rftdask.run.summary import print_summary
 
     experiment = Experiment(checked)
     if with_parent:
@@ -75,7 +73,7 @@ def run(
         except KeyboardInterrupt:
             typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
             raise typer.Exit(EXIT_STOPPED) from None
-        Console().print(render_summary(summary))
+        print_summary(summary)
         if summary.status != "finished":
             typer.echo("stopped with a checkpoint; the same command continues", err=True)
             raise typer.Exit(EXIT_TERMINATED if terminated() else EXIT_STOPPED)

@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rftdask.buffer.log import open_log
 from rftdask.cluster.base import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
-from rftdask.errors import DataError, RoleError
+from rftdask.errors import DataError, RoleError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
@@ -34,10 +33,10 @@ from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
-from rftdask.run.run_folder import END_FILE, check_run, note_end, open_run, read_run, record_run
+from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, read_run, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
-from rftdask.run.view import Stage
+from rftdask.run.view import Stage, stages_of
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
@@ -71,6 +70,8 @@ class Experiment:
         """Of the last `run` in this process."""
         self.client: Client | None = None
         """Of the cluster of an attached run; close it after use."""
+        self.url = self.config.checkpoint_job_dir
+        """Where the run is."""
         self._stage: StageRun | None = None
         self._progress = Progress(stage=self.config.name)
         self._thread: threading.Thread | None = None
@@ -85,8 +86,15 @@ class Experiment:
     @classmethod
     def open(cls, url: str | Path) -> Experiment:
         """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
-        tree = read_run(open_storage(url))
-        return cls(load_config(tree["config"]))
+        storage = open_storage(url)
+        config = load_config(read_run(storage)["config"])
+        # Where it is now, which need not be where it began.
+        place = "/" + "/".join(part for part in (config.project, config.group, config.name) if part)
+        if storage.url.endswith(place):
+            config = replace(config, {"checkpoint_root_dir": storage.url.removesuffix(place)})
+        experiment = cls(config)
+        experiment.url = storage.url
+        return experiment
 
     @classmethod
     def attach(cls, url: str | Path) -> Experiment:
@@ -100,11 +108,6 @@ class Experiment:
         experiment.client = connect(str(url))
         return experiment
 
-    @property
-    def url(self) -> str:
-        """Where the run is."""
-        return self.config.checkpoint_job_dir
-
     def run(self, progress: ViewKind = "auto") -> RunSummary:
         """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
 
@@ -112,15 +115,17 @@ class Experiment:
         good.
         """
         began_s = time.time()
+        storage = open_storage(self.config.checkpoint_job_dir)
+        if open_storage(self.url).url != storage.url:
+            parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
+            raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
         sizes = check_inputs(stages)
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
-        storage = open_storage(self.url)
         record_run(storage, self.config)
-        # An end of an earlier start would be told as that of a run that is killed now.
-        storage.remove(END_FILE)
+        note_begin(storage)
         logs = LogFolder(storage)
         setup_logging("driver", self.config.log.level, logs.path)
         layout = plan_cluster(self.config, stages)
@@ -156,7 +161,7 @@ class Experiment:
                         status = "stopped"
                         break
                     if number + 1 < len(stages) and config.mode in ("both", "train"):
-                        model_path = _trained_model(config)
+                        model_path = _trained_model(stage_storage)
                 else:
                     status = "finished"
                 cluster.may_return = self._may_return
@@ -223,19 +228,19 @@ class Experiment:
         import pandas as pd  # late: only who looks at a run needs it
 
         frames = []
-        for stage in self.config.stage_configs():
-            frame = read_metrics(open_storage(stage.checkpoint_job_dir), role)
-            frames.append(frame.assign(stage=stage.name.rpartition("/")[2]) if self.config.stages else frame)
+        for stage in self._stages():
+            frame = read_metrics(stage.storage, role)
+            frames.append(frame.assign(stage=stage.name) if self.config.stages else frame)
         return pd.concat(frames, ignore_index=True)
 
     def experiences(self, dask: bool = False) -> pd.DataFrame | dd.DataFrame:
         """Every committed experience of the (last) stage that explores, as pandas or as a lazy Dask frame."""
         import pandas as pd
 
-        exploring = [stage for stage in self.config.stage_configs() if stage.algorithm.schema_type == "experience"]
+        exploring = [stage for stage in self._stages() if stage.config.algorithm.schema_type == "experience"]
         if not exploring:
             raise DataError("no stage of this run explores, so it has no experiences")
-        experiences = open_log(open_storage(exploring[-1].checkpoint_job_dir), exploring[-1])
+        experiences = exploring[-1].log
         shards = experiences.shards()
         if dask:
             import dask.dataframe as dd
@@ -266,10 +271,7 @@ class Experiment:
         """The curves of the run."""
         from rftdask.monitor.charts import plot_metrics
 
-        stages = self.config.stage_configs()
-        return plot_metrics(
-            [(s.name.rpartition("/")[2], read_metrics(open_storage(s.checkpoint_job_dir))) for s in stages]
-        )
+        return plot_metrics([(stage.name, stage.metrics) for stage in self._stages()])
 
     def report(self) -> str:
         """Write `report.html` from the files of the run; its URL."""
@@ -277,7 +279,10 @@ class Experiment:
 
     def model_path(self) -> str:
         """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
-        return _trained_model(self.config.stage_configs()[-1])
+        return _trained_model(self._stages()[-1].storage)
+
+    def _stages(self) -> list[Stage]:
+        return stages_of(self.config, open_storage(self.url))
 
 
 @contextlib.contextmanager
@@ -384,12 +389,9 @@ class _Watcher:
         self._logs.close()
 
 
-def _trained_model(stage: Config) -> str:
-    storage = open_storage(stage.checkpoint_job_dir)
+def _trained_model(storage: Storage) -> str:
     step = newest_valid_checkpoint(storage)
     folder = f"{checkpoint_folder(step)}/{HF_FOLDER}" if step is not None else ""
     if step is None or "config.json" not in storage.list(folder):
-        raise DataError(
-            f"{stage.checkpoint_job_dir} has no trained model yet (trainer.save_hf_checkpoint must not be never)"
-        )
+        raise DataError(f"{storage.url} has no trained model yet (trainer.save_hf_checkpoint must not be never)")
     return f"{storage.url}/{folder}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from os import kill
 from pathlib import Path
@@ -21,7 +21,7 @@ from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jo
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, RftError, UserError, WaitTimeout
 from rftdask.processes.poll import wait_for
-from rftdask.run.run_folder import RUN_FILE, lease_holder, read_end, read_run
+from rftdask.run.run_folder import ROLES, RUN_FILE, folders_of, lease_holder, read_driver, read_end, read_run
 from rftdask.storage import Storage, open_storage
 
 if TYPE_CHECKING:  # they load Dask
@@ -96,7 +96,7 @@ def _system_of(job: JobRecord) -> type[JobQueueCluster]:
 
 def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
     """Say why the run does not run: its last words, else what became of the job that drove it."""
-    if any(lease_holder(storage, role) for role in ("trainer", "explorer")):
+    if _processes_of(storage):
         return ""
     drivers = [job for job in jobs if job.role in _DRIVERS]
     waiting = [job for job in drivers if job.is_alive]
@@ -111,11 +111,18 @@ def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
     return f"it was killed, without a word of its own{': ' + told if told else ''}"
 
 
-def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
-    """End a run with a checkpoint, wherever it runs. Idempotent.
+def _processes_of(storage: Storage) -> set[tuple[str, int]]:
+    """(host, pid) of each process that drives the run or works on a role of it or of its stages now."""
+    folders = folders_of(storage).values()
+    found = [read_driver(storage), *(lease_holder(folder, role) for folder in folders for role in ROLES)]
+    return {(holder["host"], holder["pid"]) for holder in found if holder is not None}
 
-    Raises: WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it runs on another machine
-    without a batch system.
+
+def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
+    """End a run with a checkpoint, wherever it runs, and wait for its end. Idempotent.
+
+    Raises: DataError: there is no run; WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it
+    runs on another machine without a batch system.
     """
     from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
 
@@ -124,12 +131,18 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     drivers = [job for job in records if job.role in _DRIVERS]
     if not drivers:
         read_run(storage)  # raises where there is no run
-        holders = [holder for role in ("trainer", "explorer") if (holder := lease_holder(storage, role)) is not None]
-        for host, pid in {(holder["host"], holder["pid"]) for holder in holders}:
+        processes = _processes_of(storage)
+        if not processes:
+            say(f"nobody works on {storage.url}")
+        for host, pid in processes:
             if host != gethostname():
                 raise UserError(f"{storage.url} is worked on by process {pid} on {host}; press Ctrl-C there")
+            say(f"process {pid} writes a checkpoint and ends")
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGINT)
+        if not wait_for(lambda: not _processes_of(storage), deadline_s, _LOOK_S):
+            told = ", ".join(str(pid) for _, pid in sorted(_processes_of(storage)))
+            raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {told} still runs")
         return
     folder = PrivateFolder.base_of(_config_of(storage), storage)
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
@@ -151,26 +164,26 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
 
 
 def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[str]]]:
-    """Name and last lines of each log of a run whose name begins with `role`; "" is all of them.
+    """Name and last lines of each log of a run and its stages whose name begins with `role`; "" is all of them.
 
     Raises: DataError: there is none.
     """
-    folder = _logs_of(url)
-    files = sorted(folder.glob(f"{role}*.log"))
+    folders = _log_folders(url)
+    files = _log_files(folders, role)
     if not files:
-        there = ", ".join(sorted({path.name.split("-")[0].split(".")[0] for path in folder.glob("*.log")})) or "none"
-        raise DataError(f"{folder} has no log of {role!r}; there are: {there}")
-    for path in files:
+        there = {path.name.split("-")[0].split(".")[0] for path in _log_files(folders, "").values()}
+        raise DataError(f"{folders['']} has no log of {role!r}; there are: {', '.join(sorted(there)) or 'none'}")
+    for name, path in files.items():
         with path.open(encoding="utf-8", errors="replace") as lines:
-            yield path.name, [line.rstrip("\n") for line in deque(lines, num_lines)]
+            yield name, [line.rstrip("\n") for line in deque(lines, num_lines)]
 
 
 def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) -> Iterator[tuple[str, list[str]]]:
     """Yield what `read_logs` does, then the lines that come, also of new logs; ends when nobody asks for more."""
-    folder, read = _logs_of(url), dict[Path, int]()
+    folders, read = _log_folders(url), dict[Path, int]()
     last = num_lines
     while True:
-        for path in sorted(folder.glob(f"{role}*.log")):
+        for name, path in _log_files(folders, role).items():
             if path.stat().st_size < read.get(path, 0):
                 read[path] = 0  # it was set aside, and this is a new one
             with path.open("rb") as file:
@@ -178,19 +191,26 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) ->
                 whole, newline, _ = file.read().rpartition(b"\n")
             if newline:  # a line that is still being written waits for the next look
                 read[path] = read.get(path, 0) + len(whole) + 1
-                yield path.name, whole.decode(errors="replace").split("\n")[-last:]
+                yield name, whole.decode(errors="replace").split("\n")[-last:]
         last = 0  # from now on all that comes: [-0:] is everything
         sleep(look_s)
 
 
-def _logs_of(url: str) -> Path:
-    from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
+def _log_folders(url: str) -> dict[str, Path]:
+    """Where a run and its stages log, by stage; "" is the run itself."""
+    from rftdask.cluster.jobqueue import log_folder
     from rftdask.cluster.secrets_folder import PrivateFolder
 
     storage = open_storage(url)
-    if "://" not in storage.url:
-        return Path(storage.url) / "log"
-    return log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))
+    if "://" in storage.url:
+        return {"": log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))}
+    return {name: Path(folder.url) / "log" for name, folder in folders_of(storage).items()}
+
+
+def _log_files(folders: Mapping[str, Path], role: str) -> dict[str, Path]:
+    """Logs by name: "driver.log", and "grpo/trainer-0-12.log" of a stage."""
+    found = [(stage, path) for stage, folder in folders.items() for path in sorted(folder.glob(f"{role}*.log"))]
+    return {f"{stage}/{path.name}" if stage else path.name: path for stage, path in found}
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Client:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rftdask.errors import DamagedError
-from rftdask.run.run_folder import lease_holder
+from rftdask.run.run_folder import ROLES, lease_holder
 from rftdask.run.view import Stage, open_stages
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
@@ -77,7 +77,7 @@ def stage_status(stage: Stage) -> StageStatus:
         return status(state="not started")
     roles = {
         role: f"process {holder['pid']} on {holder['host']}"
-        for role in ("trainer", "explorer")
+        for role in ROLES
         if (holder := lease_holder(storage, role)) is not None
     }
     try:

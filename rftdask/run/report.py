@@ -17,11 +17,10 @@ from rftdask.monitor.charts import CHARTS, Stages, chart_svg
 from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import read_run
-from rftdask.run.summary import RunSummary, learned, percent, summarize
+from rftdask.run.summary import REPORT_NAME, RunSummary, learned, percent, summarize
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import Storage, open_storage
 
-REPORT_NAME = "report.html"
 _NOT_METRICS = {"role", "step", "time_s"}
 _CUSTOM = Metric("", "not explained here: written by a workflow, a reward function or an operator", "", "watch")
 

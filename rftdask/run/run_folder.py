@@ -22,15 +22,19 @@ import psutil
 
 from rftdask.config import Config, load_config
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
-from rftdask.storage import Storage
+from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
 
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
+_BEGUN = "begun"
+"""In place of how the run ended, while it has not."""
 CONFIG_FILE = "control/config-{}.json"
 """Of a config, by its fingerprint."""
+ROLES = {"trainer": ("both", "train"), "explorer": ("both", "explore", "bench")}
+"""What a process owns of a run or stage, and the modes in which it does."""
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
@@ -73,8 +77,7 @@ def check_run(storage: Storage, config: Config, free: Collection[str] = ()) -> N
 
 def roles_of(config: Config) -> tuple[str, ...]:
     """The roles that a stage's process owns while it runs."""
-    modes = {"trainer": ("both", "train"), "explorer": ("both", "explore", "bench")}
-    return tuple(role for role, found in modes.items() if config.mode in found)
+    return tuple(role for role, modes in ROLES.items() if config.mode in modes)
 
 
 def open_run(storage: Storage, config: Config) -> Config:
@@ -159,6 +162,27 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
     return load_config(json.loads(data))
 
 
+def folders_of(storage: Storage) -> dict[str, Storage]:
+    """The folder of a run, "", then those of its stages by name: all below `storage`, wherever the run began."""
+    stages = load_config(read_run(storage)["config"]).stages if storage.exists(RUN_FILE) else ()
+    names = [stage.stage_name for stage in stages]
+    return {"": storage} | {name: open_storage(f"{storage.url.rstrip('/')}/{name}") for name in names}
+
+
+def note_begin(storage: Storage) -> None:
+    """Say who drives the run, from before it has a role until `note_end`; an earlier end is not told any more."""
+    storage.put(END_FILE, json.dumps({**_this_process(time.time()), "status": _BEGUN, "error": ""}).encode())
+
+
+def read_driver(storage: Storage) -> dict[str, Any] | None:
+    """The process that drives the run now: {"host", "pid", ...}. Of another machine only in its first half minute."""
+    try:
+        driver = _parse_lease(storage.get(END_FILE))
+    except (NotFoundError, ValueError):  # it ended, and said how
+        return None
+    return driver if _is_alive(driver, time.time()) else None
+
+
 def note_end(storage: Storage, status: str, error: str) -> None:
     """The last words of a run, for who asks later why it does not run; a run that was killed leaves none."""
     storage.put(END_FILE, json.dumps({"status": status, "error": error, "time_s": time.time()}).encode())
@@ -168,6 +192,8 @@ def read_end(storage: Storage) -> str | None:
     """How the run said that it ended: "failed: RoleError: ..."; None: it said nothing."""
     try:
         end = parse_object(storage.get(END_FILE))
+        if end["status"] == _BEGUN:
+            return None
         return f"{end['status']}: {end['error']}" if end["error"] else str(end["status"])
     except (NotFoundError, ValueError, KeyError):
         return None
@@ -257,9 +283,7 @@ class Lease:
         self.release()
 
     def _content(self, released: bool) -> bytes:
-        process = psutil.Process()
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": process.create_time()}
-        return json.dumps({**owner, "time_s": self._clock(), "released": released}).encode()
+        return json.dumps({**_this_process(self._clock()), "released": released}).encode()
 
     def _check_free(self, number: int) -> None:
         data = self._read(number)
@@ -312,6 +336,17 @@ def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     except (NotFoundError, ValueError):
         return None
     return holder if not holder["released"] and _is_alive(holder, time.time()) else None
+
+
+def _this_process(now_s: float) -> dict[str, Any]:
+    started_s = psutil.Process().create_time()
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started_s": started_s,
+        "time_s": now_s,
+        "released": False,
+    }
 
 
 def _parse_lease(data: bytes) -> dict[str, Any]:

@@ -6,10 +6,15 @@ report.
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rftdask.buffer.log import open_log
@@ -17,6 +22,8 @@ from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
 from rftdask.run.view import Stage
+from rftdask.storage import open_storage
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,13 +32,12 @@ NUM_SAMPLES = 5
 
 Interval = tuple[float, float]
 
-FILES = {
-    "report.html": "curves, answers and settings on one page",
+REPORT_NAME = "report.html"
+_FILES = {
     "run.json": "configuration as resolved, versions, seed",
     "schedule/": "the tasks of each explore step, chosen by learned difficulty",
     "experiences/": "every rollout, as immutable shards",
     "ledger/": "which experiences each optimizer step trained",
-    "global_step_N/actor/huggingface/": "the trained model, for AutoModelForCausalLM.from_pretrained",
     "eval/": "answers of the evaluations, as shards",
     "metrics/": "all numbers, as JSON lines",
     "log/": "what each role logged",
@@ -166,14 +172,49 @@ def summarize(
         time_split=_time_split(stages),
         versions=package_versions(),
         config_yaml=config.to_yaml(),
-        files=FILES,
-        next_commands={
-            f"rftdask status {url}": "where the run stands, from its files",
-            f"rftdask report {url}": "write the report again",
-            f"tensorboard --logdir {url}": "all metrics as curves",
-        },
+        files=_files_of(url, stages),
+        next_commands=next_commands(config.monitor.monitor_type, url),
         error=error,
     )
+
+
+def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
+    """What there is, below `url`."""
+    root = open_storage(url)
+    there = root.list()
+    files = {REPORT_NAME: "curves, answers and settings on one page"}  # is written from this summary
+    files |= {name: meaning for name, meaning in _FILES.items() if name in there}
+    for stage in stages:
+        folder = stage.storage.url.removeprefix(root.url).strip("/")
+        prefix = f"{folder}/" if folder else ""
+        there = stage.storage.list()
+        files |= {f"{prefix}{name}": meaning for name, meaning in _FILES.items() if name in there}
+        models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in checkpoint_steps(stage.storage)]
+        for model in [model for model in models if stage.storage.exists(f"{model}/config.json")][-1:]:
+            files[f"{prefix}{model}/"] = "the trained model, for AutoModelForCausalLM.from_pretrained"
+    return files
+
+
+def next_commands(monitor_type: str, url: str) -> dict[str, str]:
+    """Commands that can be pasted into a shell anywhere on this machine."""
+    folder = shlex.quote(url)
+    commands = {
+        f"{_command('rftdask')} status {folder}": "where the run stands, from its files",
+        f"{_command('rftdask')} report {folder}": "write the report again",
+    }
+    if monitor_type == "tensorboard":
+        commands[f"{_command('tensorboard')} --logdir {folder}"] = "all metrics as curves"
+    return commands
+
+
+def _command(name: str) -> str:
+    """How a shell starts this program of the Python that runs now, which need not be on its PATH."""
+    program = Path(sys.executable).parent / name
+    if not program.exists():  # installed without its scripts
+        module = {"rftdask": "rftdask.cli", "tensorboard": "tensorboard.main"}[name]
+        return f"{shlex.quote(sys.executable)} -m {module}"
+    found = shutil.which(name)
+    return name if found is not None and os.path.samefile(found, program) else shlex.quote(str(program))
 
 
 def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
@@ -240,15 +281,11 @@ def render_summary(summary: RunSummary) -> RenderableType:
     # Late: who reads a summary in a program draws nothing.
     from rich import box
     from rich.console import Group
-    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    def pairs(texts: Mapping[str, str]) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for left, right in texts.items():
-            table.add_row(Text(left, style="cyan"), Text(right, style="dim"))
-        return Padding(table, (0, 0, 0, 2))
+    def line(text: str, style: str) -> RenderableType:
+        return Text(text, style, no_wrap=True, overflow="ignore")  # one line, however wide: what is pasted is whole
 
     def answer(text: str, reward: float | None) -> RenderableType:
         return Text.assemble(shorten(text), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
@@ -281,9 +318,18 @@ def render_summary(summary: RunSummary) -> RenderableType:
         used = f"{summary.counts['trained']:,} trained{dropped}, {summary.counts['waiting']:,} waiting"
         doubt = "" if summary.adds_up else " (these do NOT add up)"
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
-    parts.append(Text(f"Files are in {summary.run_url}", style="bold"))
-    if summary.files:
-        parts.append(pairs(summary.files))
+    parts.append(line(f"Files are in {summary.run_url}", "bold"))
+    width = max(map(len, summary.files), default=0)
+    parts += [Text.assemble((f"  {name:<{width}}  ", "cyan"), (what, "dim")) for name, what in summary.files.items()]
     if summary.next_commands:
-        parts += [Text(""), Text("Next you can type", style="bold"), pairs(summary.next_commands)]
+        parts += [Text(""), Text("Next you can type", style="bold")]
+    for command, meaning in summary.next_commands.items():
+        parts += [line(f"  # {meaning}", "dim"), line(f"  {command}", "cyan")]
     return Group(*parts)
+
+
+def print_summary(summary: RunSummary) -> None:
+    """Print `render_summary`, each path and command on one line also where the terminal is narrower."""
+    from rich.console import Console  # late, as above
+
+    Console().print(render_summary(summary), crop=False)

@@ -96,7 +96,11 @@ class Stage:
 def open_stages(url: str | Path) -> list[Stage]:
     """The stages of the run at `url`, one for a run without stages. Raises: DataError: `url` is no run folder."""
     storage = open_storage(url)
-    config = load_config(read_run(storage)["config"])
+    return stages_of(load_config(read_run(storage)["config"]), storage)
+
+
+def stages_of(config: Config, storage: Storage) -> list[Stage]:
+    """The stages of a run with this config, whose folder is `storage`; also of one that has not begun."""
     # A run of one stage is its own stage, in the same folder.
     if not config.stages:
         return [Stage(config, storage)]

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,14 +20,16 @@ from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, why_not_running
 from rftdask.config import load_config
 from rftdask.errors import DataError, RoleError
-from rftdask.run.run_folder import note_end, read_end
+from rftdask.run.run_folder import END_FILE, Lease, note_begin, note_end, read_end
 from rftdask.storage import open_storage
 
 ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
 
 
-def begun(folder: Path) -> Path:
-    (folder / "run.json").write_text("{}")
+def begun(folder: Path, **sections: Any) -> Path:
+    tree = {"model": {"model_path": "m", "max_model_len": 64}, "buffer": {"explorer_input": {"taskset": {"path": "t"}}}}
+    record = {"config": load_config({**tree, **sections}).to_dict()}
+    (folder / "run.json").write_text(json.dumps(record))
     return folder
 
 
@@ -67,6 +70,36 @@ def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> N
     assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
     with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
         list(read_logs(str(tmp_path), "engine", 2))
+
+
+def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
+    begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}])
+    for folder in (tmp_path, tmp_path / "one"):
+        (folder / "log").mkdir(parents=True)
+    (tmp_path / "log" / "driver.log").write_text("drove\n")
+    (tmp_path / "one" / "log" / "trainer-0.log").write_text("trained\n")
+    expected = [("driver.log", ["drove"]), ("one/trainer-0.log", ["trained"])]
+    assert list(read_logs(str(tmp_path), "", 2)) == expected
+    assert list(read_logs(str(tmp_path), "trainer", 2)) == expected[1:]
+    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    assert [next(told), next(told)] == expected
+
+
+def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    note_end(storage, "failed", "of an earlier start")
+    note_begin(storage)
+    assert (why_not_running(storage, ()), read_end(storage)) == ("", None)
+    end = json.loads(storage.get(END_FILE))
+    storage.put(END_FILE, json.dumps({**end, "started_s": 1.0}).encode())  # another process has its number now
+    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+
+
+def test_a_stage_at_work_is_the_run_at_work(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}]))
+    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    with Lease(open_storage(tmp_path / "two"), "explorer"):
+        assert why_not_running(storage, (JobStatus("controller", "controller", "7", "RUNNING", True),)) == ""
 
 
 def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_path: Path) -> None:

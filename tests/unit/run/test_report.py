@@ -2,7 +2,10 @@
 
 import math
 import re
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,7 +14,15 @@ from rftdask.monitor.charts import CHARTS, chart_svg, compute_curves, plot_metri
 from rftdask.monitor.explain import METRICS
 from rftdask.monitor.metrics import MetricsRow, rows_to_frame
 from rftdask.run.report import render_report, write_report
-from rftdask.run.summary import RunSummary, SampleAnswer, StageSummary, render_summary, shorten
+from rftdask.run.summary import (
+    RunSummary,
+    SampleAnswer,
+    StageSummary,
+    next_commands,
+    print_summary,
+    render_summary,
+    shorten,
+)
 from rftdask.storage.memory import MemoryStorage
 
 VOID = {"meta", "br", "path", "use", "rect", "line"}
@@ -185,7 +196,30 @@ def test_the_terminal_summary_says_what_was_learned_and_what_to_do_next():
     assert "task 4 <script>" in text and "task 5" not in text  # five of seven
     assert "1,280 committed = 1,200 trained, 50 dropped (too stale), 14 dropped" in text
     assert "Files are in /scratch/runs/demo/countdown" in text
-    assert re.search(r"rftdask resume +train on", text)
+    assert "\n  # train on\n  rftdask resume" in text
+
+
+def test_paths_and_commands_stay_on_one_line_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "/scratch/" + "long/" * 30
+    commands = {f"/opt/env/bin/rftdask status {folder}": "where it stands"}
+    print_summary(replace(SUMMARY, run_url=folder, next_commands=commands, files={f"{folder}run.json": "settings"}))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert f"Files are in {folder}" in lines and f"  /opt/env/bin/rftdask status {folder}" in lines
+
+
+def test_next_commands_name_the_program_that_runs_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rftdask", "tensorboard"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert list(next_commands("tensorboard", "/runs/my run")) == [
+        f"{tmp_path}/rftdask status '/runs/my run'",
+        f"{tmp_path}/rftdask report '/runs/my run'",
+        f"{tmp_path}/tensorboard --logdir '/runs/my run'",
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next(iter(next_commands("none", "/run"))) == "rftdask status /run"
+    (tmp_path / "rftdask").unlink()
+    assert list(next_commands("none", "/run"))[1] == f"{tmp_path}/python -m rftdask.cli report /run"
 
 
 def test_a_shortened_answer_keeps_its_end():
