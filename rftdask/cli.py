@@ -1,6 +1,6 @@
 """The command line. Thin: each command is one call. Exit codes: 0 all of it was done, 1 a role failed, 2 the user can
-mend it, 130 and 143 it was asked to end, with work left (Ctrl-C, SIGTERM). Each command imports late what only it
-needs, so that `--help` and `validate` load neither Dask nor torch.
+mend it, 130, 143 and 129 it was asked to end, with work left (Ctrl-C, SIGTERM, SIGHUP). Each command imports late what
+only it needs, so that `--help` and `validate` load neither Dask nor torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run"
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_STOPPED = 130
-EXIT_TERMINATED = 143
 _LOOK_S = 1.0
 _NOTICE_S = 0.1
 
@@ -55,7 +54,9 @@ def run(
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
 ) -> None:
-    """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) end with a checkpoint."""
+    """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) and SIGHUP (129) end with a
+    checkpoint.
+    """
     checked = _load(config, overrides)
     # Late: the other commands need neither Dask nor pandas.
     from rftdask.experiment import Experiment
@@ -64,11 +65,11 @@ def run(
     experiment = Experiment(checked)
     if with_parent:
         threading.Thread(target=end_with, args=(os.getppid(),), name="parent", daemon=True).start()
-    with _ending_on_sigterm(lambda: experiment.stop(may_return=True)) as terminated:
+    with _ending_on_signals(lambda: experiment.stop(may_return=True)) as terminated:
         try:
-            _wait_for_owner(checked, patience, terminated)
+            _wait_for_owner(checked, patience, lambda: terminated() > 0)
             if terminated():
-                raise typer.Exit(EXIT_TERMINATED)
+                raise typer.Exit(terminated())
             summary = experiment.run(progress=progress)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
@@ -76,7 +77,7 @@ def run(
         print_summary(summary)
         if summary.status != "finished":
             typer.echo("stopped with a checkpoint; the same command continues", err=True)
-            raise typer.Exit(EXIT_TERMINATED if terminated() else EXIT_STOPPED)
+            raise typer.Exit(terminated() or EXIT_STOPPED)
 
 
 @app.command()
@@ -399,9 +400,9 @@ def crashtest(
 
 
 @contextlib.contextmanager
-def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """SIGTERM calls `stop`, however often it comes: SLURM sends it to a script and all its processes, and the script
-    sends it on. What it gives tells whether there was one.
+def _ending_on_signals(stop: Callable[[], None]) -> Iterator[Callable[[], int]]:
+    """SIGTERM and SIGHUP call `stop`, however often they come: SLURM sends SIGTERM to a script and all its processes,
+    and the script sends it on. What it gives is the exit code for the first that came; 0: none did.
 
     A thread calls it: it writes to storage, and takes locks that the code which a signal interrupts may hold.
     """
@@ -422,18 +423,21 @@ def _ending_on_sigterm(stop: Callable[[], None]) -> Iterator[Callable[[], bool]]
         came.append(number)
         if len(came) == 1:
             with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
-                os.write(2, b"SIGTERM: the run ends with a checkpoint\n")
+                os.write(2, f"{signal.Signals(number).name}: the run ends with a checkpoint\n".encode())
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals are the main thread's
+        yield lambda: 0  # signals are the main thread's
         return
-    before = signal.signal(signal.SIGTERM, on_terminate)
-    threading.Thread(target=look, name="sigterm", daemon=True).start()
+    # Under nohup SIGHUP is ignored, and stays so.
+    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_terminate) for number in taken}
+    threading.Thread(target=look, name="signals", daemon=True).start()
     try:
-        yield lambda: bool(came)
+        yield lambda: 128 + came[0] if came else 0
     finally:
         over.set()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_with(parent: int) -> None:

@@ -134,6 +134,7 @@ class Experiment:
         try:
             with (
                 ProgressView.create(progress) as view,
+                _stopping_on_interrupt(self, view),
                 start_cluster(self.config, layout, storage) as cluster,
                 HeadStart(cluster.client, layout, stages) as ahead,
             ):
@@ -151,8 +152,7 @@ class Experiment:
                     if self._stop_requested:
                         stage.stop()  # it was asked to before there was a stage
                     try:
-                        with _stopping_on_interrupt(stage, view):
-                            ended = stage.run()
+                        ended = stage.run()
                     finally:
                         self._stage = None
                         watcher.close()
@@ -286,8 +286,8 @@ class Experiment:
 
 
 @contextlib.contextmanager
-def _stopping_on_interrupt(stage: StageRun, view: ProgressView) -> Iterator[None]:
-    """The first Ctrl-C asks the stage to end with a checkpoint, the second one ends it at once."""
+def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterator[None]:
+    """The first Ctrl-C asks the run to end with a checkpoint, the second one ends it at once."""
     interrupted = False
 
     def on_interrupt(*_: object) -> None:
@@ -296,7 +296,7 @@ def _stopping_on_interrupt(stage: StageRun, view: ProgressView) -> Iterator[None
             raise KeyboardInterrupt
         interrupted = True
         view.note("stopping: the trainer writes a checkpoint first (press Ctrl-C again to end at once)")
-        stage.stop()
+        experiment.stop(experiment._may_return)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's

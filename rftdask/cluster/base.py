@@ -250,7 +250,8 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     own, and each a GPU of its own where there are any. A trainer without `num_ranks` takes the GPUs that are left.
     Explorers are as many as a run starts with, and share with those that may join later.
 
-    The light control role (synchronizer) shares the trainer's worker, which only watches its child.
+    The light control role (synchronizer) shares the trainer's worker, which only watches its child. Where there is no
+    trainer it has a worker of its own: rollouts may kill theirs.
     Raises: UserError: more roles than cores or GPUs.
     """
     ranks, first, explorers, each = _demand(stages, num_gpus)
@@ -277,7 +278,10 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
         # The GPUs after the ranks' own, each engine's side by side.
         gpu, num = (ranks + i * each, each) if has_gpu else (None, 1)
         workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num))
-    workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
+    if ranks:
+        workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
+    else:
+        workers.append(WorkerPlan("control-0", (CONTROL_RESOURCE,), 1))
     return Layout(tuple(workers))
 
 

@@ -7,8 +7,11 @@ They talk TLS: whoever reaches a scheduler's port may run code as its owner, and
 from __future__ import annotations
 
 import logging
+import multiprocessing.spawn
+import signal
 import threading
 from collections.abc import Collection, Mapping
+from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 import dask
@@ -29,10 +32,16 @@ from rftdask.cluster.base import (
     visible_gpus,
 )
 from rftdask.config import Config
-from rftdask.errors import UserError, WaitTimeout
+from rftdask.errors import RoleError, UserError, WaitTimeout
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
+_START_ATTEMPTS = 3
+"""Starts of a cluster, of which the first may lose a worker to whoever kills processes on this machine."""
+_WORKER_PROCESS = "Dask Worker process (from Nanny)"
+"""What Dask calls the process of a worker."""
+
+log = logging.getLogger(__name__)
 
 DASK_CONFIG: dict[str, Any] = {
     # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
@@ -76,18 +85,60 @@ def worker_spec(name: str, resources: Collection[str], env: Mapping[str, str], *
     return {"cls": Nanny, "options": {**own, **options}}
 
 
+class _Dask(SpecCluster):
+    """A cluster whose workers start undisturbed: they do not run the user's script again, and wait with signals."""
+
+    async def _start(self) -> None:
+        # In the thread that starts the workers, which have its mask. What a terminal or SLURM sends to all processes
+        # is for the driver; preloads.py takes it in a worker that has its imports behind it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, preloads.BLOCKED)
+        resource_tracker.ensure_running()  # it unblocks two of them, the first time
+        signal.pthread_sigmask(signal.SIG_BLOCK, preloads.BLOCKED)
+        await super()._start()  # type: ignore[no-untyped-call]
+
+
+_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    data = _preparation_data(name)
+    if name == _WORKER_PROCESS:
+        for key in ("init_main_from_name", "init_main_from_path"):
+            data.pop(key, None)
+    return data
+
+
 def start_dask(
     workers: Mapping[str, dict[str, Any]], dashboard_address: str | None, security: Security | None, **options: Any
 ) -> SpecCluster:
-    """A scheduler in this process, and the workers. dashboard_address: as in the config; options: host, protocol."""
+    """A scheduler in this process, and the workers. dashboard_address: as in the config; options: host, protocol.
+
+    Raises: RoleError: a worker died at each of several starts.
+    """
     dashboard = {"dashboard": dashboard_address is not None, "dashboard_address": dashboard_address or "127.0.0.1:0"}
     scheduler = {"cls": Scheduler, "options": {"security": security, **dashboard, **options}}
+    # Python has a spawned process import the script that spawns it: one without a `__main__` guard would start its
+    # run in each worker. Ours need nothing of it, for what they are sent is pickled by value.
+    multiprocessing.spawn.get_preparation_data = _without_main
     # A scheduler has an HTTP server also without a dashboard; then it has nothing to tell.
     pages: dict[str, Any] = {} if dashboard_address else {"distributed.scheduler.http.routes": []}
-    with dask.config.set(pages):
-        return SpecCluster(
-            scheduler=scheduler, workers=dict(workers), security=security, silence_logs=40, shutdown_on_close=True
-        )
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            with dask.config.set(pages):
+                return _Dask(  # type: ignore[no-untyped-call]
+                    scheduler=scheduler,
+                    workers=dict(workers),
+                    security=security,
+                    silence_logs=40,
+                    shutdown_on_close=True,
+                )
+        except Exception as error:  # Dask names no class for it
+            last = error.__cause__ or error
+            log.warning("the cluster did not start (%d of %d): %s", attempt + 1, _START_ATTEMPTS, last)
+    raise RoleError(
+        f"the workers of this machine did not start, {_START_ATTEMPTS} times: {type(last).__name__}: {last}; is there "
+        "memory for them? The log of the driver has more"
+    ) from last
 
 
 class LocalCluster(Cluster):

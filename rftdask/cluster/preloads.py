@@ -1,6 +1,8 @@
 """Preload of all worker processes, and of the nannies of those that a batch system gives and takes: what signals do.
 
-- SIGINT is ignored: Ctrl-C reaches the whole terminal group, and only the driver is to act on it.
+- SIGINT and SIGHUP are ignored: Ctrl-C, or a terminal that closes, reaches its whole group, and only the driver is to
+  act on it.
+- A worker beside the driver starts with all three blocked, so that none ends it, or its imports, half-way.
 - SIGTERM ends a worker beside the driver at once if nothing needs it (explorers), else after GRACE_S: a batch system
   that ends a job may send it to all processes, and the driver then writes a checkpoint, which takes a living trainer.
 - SIGTERM to a worker that a batch system takes (preempted, cancelled, at its walltime) is announced by its nanny before
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -22,6 +25,8 @@ from rftdask.processes.dask_task import LEAVING_TOPIC
 
 MODULE = __name__
 """What Dask is given to load."""
+BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+"""Signals that a worker beside the driver is started with blocked, and takes once this is loaded."""
 GRACE_VARIABLE = "RFTDASK_SIGTERM_GRACE_S"
 """Environment of a worker that this driver starts: seconds from SIGTERM to its end; 0: at once."""
 GRACE_S = 30.0
@@ -37,10 +42,14 @@ def dask_setup(server: Any) -> None:
     """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
     if isinstance(server, Nanny):
         return
+    # Dask's own calls that are under way as a worker closes end in tracebacks; what matters reaches the driver.
+    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
     if grace_s:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
 def _end_after(grace_s: float) -> None:

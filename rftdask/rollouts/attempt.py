@@ -8,7 +8,6 @@ rises. This module knows neither engines nor processes nor storage.
 from __future__ import annotations
 
 import asyncio
-import math
 import numbers
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ STOP_GRACE_S = 1.0
 """Time that a cancelled attempt has to clean up; one that ignores its cancellation is left behind, without a model."""
 _MAX_ERROR_LENGTH = 500
 _MAX_BLOCK_S = 30.0
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def max_block_s(explorer: ExplorerConfig) -> float:
@@ -181,8 +181,8 @@ class Rollout:
         value = reward.value
         if not isinstance(value, numbers.Real):
             raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
-        if not math.isfinite(value):
-            raise ValueError(f"reward is {value!r:.100}, not a finite number ({where})")
+        if not _is_storable(value):
+            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 ({where})")
         for name, metric in reward.metrics.items():
             if not isinstance(metric, numbers.Real):
                 raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
@@ -193,9 +193,10 @@ class Rollout:
         for turn, step in enumerate(reward.steps):
             if step.state is not None and not isinstance(step.state, str):
                 raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
-            value = step.reward
-            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-                raise ValueError(f"reward of step {turn} is {value!r:.100}, not a finite number ({where})")
+            if step.reward is not None and not _is_storable(step.reward):
+                raise ValueError(
+                    f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 ({where})"
+                )
 
     def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
         generation = call.generation
@@ -258,3 +259,11 @@ class Rollout:
             seed=seed,
             truth=self.task.truth,
         )
+
+
+def _is_storable(value: object) -> bool:
+    """Whether it is a number that the log's float32 holds: 1e39 would be stored as infinity."""
+    try:
+        return isinstance(value, numbers.Real) and bool(abs(float(value)) <= _LARGEST)
+    except OverflowError:
+        return False  # an integer of hundreds of digits

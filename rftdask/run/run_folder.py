@@ -292,7 +292,7 @@ class Lease:
         except ValueError:
             return  # a lease nobody could finish writing is nobody's
         # Of an owner on this machine nothing can be left without its process, whatever any clock says.
-        is_gone = holder["host"] == socket.gethostname() and not psutil.pid_exists(holder["pid"])
+        is_gone = holder["host"] == socket.gethostname() and not _is_running(holder["pid"])
         if holder["released"] or is_gone:
             return
         if not _is_alive(holder, self._clock()):
@@ -372,7 +372,15 @@ def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
     if holder["host"] == socket.gethostname():
         try:
             started_s: float = psutil.Process(holder["pid"]).create_time()
-            return abs(started_s - float(holder["started_s"])) < 1.0
+            return _is_running(holder["pid"]) and abs(started_s - float(holder["started_s"])) < 1.0
         except psutil.NoSuchProcess:
             return False
     return abs(now_s - float(holder["time_s"])) < _STALE_S
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this machine does anything: one that ended and that nobody asked for (a zombie) does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

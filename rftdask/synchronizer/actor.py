@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from distributed import Client, Future
+from distributed import Client, Future, KilledWorker
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage, open_storage
@@ -215,6 +215,10 @@ def start_synchronizer(
     )
     try:
         future.result(timeout=60)
+    except KilledWorker:
+        log.info(
+            "the worker of the synchronizer was lost as it started"
+        )  # the future's status tells, and nobody needs it
     except TimeoutError as error:
         raise WaitTimeout("the synchronizer did not start in 60 s: no worker took it") from error
     client.publish_dataset(future, name=ACTOR_NAME, override=True)

@@ -25,6 +25,11 @@ def test_two_cores_are_a_trainer_that_also_controls_and_an_engine() -> None:
     assert plan_layout([stage(1)], 2) == Layout(expected)
 
 
+def test_without_a_trainer_the_control_role_has_a_worker_that_no_rollout_can_kill() -> None:
+    workers = plan_layout([stage(2, "mode=explore")], 2).workers
+    assert [worker.resources for worker in workers] == [("explorer",), ("explorer",), ("control",)]
+
+
 def test_every_role_has_a_gpu_of_its_own() -> None:
     workers = plan_layout([stage(7)], 64, num_gpus=8).workers
     assert [worker.gpu for worker in workers] == list(range(8))

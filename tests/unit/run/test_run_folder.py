@@ -153,6 +153,16 @@ def test_the_role_of_a_dead_process_is_taken_over_at_once(storage: Storage) -> N
     assert names(storage)[-1] == "lease-trainer-2.json"
 
 
+def test_an_owner_that_ended_and_that_its_parent_never_asked_for_is_dead(storage: Storage) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        zombie = psutil.Process(process.pid)
+        while zombie.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        plant(storage, pid=zombie.pid, started_s=zombie.create_time())
+        assert lease_holder(storage, "trainer") is None
+        Lease(storage, "trainer").release()
+
+
 def test_a_pid_that_was_given_to_another_process_is_not_the_owner(storage: Storage) -> None:
     plant(storage, started_s=psutil.Process().create_time() - 60)
     Lease(storage, "trainer", sleep=lambda seconds: None).release()
