@@ -20,7 +20,13 @@ from rftdask.errors import DataError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
 from rftdask.run.view import open_stages
 from rftdask.storage import Storage
-from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.checkpoint import (
+    HF_FOLDER,
+    Checkpoints,
+    checkpoint_folder,
+    checkpoint_steps,
+    newest_valid_checkpoint,
+)
 from rftdask.trainer.model import dtype_at_rest, export_hf, load_policy
 from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
 
@@ -61,7 +67,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         whole = Path(folder) / "whole"
         whole.mkdir()
         if merge_lora:
-            _write_model(config, files, whole)
+            _write_model(_model_of(storage, config), config, files, whole)
         elif config.model.lora_configs:
             for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
                 (whole / name).write_bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}"])
@@ -91,8 +97,21 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
     return storage, config, found
 
 
-def _write_model(config: Config, files: Mapping[str, bytes], folder: Path) -> None:
-    path, trust = config.model.model_path, config.model.trust_remote_code
+def _model_of(storage: Storage, config: Config) -> str:
+    """Folder or name of a model that the weights of a checkpoint fit into.
+
+    The run's own, if it has one: the path that its config names may be relative, or gone with the place it began in.
+    """
+    models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in reversed(checkpoint_steps(storage))]
+    own = next((model for model in models if storage.exists(f"{model}/config.json")), None)
+    # Adapters are added to the model that they were trained on; in the run's own they are merged.
+    if own is None or config.model.lora_configs or "://" in storage.url:
+        return config.model.model_path
+    return f"{storage.url}/{own}"
+
+
+def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
+    trust = config.model.trust_remote_code
     model, tokenizer = load_policy(path, "float32", "cpu", trust_remote_code=trust, offline=True)
     if config.model.lora_configs:
         add_adapter(model, settings_of(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}"]))

@@ -5,6 +5,7 @@ of the model itself, tied or not, LoRA merged or alone; and half a folder never 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_model
 from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
-from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.numerics import assert_close
 from tests.unit.trainer.test_lora import trainer
@@ -110,6 +111,26 @@ def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(small)
     theirs = PeftModel.from_pretrained(model, tmp_path / "out")
     assert_close(theirs(IDS).logits, engine._model(IDS).logits)
+
+
+def test_a_moved_run_is_converted_without_the_model_it_began_with(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(small, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    run, engine = make_run("model", tmp_path / "runs")
+    Checkpoints(open_storage(run), "main").add_files(
+        2, {f"{HF_FOLDER}/{name}": data for name, data in engine.export_files().items()}
+    )
+    convert(run, tmp_path / "before")
+    shutil.move(run, tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "model")
+    for step in (1, 2):  # the first one has no model of its own
+        convert("../moved", tmp_path / f"after-{step}", step=step)
+    for path in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after-2" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_run_checkpoint_and_step_name_the_same(small: str, tmp_path: Path) -> None:
