@@ -71,9 +71,11 @@ class Grpo(AdvantageFn):
         if self.std != "none":
             divisor_N = stats.std_G[inputs.group_N]
             if self.std_cal_level == "batch":
+                # The spread of one task rests on few rewards; that of the batch is the same divisor for all tasks.
                 batch_N = torch.zeros_like(inputs.group_N)
                 whole = group_stats(rewards_N, batch_N, inputs.used_N, 1, sample=self.std != "population")
                 divisor_N = whole.std_G[batch_N]
+            # Equal rewards teach nothing: 0, also where epsilon is 0.
             advantages_N = torch.where(divisor_N > 0.0, centered_N / (divisor_N + self.epsilon), 0.0)
         drops_N = base_drops(inputs)
         if self.std_threshold is not None:
@@ -117,6 +119,7 @@ class Rloo(AdvantageFn):
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         count_N = stats.count_G[inputs.group_N]
         centered_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
+        # r less the mean of the other n - 1: the rollout's own reward, taken out of mu, is the factor n / (n - 1).
         return result(inputs, centered_N * count_N / (count_N - 1.0).clamp(min=1.0), stats.metrics())
 
 
@@ -202,6 +205,7 @@ class Drpo(AdvantageFn):
         lengths_N = torch.where(correct_N, inputs.lengths_N, 0).double()
         longest_G = torch.zeros_like(stats.mean_G).scatter_reduce(0, group_N, lengths_N, "amax")
         brevity_N = torch.exp(-lengths_N / (self.length_lambda * longest_G[group_N].clamp(min=1.0)))
+        # Divided by their mean among the correct ones, the weights shift reward between them and add none.
         mean_G = group_stats(brevity_N, group_N, correct_N, num_groups).mean_G
         weight_N = torch.where(correct_N, brevity_N / mean_G[group_N].clamp(min=1e-12), 1.0)
         return result(inputs, weight_N * (inputs.rewards_N - stats.mean_G[group_N]), stats.metrics())
@@ -257,7 +261,7 @@ class RecAdvantage(AdvantageFn):
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         negative_N = inputs.used_N & (inputs.rewards_N < stats.mean_G[inputs.group_N])
         num_negative_G = group_sums(negative_N, *groups)
-        surplus_G = 2.0 * num_negative_G - stats.count_G
+        surplus_G = 2.0 * num_negative_G - stats.count_G  # rows below mu, less the n - num_negative others
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + inputs.step)
         draw_N = torch.rand(len(negative_N), generator=generator, dtype=torch.float64).to(negative_N.device)
         ranks_N = ranks_in_group(torch.where(negative_N, draw_N, 2.0), inputs.group_N)

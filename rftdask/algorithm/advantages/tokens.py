@@ -121,6 +121,7 @@ class ReinforcePlusPlus(AdvantageFn):
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, self.gamma)
+        # Normalized over the whole batch, which stands in place of a baseline by task.
         return token_result(inputs, whiten(returns_NT, mask_NT), returns_NT=returns_NT)
 
 
@@ -144,6 +145,7 @@ class Remax(AdvantageFn):
         assert inputs.baseline_rewards_N is not None
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, 1.0)
+        # The baseline depends on the task alone, not on the sampled tokens, so the gradient stays unbiased.
         return token_result(inputs, returns_NT - inputs.baseline_rewards_N[:, None], returns_NT=returns_NT)
 
 
@@ -212,6 +214,7 @@ class Jsd(AdvantageFn):
             jsd_NT = (student_NT - teacher_NT) * (1.0 - 2.0 * share)
         else:
             log_share = torch.tensor([1.0 - share, share], dtype=student_NT.dtype, device=student_NT.device).log()
+            # m, the log of the mixture, without leaving logs: either probability may underflow.
             mixture_NT = torch.logaddexp(student_NT + log_share[0], teacher_NT + log_share[1])
             jsd_NT = share * (teacher_NT - mixture_NT) + (1.0 - share) * (student_NT - mixture_NT)
         mean = float(torch.where(used_mask(inputs), jsd_NT, 0.0).sum() / used_mask(inputs).sum().clamp(min=1))

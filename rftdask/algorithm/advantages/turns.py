@@ -81,6 +81,7 @@ class StepWiseGrpo(AdvantageFn):
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         turns = Turns.of(inputs)
         last_N = inputs.used_N & turns.is_last_N
+        # GRPO sees one row of each rollout, so that a long one does not weigh more in the baseline.
         ends = self._grpo()(replace(inputs, valid_N=last_N, expert_mask_N=None))
         index_R = torch.zeros(turns.num_rollouts, dtype=torch.int64, device=last_N.device)
         index_R[turns.rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
@@ -150,6 +151,7 @@ class Gigpo(AdvantageFn):
                 ahead_R[turns.rollout_N[rows]] = returns_N[rows]
             known_N = inputs.used_N & (inputs.state_N >= 0)
             scope_N = inputs.group_N if self.anchor_scope == "task" else torch.zeros_like(inputs.group_N)
+            # Anchor groups: the turns of a task (or of the batch) that were taken from equal states.
             _, anchor_N = torch.unique(torch.stack([scope_N, inputs.state_N]), dim=1, return_inverse=True)
             num_anchors = int(anchor_N.max()) + 1
             step_N, anchors = self._centered(returns_N, anchor_N, known_N, num_anchors)
