@@ -19,6 +19,7 @@ from typing import Any
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.lineage import MAIN_LINEAGE, lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
@@ -129,6 +130,7 @@ class StageRun:
             for role in roles:
                 leases.append(Lease(self._storage, role))
             if "trainer" in roles:
+                self._check_ledger()
                 self._storage.remove(STOP_FILE)
             if self._stopping:
                 self.stop()  # it was asked to before the file of an earlier stop was removed
@@ -187,6 +189,17 @@ class StageRun:
             self._threads.shutdown(wait=False)
             for lease in leases:
                 lease.release()
+
+    def _check_ledger(self) -> None:
+        """Raises: DamagedError: an entry up to the newest checkpoint is missing, so its rows could be trained again."""
+        ledger, newest = Ledger(self._storage), max(checkpoint_steps(self._storage), default=0)
+        if lineage_of(self._storage) != MAIN_LINEAGE or not newest:
+            return
+        if missing := sorted({*range(1, newest + 1)} - {*ledger.steps()}):
+            raise DamagedError(
+                f"{self._storage.url}/{ledger.path(missing[0])} is missing ({len(missing)} in all), and checkpoint "
+                f"{newest} has trained it; restore it from a backup: without it its rows could be trained again"
+            )
 
     def stop(self) -> None:
         """Ask the stage to end with a checkpoint. From any thread; another process may put a trainer's file itself."""

@@ -4,6 +4,7 @@
 - whoever asks a run to end while its cluster starts gets the exit code of what was sent, and no traceback;
 - SIGHUP ends a run with a checkpoint;
 - a worker that is killed while the cluster starts is started again;
+- a ledger entry that is gone is an error of `run`, also below the checkpoint;
 - where there is no trainer, a task that kills its worker does not end the run.
 """
 
@@ -17,7 +18,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_cases import RunProcess, assert_sound, finish, num_steps, read_number, run_folder, status_of, write_config
+from run_cases import (
+    RunProcess,
+    assert_sound,
+    call_cli,
+    finish,
+    num_steps,
+    read_number,
+    run_folder,
+    status_of,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -108,3 +119,11 @@ def test_without_a_trainer_a_task_that_kills_its_worker_does_not_end_the_run(con
     assert ended.code == 0, ended
     assert (tmp_path / "deaths").exists()
     assert status_of(run_folder(config))["experiences"]["committed"] == 16
+
+
+def test_a_ledger_entry_that_is_gone_below_the_checkpoint_is_an_error(config: Path) -> None:
+    finish(config, "trainer.total_steps=2", "trainer.save_interval=2")
+    (run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
+    ended = call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")
+    assert ended.code == 1 and "ledger/main/00000001.json is missing" in ended.err, ended
+    assert num_steps(run_folder(config)) == 2

@@ -18,6 +18,10 @@ def echo(spec: Mapping[str, Any], channel: Channel) -> None:
         channel.send({"message": message, "spec": spec, "threads": os.environ["OMP_NUM_THREADS"]})
 
 
+def wait_policy(spec: Mapping[str, Any], channel: Channel) -> None:
+    channel.send(os.environ["OMP_WAIT_POLICY"])
+
+
 def noisy(spec: Mapping[str, Any], channel: Channel) -> None:
     """As echo, and prints in every way there is."""
     for message in channel:

@@ -139,6 +139,10 @@ def test_what_a_child_said_before_its_end_is_still_heard(start: Nursery) -> None
         child.receive(LONG_S)
 
 
+def test_threads_of_a_child_do_not_spin_while_they_wait(start: Nursery) -> None:
+    assert start("wait_policy").receive(LONG_S) == "PASSIVE"
+
+
 def test_waiting_for_a_silent_child_has_a_deadline(start: Nursery) -> None:
     child = start("busy")
     child.receive(LONG_S)
