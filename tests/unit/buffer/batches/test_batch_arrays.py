@@ -81,7 +81,7 @@ def test_a_rollout_has_one_reward_whatever_its_turns() -> None:
         for rollout in range(4)
         for turn in range(1 if rollout < 2 else 9)
     ]
-    batch = join_batches(batch_from_table(experiences_to_table(rows)), supervised_batch([((1, 2), 1, None)], ("d",)))
+    batch = join_batches([batch_from_table(experiences_to_table(rows)), supervised_batch([((1, 2), 1, None)], ("d",))])
     rewards, groups = batch.rollout_rewards()
     assert (rewards.tolist(), groups.tolist()) == ([1, 1, 0, 0] * 2, [0] * 4 + [1] * 4)
     assert batch.group_reward_stds().tolist() == [0.5, 0.5]
