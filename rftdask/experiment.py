@@ -18,7 +18,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from rftdask.cluster.base import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.explain import WINDOW, warn_of_learning
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -328,6 +329,10 @@ class _Watcher:
         """The step before the first one that was told, and when that one began."""
         self._role = "trainer" if config.mode in ("both", "train") else "explorer"
         """The role whose steps are the stage's."""
+        self._rows: dict[str, list[Mapping[str, float]]] = {"trainer": [], "explorer": []}
+        """Metrics of the first and the last steps of each role."""
+        self._warned: set[str] = set()
+        """Metrics that a note has warned of."""
         self._logs = LogFolder(storage)
         self.log_folder = str(self._logs.path)
         tracker = make_tracker(
@@ -364,7 +369,15 @@ class _Watcher:
             self.view.note(event.text)
         elif isinstance(event, Evaluated):
             progress = dataclasses.replace(progress, accuracy=event.metrics.get("accuracy"))
-        elif isinstance(event, Step) and event.role == self._role:
+        if isinstance(event, Step):
+            rows = self._rows[event.role]
+            rows.append(event.metrics)
+            del rows[WINDOW:-WINDOW]  # of what is between them nothing is told
+            warnings = warn_of_learning(self._rows["trainer"], self._rows["explorer"])
+            for name in warnings.keys() - self._warned:  # once, while it lasts
+                self.view.note(f"warning: {warnings[name]}")
+            self._warned = set(warnings)
+        if isinstance(event, Step) and event.role == self._role:
             if self._first is None:
                 self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
             pace = (now - self._first[1]) / max(1, event.step - self._first[0])

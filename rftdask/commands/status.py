@@ -36,6 +36,8 @@ class StageStatus:
     """committed, trained, waiting, and dropped by reason."""
     problems: tuple[str, ...] = ()
     """Broken promises the audit found, or what kept it from counting; empty in a sound run."""
+    warnings: tuple[str, ...] = ()
+    """Why it learns nothing, a line each; see `monitor.explain`."""
     reward: float | None = None
     accuracy: float | None = None
     roles: dict[str, str] = field(default_factory=dict)
@@ -60,7 +62,8 @@ class StageStatus:
             "last sign": "" if self.last_sign_s is None else f"{self.last_sign_s:.0f} s ago",
             "PROBLEMS": "; ".join(self.problems),
         }
-        return "\n".join([*lines, *(f"  {label:<12}{text}" for label, text in facts.items() if text)])
+        lines += [f"  {label:<12}{text}" for label, text in facts.items() if text]
+        return "\n".join([*lines, *(f"  {'WARNING':<12}{warning}" for warning in self.warnings)])
 
 
 def read_status(url: str) -> list[StageStatus]:
@@ -95,6 +98,7 @@ def stage_status(stage: Stage) -> StageStatus:
         sealed=stage.log.sealed_at() is not None,
         experiences=experiences,
         problems=problems,
+        warnings=stage.warnings,
         reward=next(reversed(stage.values("trainer", "reward")), None),
         accuracy=next(reversed(stage.values("eval", "accuracy")), None),
         roles=roles,

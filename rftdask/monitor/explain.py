@@ -1,11 +1,15 @@
-"""Explanations of metrics: the one place that names those which plots, reports and documentation know.
+"""Explanations of metrics: the one place that names those which plots, reports and documentation know, and that says
+when their numbers mean that a run learns nothing.
 
 Roles may write more metrics than these; such metrics are stored and tracked all the same, but nobody explains them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 Direction = Literal["up", "down", "watch"]
@@ -138,3 +142,73 @@ METRICS: dict[str, Metric] = {
 }
 
 DIRECTIONS: dict[Direction, str] = {"up": "higher is better", "down": "lower is better", "watch": "watch for jumps"}
+
+
+WINDOW = 5
+"""Steps that are looked at together: one odd step says nothing."""
+_FEWEST_STEPS = 3
+"""A run of fewer steps is not judged."""
+_MOST = 0.5
+"""Share of failed, truncated or stale rollouts, or of steps without rows, above which a run is warned of."""
+_COLLAPSE = 0.1
+"""Entropy or length below this share of what the first steps had."""
+_MISMATCH = {True: 0.01, False: 0.1}
+"""Nats a token, by whether the batches are on-policy; of stale ones the policy itself has moved on."""
+_NO_SPREAD = "the tasks are too easy or too hard, or the reward tells no two answers apart"
+
+Row = Mapping[str, float]
+"""Metrics of one step by name; a missing one and NaN are the same."""
+
+
+def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[str, str]:
+    """Say why a run learns nothing, or not what it should: a line for each metric that tells so, by its name.
+
+    trainer, explorer: rows of the steps in order; only the first and the last WINDOW of them count.
+    """
+    found: dict[str, str] = {}
+
+    def values(rows: Sequence[Row], name: str) -> list[float]:
+        return [row[name] for row in rows if not math.isnan(row.get(name, math.nan))]
+
+    if len(last := explorer[-WINDOW:]) >= _FEWEST_STEPS:
+        for name, advice in (
+            ("failed", "see their errors in rftdask view, and log/"),
+            ("truncated", "raise model.max_response_tokens, or reward shorter answers"),
+        ):
+            if (measured := values(last, name)) and (share := fmean(measured)) > _MOST:
+                found[name] = f"{share:.0%} of the rollouts of the last {len(last)} explore steps {name}: {advice}"
+    if len(last := trainer[-WINDOW:]) < _FEWEST_STEPS:
+        return found
+    steps = f"the last {len(last)} steps"
+
+    rows = values(last, "num_rows")
+    if (empty := rows.count(0.0)) > _MOST * len(last):
+        found["num_rows"] = f"{empty} of {steps} trained no row: see what was dropped, and why, in rftdask status"
+    stale = sum(values(last, "num_dropped_stale"))
+    if stale > _MOST * (stale + sum(rows)):
+        share = stale / (stale + sum(rows))
+        found["num_dropped_stale"] = f"{share:.0%} of the rows of {steps} were dropped as stale: raise " + (
+            "synchronizer.max_staleness, or publish weights more often (sync_interval)"
+        )
+    flat, rewards = values(last, "flat_groups"), values(last, "reward")
+    if len(rewards) >= _FEWEST_STEPS and len(set(rewards)) == 1 and min(flat, default=1.0) == 1.0:
+        found["reward"] = f"all rewards of {steps} are {rewards[0]:.4g}: {_NO_SPREAD}"
+    elif len(flat) >= _FEWEST_STEPS and min(flat) == 1.0:
+        found["flat_groups"] = f"100% of the groups of {steps} have no spread: {_NO_SPREAD}"
+
+    for name, advice in (
+        ("entropy", "the policy no longer explores: lower the learning rate, or raise entropy_coef"),
+        ("response_length", "look at the answers in rftdask view: the reward may pay for saying nothing"),
+    ):
+        first, now = values(trainer[:WINDOW], name), values(last, name)
+        if len(trainer) >= 2 * WINDOW and first and now and fmean(now) < _COLLAPSE * fmean(first):
+            label = METRICS[name].label.lower()
+            found[name] = f"{label} fell from {fmean(first):.3g} to {fmean(now):.3g} {METRICS[name].unit}: {advice}"
+    on_policy = max(values(last, "staleness_max"), default=0.0) == 0.0
+    mismatch = values(last, "mismatch_kl")
+    if mismatch and fmean(mismatch) > _MISMATCH[on_policy]:
+        found["mismatch_kl"] = (
+            f"mismatch_kl is {fmean(mismatch):.3g} nats per token over {steps}: the engine samples "
+            + ("from another policy than the trainer trains; see its dtype and docs/engines.md")
+        )
+    return found

@@ -100,6 +100,8 @@ class RunSummary:
     """Command -> what it does."""
     error: str = ""
     """Why it failed or stopped."""
+    warnings: tuple[str, ...] = ()
+    """Why it learned nothing, a line each."""
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -175,6 +177,9 @@ def summarize(
         files=_files_of(url, stages),
         next_commands=next_commands(config.monitor.monitor_type, url),
         error=error,
+        warnings=tuple(
+            f"{row.name}: {warning}" for row, stage in zip(rows, stages, strict=True) for warning in stage.warnings
+        ),
     )
 
 
@@ -295,7 +300,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble(*head)]
     if summary.error:
         parts.append(Text(summary.error, style="red"))
-    parts.append(Text(learned(summary)))
+    parts += [Text(learned(summary)), *(Text(f"warning: {warning}", style="yellow") for warning in summary.warnings)]
     if summary.stages:
         table = Table("stage", "mode", "algorithm", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("steps", "time", "accuracy before", "after"):

@@ -19,6 +19,7 @@ from rftdask.buffer.lineage import lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config, load_config
+from rftdask.monitor.explain import warn_of_learning
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import RUN_FILE, read_run
 from rftdask.storage import Storage, open_storage
@@ -91,6 +92,12 @@ class Stage:
         """List what one role measured, by step, without gaps; empty if it never did."""
         rows = self.rows(role)
         return [float(value) for value in rows[metric].dropna()] if metric in rows else []
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines that say why it learns nothing; empty where it does."""
+        trainer, explorer = (self.rows(role).to_dict("records") for role in ("trainer", "explorer"))
+        return tuple(warn_of_learning(trainer, explorer).values())
 
 
 def open_stages(url: str | Path) -> list[Stage]:

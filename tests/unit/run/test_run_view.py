@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rftdask.buffer.batches.ledger import LedgerEntry, Rows
 from rftdask.buffer.log.schema import Experience
@@ -15,6 +17,7 @@ from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.report import report_run
 from rftdask.run.run_folder import open_run
+from rftdask.run.summary import render_summary, summarize
 from rftdask.run.view import open_stages
 from rftdask.storage import open_storage
 
@@ -75,3 +78,22 @@ def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None
     with MetricsWriter(stage.storage, "trainer") as metrics:
         metrics.write(4, {})
     assert open_stages(stage.storage.url)[0].counts == {"committed": 2, "trained": 2, "waiting": 0}
+
+
+def test_a_run_that_learned_nothing_says_so_in_status_summary_and_report(tmp_path: Path) -> None:
+    url = begin_run(tmp_path)
+    (status,) = read_status(str(url))
+    assert status.warnings == () and "WARNING" not in status.render()
+    with MetricsWriter(open_storage(url), "trainer") as metrics:
+        for step in range(1, 7):
+            metrics.write(step, {"reward": 0.0, "flat_groups": 1.0, "num_rows": 8.0})
+    (status,) = read_status(str(url))
+    line = "all rewards of the last 5 steps are 0: "
+    assert line in status.warnings[0] and f"  WARNING     {line}" in status.render()
+    report_run(url)
+    assert f"Warning: grpo: {line}" in (url / "report.html").read_text()
+    stages = open_stages(url)
+    summary = summarize(stages[0].config, str(url), stages, status="finished", began_s=0.0)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_summary(summary))
+    assert f"warning: grpo: {line}" in console.export_text()
