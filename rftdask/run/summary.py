@@ -34,10 +34,10 @@ Interval = tuple[float, float]
 
 REPORT_NAME = "report.html"
 _FILES = {
-    "run.json": "configuration as resolved, versions, seed",
-    "schedule/": "the tasks of each explore step, chosen by learned difficulty",
+    "run.json": "settings, versions, seed",
+    "schedule/": "tasks chosen by learned difficulty",
     "experiences/": "every rollout, as immutable shards",
-    "ledger/": "which experiences each optimizer step trained",
+    "ledger/": "what each optimizer step trained",
     "eval/": "answers of the evaluations, as shards",
     "metrics/": "all numbers, as JSON lines",
     "log/": "what each role logged",
@@ -187,7 +187,7 @@ def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
     """What there is, below `url`."""
     root = open_storage(url)
     there = root.list()
-    files = {REPORT_NAME: "curves, answers and settings on one page"}  # is written from this summary
+    files = {REPORT_NAME: "curves, answers, settings on one page"}  # is written from this summary
     files |= {name: meaning for name, meaning in _FILES.items() if name in there}
     for stage in stages:
         folder = stage.storage.url.removeprefix(root.url).strip("/")
@@ -196,7 +196,7 @@ def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
         files |= {f"{prefix}{name}": meaning for name, meaning in _FILES.items() if name in there}
         models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in checkpoint_steps(stage.storage)]
         for model in [model for model in models if stage.storage.exists(f"{model}/config.json")][-1:]:
-            files[f"{prefix}{model}/"] = "the trained model, for AutoModelForCausalLM.from_pretrained"
+            files[f"{prefix}{model}/"] = "the trained model, for transformers"
     return files
 
 
