@@ -9,7 +9,9 @@ traceback. Nothing is kept here that storage does not hold.
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,20 +83,26 @@ class RankSpec:
     threads: int
     log_folder: str | None
     rank: int = 0
-    rendezvous: tuple[str, int] = ("", 0)
-    """Host and port where rank 0 listens."""
+    rendezvous: str = ""
+    """Where ranks meet: a folder that only their owner may enter, or the host:port where rank 0 listens."""
 
 
-def free_address(dask_worker: Worker) -> tuple[str, int]:
-    """This host and a port that is free now, on the worker that will run rank 0."""
+def free_address(dask_worker: Worker) -> str:
+    """host:port, of this host and a port that is free now, on the worker that will run rank 0."""
     host = _host_of(dask_worker.address)
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return host, probe.getsockname()[1]
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def _host_of(address: str) -> str:
     return address.rsplit(":", 1)[0].split("//")[-1]  # of Dask's, such as tcp://10.0.0.7:4001
+
+
+def _sockets_on(interface: str | None) -> dict[str, str]:
+    """Environment that keeps gloo and NCCL, which know no keys, on one interface; the user's own choice stays."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: os.environ.get(name, interface) for name in names} if interface else {}
 
 
 def interface_of(host: str) -> str | None:
@@ -127,7 +135,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         asdict(spec),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,
-        env={LOG_LEVEL: spec.config["log"]["level"], **({"GLOO_SOCKET_IFNAME": interface} if interface else {})},
+        env={LOG_LEVEL: spec.config["log"]["level"], **_sockets_on(interface)},
         log_file=Path(spec.log_folder, f"trainer-rank-{spec.rank}.log") if spec.log_folder else None,
     )
     heard = time.monotonic()
@@ -185,36 +193,43 @@ class Gang:
                 addresses = self._wait_for_workers()
                 if not addresses:
                     return None
-                try:
-                    rendezvous = self.client.run(free_address, workers=addresses[:1])[addresses[0]]
-                except (OSError, KeyError) as error:
-                    text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
-                    raise ProcessLostError(text) from error
-                generation = f"trainer-{num_losses}-{time.time_ns()}"  # a key is never used again
-                futures = [
-                    self.client.submit(
-                        supervise,
-                        replace(self.spec, rank=rank, rendezvous=rendezvous),
-                        address,
-                        key=f"{generation}-rank-{rank}",
-                        workers=[address],
-                        allow_other_workers=True,
-                        pure=False,
-                        retries=0,
-                        priority=100,
-                    )
-                    for rank, address in enumerate(addresses)
-                ]
-                try:
-                    return self._watch(futures, addresses)
-                finally:
-                    # Also after success: a rank that still runs would meet those of the next stage.
-                    self._call_off(futures)
+                # mkdtemp's folders are their owner's alone.
+                with tempfile.TemporaryDirectory(prefix="rftdask-ranks-", ignore_cleanup_errors=True) as folder:
+                    return self._run_once(addresses, folder, f"trainer-{num_losses}-{time.time_ns()}")
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1
                 if num_losses > self.max_restarts or self.cancelled():
                     raise RoleError(f"the trainer failed {num_losses} times; the last time: {loss}") from loss
                 self.note(f"trainer restarts from its newest checkpoint ({num_losses} of {self.max_restarts}): {loss}")
+
+    def _run_once(self, addresses: Sequence[str], folder: str, generation: str) -> Ended:
+        """One generation of ranks, to its end. generation: in their keys, of which none is used again."""
+        rendezvous = folder
+        if not all(_host_of(address).startswith("127.") for address in addresses):
+            try:
+                rendezvous = self.client.run(free_address, workers=addresses[:1])[addresses[0]]
+            except (OSError, KeyError) as error:
+                text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
+                raise ProcessLostError(text) from error
+        futures = [
+            self.client.submit(
+                supervise,
+                replace(self.spec, rank=rank, rendezvous=rendezvous),
+                address,
+                key=f"{generation}-rank-{rank}",
+                workers=[address],
+                allow_other_workers=True,
+                pure=False,
+                retries=0,
+                priority=100,
+            )
+            for rank, address in enumerate(addresses)
+        ]
+        try:
+            return self._watch(futures, addresses)
+        finally:
+            # Also after success: a rank that still runs would meet those of the next stage.
+            self._call_off(futures)
 
     def _watch(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> Ended:
         """Wait until all ranks have ended, or one has failed. Raises: the error that the others follow from."""

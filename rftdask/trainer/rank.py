@@ -7,6 +7,7 @@ that its supervisor passes on.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -66,17 +67,12 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"])
-    host, port = spec["rendezvous"]
     rank, size = spec["rank"], spec["world_size"]
     try:
-        # torch exports it at run time, and says so to no type checker; its own module is private and moves.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, size, is_master=rank == 0, timeout=timedelta(seconds=_RENDEZVOUS_S)
-        )
         dist.init_process_group(
             # Small messages go over the CPU, also where gradients do not.
             backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=store,
+            store=meeting_place(spec["rendezvous"], rank, size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=_ANSWER_S),
@@ -94,6 +90,25 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         raise lost from error
     channel.send(CODEC.encode(ended))
     # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
+
+
+def meeting_place(rendezvous: str, rank: int, size: int) -> Any:
+    """The store by which ranks find each other; it knows no keys, so it is as narrow as their machines allow."""
+    # torch exports its stores at run time, and says so to no type checker; its own module is private and moves.
+    stores: Any = dist
+    if size == 1:
+        return stores.HashStore()
+    timeout = timedelta(seconds=_RENDEZVOUS_S)
+    if os.path.isabs(rendezvous):
+        store = stores.FileStore(os.path.join(rendezvous, "store"), size)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = rendezvous.rpartition(":")
+    listening = {}
+    if rank == 0:  # else torch would listen on all interfaces
+        own = socket.create_server((host, int(port)), family=socket.getaddrinfo(host, None)[0][0])
+        listening = {"master_listen_fd": own.detach()}
+    return stores.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, **listening)
 
 
 def build_trainer(

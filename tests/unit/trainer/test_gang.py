@@ -78,13 +78,13 @@ class FakeClient:
         self.outcomes = self.generations.pop(0)
         if isinstance(self.outcomes[0], OSError):
             raise self.outcomes[0]
-        return {workers[0]: ("10.0.0.1", 4321)}
+        return {workers[0]: "10.0.0.1:4321"}
 
     def submit(
         self, function: Any, spec: RankSpec, address: str, *, key: str, workers: list[str], **options: Any
     ) -> FakeFuture:
         assert workers == [address]
-        assert spec.rendezvous == ("10.0.0.1", 4321)
+        assert spec.rendezvous == "10.0.0.1:4321" or address.startswith("tls://127.")
         self.submitted.append((address, f"rank {spec.rank}"))
         self.keys.append(key)
         return FakeFuture(key, self.outcomes[spec.rank])
