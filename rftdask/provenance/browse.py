@@ -7,12 +7,15 @@ Holds the values that a page shows (`Browser`), the pages, and their server. Inv
 - what models wrote is untrusted: every value goes through the autoescaping of the templates, invisible characters
   become visible, there is no script on a page, and the policy of the pages forbids the browser to run or load anything;
 - the server listens on 127.0.0.1 only, answers GET and HEAD only, writes nothing, and answers no request that was made
-  for another host name, so that a page elsewhere cannot read the run by pointing its own name at this machine.
+  for another host name, so that a page elsewhere cannot read the run by pointing its own name at this machine;
+- every user of this machine reaches 127.0.0.1, so each page asks for the token of the printed URL; a cookie
+  keeps it.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -321,12 +324,18 @@ class ViewServer(ThreadingHTTPServer):
         """Port 0 takes a free one. Raises: DataError: no run folder; OSError: the port is taken."""
         self.browser = Browser(url)
         """What is shown; a request for /reload puts a newer one in its place, whole, so threads need no lock."""
+        self.token = secrets.token_urlsafe(24)
         super().__init__((ADDRESS, port), _Handler)
 
     @property
     def address(self) -> str:
-        """URL of the list."""
-        return f"http://{ADDRESS}:{self.server_port}/"
+        """URL of the list, with the token that opens it."""
+        return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie that keeps the token; browsers tell ports apart by nothing else."""
+        return f"rftdask-{self.server_port}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -349,6 +358,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if status == HTTPStatus.SEE_OTHER:
             headers["Location"] = "/"
+            headers["Set-Cookie"] = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -363,6 +373,12 @@ class _Handler(BaseHTTPRequestHandler):
             return _message(HTTPStatus.FORBIDDEN, "Not here", f"this server answers for {ADDRESS} alone")
         parts = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if "token" in query and self._opens(query["token"]):
+            return HTTPStatus.SEE_OTHER, ""  # to a URL without it, for it would stand in the history
+        # By hand: the browser sends along what other servers of this machine have set, and the parser gives up on some.
+        cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        if not any(name == self.server.cookie and self._opens(value) for name, _, value in cookies):
+            return _message(HTTPStatus.FORBIDDEN, "Not yours", "open the whole URL that rftdask view printed")
         browser = self.server.browser
         if parts.path == "/":
             number = query.get("page", "1")
@@ -379,6 +395,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.browser = Browser(browser.url)
             return HTTPStatus.SEE_OTHER, ""
         return _message(HTTPStatus.NOT_FOUND, "Not found", "there is no such page")
+
+    def _opens(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.server.token.encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the terminal is the user's."""

@@ -127,9 +127,13 @@ def server(case: Case):
         thread.join(10)
 
 
-def fetch(server: ViewServer, path: str, method: str = "GET", host: str = "") -> tuple[int, str, dict[str, str]]:
+def fetch(
+    server: ViewServer, path: str, method: str = "GET", host: str = "", cookie: str | None = None
+) -> tuple[int, str, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    kept = f"{server.cookie}={server.token}" if cookie is None else cookie
+    headers = {"Host": host or f"127.0.0.1:{server.server_port}", "Cookie": f"odd name=[]; {kept}"}
+    connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
@@ -172,6 +176,21 @@ def test_the_server_answers_no_other_host_and_no_other_method(server):
     assert fetch(server, "/", method="POST")[0] == 501
     assert fetch(server, "/", method="HEAD")[:2] == (200, "")
     assert server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["/", "/?state=failed", "/experience?stage=run&shard=x&row=0", "/reload", "/none"])
+def test_every_page_asks_for_the_token(server, path):
+    for cookie in ("", f"{server.cookie}=guess", f"{server.cookie}=", f"{server.cookie}x={server.token}"):
+        status, page, headers = fetch(server, path, cookie=cookie)
+        assert status == 403 and "sums/" not in page and "Set-Cookie" not in headers
+
+
+def test_the_printed_url_opens_the_pages(server):
+    assert fetch(server, "/?token=guess%C3%A9", cookie="")[0] == 403
+    path = server.address.partition(str(server.server_port))[2]
+    status, _, headers = fetch(server, path, cookie="")
+    assert (status, headers["Location"]) == (303, "/") and "HttpOnly" in headers["Set-Cookie"]
+    assert fetch(server, "/", cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
 
 
 def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
