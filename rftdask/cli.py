@@ -53,6 +53,9 @@ def run(
     progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
+    ] = False,
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) and SIGHUP (129) end with a
     checkpoint.
@@ -70,7 +73,7 @@ def run(
             _wait_for_owner(checked, patience, lambda: terminated() > 0)
             if terminated():
                 raise typer.Exit(terminated())
-            summary = experiment.run(progress=progress)  # type: ignore[arg-type]
+            summary = experiment.run(progress, accept_changes=accept_changes)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
             raise typer.Exit(EXIT_STOPPED) from None
@@ -133,6 +136,9 @@ def submit(
     offline: Annotated[bool, typer.Option("--offline", help="Explore and train in turns, as jobs in a chain")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Of --offline")] = 1,
     explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
+    ] = False,
 ) -> None:
     """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
     from rftdask.commands.submit import plan_submission
@@ -147,9 +153,11 @@ def submit(
         typer.echo(submission.render())
         return
     # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
+    from rftdask.run.made_of import check_made_of
     from rftdask.run.preflight import check_inputs
 
-    check_inputs(checked.stage_configs(), elsewhere=True)
+    stages = checked.stage_configs()
+    check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
     for job in submission.submit():
         typer.echo(f"submitted {job.name} as job {job.job_id}")
     typer.echo(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")

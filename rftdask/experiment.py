@@ -31,6 +31,7 @@ from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
+from rftdask.run.made_of import check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
@@ -109,8 +110,10 @@ class Experiment:
         experiment.client = connect(str(url))
         return experiment
 
-    def run(self, progress: ViewKind = "auto") -> RunSummary:
+    def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
         """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
+
+        accept_changes: go on with a reward, workflow, taskset or model that changed since the run began; written down.
 
         Raises: UserError: something in the config or its data, before anything starts; RftError: a role failed for
         good.
@@ -121,10 +124,11 @@ class Experiment:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
-        sizes = check_inputs(stages)
+        inputs = check_inputs(stages)
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
+        made_of = check_made_of(stages, inputs, accept=accept_changes)
         record_run(storage, self.config)
         note_begin(storage)
         logs = LogFolder(storage)
@@ -143,10 +147,17 @@ class Experiment:
                     began = time.monotonic()
                     config = replace(config, {"model.model_path": model_path}) if model_path else config
                     stage_storage = open_storage(config.checkpoint_job_dir)
-                    config = open_run(stage_storage, config)
+                    config = open_run(stage_storage, config, made_of[number].to_json())
+                    copy_sources(stage_storage, made_of[number])
                     watcher = _Watcher(self, config, number, stage_storage, cluster, view, ahead)
                     stage = StageRun(
-                        config, stage_storage, cluster, layout, sizes[number], watcher.on_event, watcher.log_folder
+                        config,
+                        stage_storage,
+                        cluster,
+                        layout,
+                        inputs[number].sizes,
+                        watcher.on_event,
+                        watcher.log_folder,
                     )
                     watcher.show(stage.work)
                     self._stage = stage

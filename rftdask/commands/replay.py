@@ -113,7 +113,7 @@ def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) 
     optimizer, steps = parent_config.algorithm.optimizer, None
     warms_up = optimizer.lr_warmup_steps < 0 and optimizer.lr_warmup_steps_ratio > 0
     if optimizer.lr_scheduler_type != "constant" or warms_up:
-        planned = plan_work(parent_config, check_inputs([parent_config])[0]).train_steps
+        planned = plan_work(parent_config, check_inputs([parent_config])[0].sizes).train_steps
         steps = parent_config.train_step_limit(planned) or planned
     _begin(storage, target, Parent(name, ledger.lineage, step, steps))
     return config, target

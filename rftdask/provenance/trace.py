@@ -22,6 +22,7 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.provenance.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
 from rftdask.provenance.text import cell, printable
+from rftdask.run.made_of import accepted_changes
 from rftdask.run.view import Stage
 
 _STEP_METRICS = ("loss", "reward", "grad_norm", "ppo_kl", "clip_frac", "staleness", "lr")
@@ -87,6 +88,8 @@ class Trace:
     """The rows of its group in the shard of the first copy, itself included, each with its "fate"."""
     problems: tuple[str, ...] = ()
     """Files that could not be read."""
+    accepted: tuple[str, ...] = ()
+    """Changes of rewards, workflows, tasksets and models that somebody accepted while the run went on."""
 
     def render(self) -> str:
         """The trace for a terminal."""
@@ -105,6 +108,7 @@ class Trace:
             reward = "-" if s["reward"] is None else f"{s['reward']:.4g}"
             fate = f"{s['status']:<9}  {s['fate']:<9}  {cell(s['response_text'])}"
             lines.append(f"  {mark} {s['uid']:<{width}}  {reward:>8}  {fate}")
+        lines += [f"  accepted  {change}" for change in self.accepted]
         lines += [f"left out: {problem}" for problem in self.problems]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -190,7 +194,8 @@ def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
     fates = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
     siblings = tuple({**row, "fate": fates[p]} for p, row in rows.items() if row["shard"] == copies[0].shard.text)
-    return Trace(uid, stage.name, tuple(copies), siblings, tuple(tables.problems))
+    accepted = tuple(accepted_changes(stage.storage))
+    return Trace(uid, stage.name, tuple(copies), siblings, tuple(tables.problems), accepted)
 
 
 def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import make_sample_strategy
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, check_plugins
-from rftdask.config.plugins import load_plugin_folders, trait
+from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import read_messages
@@ -48,8 +49,20 @@ _ROWS_READ_AHEAD = 100
 """Chats of a dataset that are looked at before anything starts."""
 
 
-def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[dict[str, int]]:
-    """Check all stages of a run; for each, the sizes of its tasksets by name, and of its dataset as "dataset".
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage reads, as far as its checks found it."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Rows by the name of the taskset; of a supervised dataset as "dataset"."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Content hashes of what is trained on, by the same names."""
+    modules: set[str] = field(default_factory=set)
+    """Names of those that have the workflows and rewards."""
+
+
+def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Inputs]:
+    """Check all stages of a run; for each, what it reads.
 
     elsewhere: the run will be on other machines, which may have what is not installed on this one: it is said to be
     unchecked, and is checked where the run starts.
@@ -70,12 +83,12 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[dict[
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
         if has_model and not first.is_external:
             _check_model_folder(first.model.model_path, "model.model_path")
-    sizes = []
+    found = []
     for stage in stages:
         for check in (_check_algorithm, _check_staleness):
             with _noted(problems):
                 check(stage)
-        sizes.append(_check_data(stage, problems, unchecked))
+        found.append(_check_data(stage, problems, unchecked))
     storage = _check_storage(stages[0])
     for stage in stages:
         with _noted(problems):
@@ -91,7 +104,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[dict[
         raise ConfigError([text for text in told if sum(text in other for other in told) == 1])
     for text in dict.fromkeys(unchecked or ()):
         log.warning("not checked here, and checked where the run starts: %s", text)
-    return sizes
+    return found
 
 
 @contextmanager
@@ -107,9 +120,10 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
         (problems if unchecked is None or not isinstance(error, NotInstalledError) else unchecked).append(str(error))
 
 
-def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None) -> dict[str, int]:
-    """Sizes of all datasets, each of which can be read and has workflows and rewards that exist."""
-    sizes: dict[str, int] = {}
+def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None) -> Inputs:
+    """All datasets, each of which can be read and has workflows and rewards that exist and work."""
+    inputs = Inputs()
+    sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
     wanted, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
@@ -125,12 +139,14 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
             if make_selector(config.data_selector, tuple(folders)).features:
                 taskset.numbers(config.data_selector.feature_keys)
             sizes[config.name] = len(taskset)
+            if config in source.train_tasksets:  # another start may evaluate otherwise
+                inputs.fingerprints[config.name] = taskset.fingerprint
             load_plugin_folders(folders)
             samples = taskset.samples()
             for name in sorted({task.workflow for task in samples}):
-                find_workflow(name)
+                inputs.modules.add(find_workflow(name).module)
             for name in sorted({task.reward_fn for task in samples} - {""}):
-                get_reward(name)
+                inputs.modules.add(module_of(get_reward(name)))
             tasks += samples
     if not problems:  # what cannot be found cannot be tried
         with _noted(problems, unchecked):
@@ -138,14 +154,16 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
         with _noted(problems):
             section, needed = stage.buffer.trainer_input.experience_buffer, stage.buffer.train_batch_size
-            sizes["dataset"] = rows = len(_checked_rows(section, stage.algorithm.schema_type))
+            dataset = _checked_rows(section, stage.algorithm.schema_type)
+            inputs.fingerprints["dataset"] = dataset.fingerprint
+            sizes["dataset"] = rows = len(dataset)
             if rows * epochs < needed:
                 raise DataError(
                     f"dataset {section.path} has {rows} rows, {epochs} epochs of it do not "
                     f"fill one batch of {needed} (buffer.train_batch_size)"
                 )
     if not explores or problems:  # the sizes of what cannot be read say nothing
-        return sizes
+        return inputs
     # A selector that learns draws each step without replacement.
     for config in source.train_tasksets:
         if trait(config.data_selector.selector, "learns") and sizes[config.name] < wanted:
@@ -153,14 +171,14 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
                 f"buffer.batch_size {wanted} exceeds the {sizes[config.name]} tasks that "
                 f"{config.data_selector.selector_type} chooses from for each step; lower it"
             )
-            return sizes
+            return inputs
     available = sum(sizes[config.name] for config in source.train_tasksets) * epochs
     if stage.buffer.total_steps is None and available < wanted:
         problems.append(
             f"buffer.batch_size {wanted} exceeds all tasks there are: {available} "
             f"({epochs} epochs); lower it or raise buffer.total_epochs"
         )
-    return sizes
+    return inputs
 
 
 def _try_workflows(stage: Config, tasks: list[Task], problems: list[str], unchecked: list[str] | None) -> None:

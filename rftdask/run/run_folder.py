@@ -80,13 +80,14 @@ def roles_of(config: Config) -> tuple[str, ...]:
     return tuple(role for role, modes in ROLES.items() if config.mode in modes)
 
 
-def open_run(storage: Storage, config: Config) -> Config:
+def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None = None) -> Config:
     """Open the run folder for `config`, making it at the first start; the config to run with.
 
+    made_of: what the run is made of beside its config (made_of.py), for the first start to write down.
     Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
     """
     first = _with_batches(config, config)
-    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first)):
+    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of)):
         return first
     return _check_same(storage, config)
 
@@ -219,8 +220,9 @@ def _with_batches(config: Config, first: Config) -> Config:
     return load_config(tree)
 
 
-def _run_json(config: Config) -> bytes:
+def _run_json(config: Config, made_of: Mapping[str, Any] | None = None) -> bytes:
     tree = {"config": config.to_dict(), "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
+    tree |= {} if made_of is None else {"made_of": made_of}
     return json.dumps(tree, indent=1).encode()
 
 

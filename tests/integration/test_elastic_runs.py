@@ -137,7 +137,7 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
     config = load_config(path, SETTINGS)
     storage = open_storage(config.checkpoint_job_dir)
     config = open_run(storage, config)
-    (sizes,) = check_inputs([config])
+    sizes = check_inputs([config])[0].sizes
     events: list[Event] = []
     layout = plan_layout([config], 2)
     stage = StageRun(config, storage, cluster, layout, sizes, events.append, f"{folder}/log")

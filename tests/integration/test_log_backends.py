@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         for kind in ("queue", "file", "sql"):
             path = write_config(tmp_path_factory.mktemp(kind))
             config = load_config(path, [*SETTINGS, f"buffer.trainer_input.experience_buffer.storage_type={kind}"])
-            (sizes,) = check_inputs([config])
+            sizes = check_inputs([config])[0].sizes
             storage = open_storage(config.checkpoint_job_dir)
             config = open_run(storage, config)
             StageRun(config, storage, cluster, layout, sizes, lambda event: None, f"{storage.url}/log").run()

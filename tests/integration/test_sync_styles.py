@@ -37,7 +37,7 @@ def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
     events: list[Event] = []
     storage = open_storage(config.checkpoint_job_dir)
     config = open_run(storage, config)
-    (sizes,) = check_inputs([config])
+    sizes = check_inputs([config])[0].sizes
     run = StageRun(config, storage, cluster, plan_layout([config], 2), sizes, events.append, f"{storage.url}/log")
     result = run.run()
     assert (result.step, result.stopped) == (STEPS, False)

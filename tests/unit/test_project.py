@@ -37,7 +37,7 @@ LAYERS = (
     {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
     {"buffer", "synchronizer"},
     {"run.run_folder", "engines"},
-    {"rollouts"},
+    {"rollouts", "run.made_of"},
     {"explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
     {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},

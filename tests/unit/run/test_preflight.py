@@ -79,8 +79,8 @@ TASKS = "buffer.explorer_input.taskset"
 
 def test_right_inputs_pass_and_are_counted(world: World) -> None:
     config = world.config()
-    assert check_inputs([config]) == [{"taskset_0": 6}]
-    assert check_inputs([world.sft()]) == [{"dataset": 6}]
+    assert check_inputs([config])[0].sizes == {"taskset_0": 6}
+    assert check_inputs([world.sft()])[0].sizes == {"dataset": 6}
     assert open_storage(config.checkpoint_job_dir).list("control") == [], "the probe is gone again"
 
 
@@ -239,13 +239,13 @@ def test_the_columns_of_the_difficulty_are_read(world: World) -> None:
     easy_to_hard = f"{TASKS}.data_selector={{selector_type: offline_easy2hard, feature_keys: [level]}}"
     assert "no column 'level', which data_selector.feature_keys names" in problems(world.config(easy_to_hard))
     world.write([{**row, "level": n} for n, row in enumerate(world.rows)])
-    assert check_inputs([world.config(easy_to_hard)]) == [{"taskset_0": 6}]
+    assert check_inputs([world.config(easy_to_hard)])[0].sizes == {"taskset_0": 6}
 
 
 def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World) -> None:
     world.write([{**row, "weak": 0.0, "strong": 1.0} for row in world.rows])
     selector = f"{TASKS}.data_selector={{selector_type: difficulty_based, feature_keys: [weak, strong]}}"
-    assert check_inputs([world.config(selector)]) == [{"taskset_0": 6}]
+    assert check_inputs([world.config(selector)])[0].sizes == {"taskset_0": 6}
     assert "tau must be >= 0" in problems(world.config(selector, f"{TASKS}.data_selector.kwargs={{tau: -1}}"))
     assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
 

@@ -1,0 +1,215 @@
+"""What a run is made of beside its config: sources of plug-ins and rewards, rows of tasksets, files of models.
+
+`run.json` says what the first start found, and `sources/` has copies. A later start that finds something else is
+refused, unless it is told to accept that: then `control/accepted-<n>.json`, numbered and create-only, says what changed
+and after which step. Only what both found is compared: two commands of a run, such as explore and train, see different
+parts of it. It knows neither what the parts mean nor who may start a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.config import Config
+from rftdask.config.parts import named_parts
+from rftdask.config.plugins import find_part, module_of
+from rftdask.errors import DataError, UserError
+from rftdask.models.hub import is_model_name, local_model
+from rftdask.run.run_folder import RUN_FILE, read_run
+from rftdask.storage import Storage, open_storage
+from rftdask.storage.base import numbers_in
+from rftdask.storage.checked_json import parse_object
+
+_ACCEPTED = "control/accepted-{}.json"
+_COPY = "sources/{}-{}.py"
+"""Of a module, by its name and the beginning of its hash."""
+_COMPARED = ("sources", "tasksets", "models")
+_MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
+_WHOLE_BYTES = 16 << 20
+"""Longest file of a model that is read whole; of a longer one, `_NUM_PIECES` spread over it."""
+_NUM_PIECES, _PIECE_BYTES = 16, 1 << 18
+_GIT_TIMEOUT_S = 5.0
+
+
+class Inputs(Protocol):
+    """What the checks of a stage found (preflight.Inputs)."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]: ...
+
+    @property
+    def modules(self) -> Iterable[str]: ...
+
+
+@dataclass(frozen=True)
+class MadeOf:
+    """What one start of a stage found."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of the file of each module that the config or a task names, and of each in a plug-in folder."""
+    tasksets: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints by the name of the taskset; of a supervised dataset as "dataset"."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """"<bytes> <hash>" by "<key of the config>/<file>". The hash is the one under which the Hub's cache stores it, or
+    else of its content: all of a small file, pieces of a large one, of which training changes every one."""
+    files: Mapping[str, Path] = field(default_factory=dict, repr=False)
+    """Where the sources are; not written down."""
+
+    @classmethod
+    def of(cls, stage: Config, modules: Iterable[str], tasksets: Mapping[str, str], *, is_first: bool) -> MadeOf:
+        """Read what `stage` is made of.
+
+        Args:
+            modules: names of those that have the workflows and rewards of its tasks; imported.
+            tasksets: their fingerprints.
+            is_first: False: its model is what an earlier stage makes.
+        """
+        files = dict(_source_files(stage, modules))
+        hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+        found = {"model.critic_model_path": stage.model.critic_model_path}
+        for number, model in enumerate(stage.explorer.auxiliary_models):
+            found[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
+        found |= {"model.model_path": stage.model.model_path} if is_first and not stage.is_external else {}
+        models = {f"{key}/{file}": said for key, path in found.items() for file, said in _model_files(path)}
+        return cls(hashes, tasksets, models, files)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `run.json` has it, with the machine and the state of the working directory's git."""
+        compared = {kind: dict(getattr(self, kind)) for kind in _COMPARED}
+        return {**compared, "host": socket.gethostname(), "git": _git()}
+
+
+def copy_sources(storage: Storage, made_of: MadeOf) -> None:
+    """Keep the sources in the run folder, under names that a changed one does not have."""
+    for module, digest in made_of.sources.items():
+        storage.put_new(_COPY.format(module, digest[:12]), made_of.files[module].read_bytes())
+
+
+def check_made_of(stages: Sequence[Config], inputs: Sequence[Inputs], *, accept: bool = False) -> list[MadeOf]:
+    """Hold what a start found against what the run was made of before; what each stage is made of now.
+
+    Raises: DataError: something changed and `accept` is False; names all of it.
+    """
+    found = []
+    for number, (stage, read) in enumerate(zip(stages, inputs, strict=True)):
+        found.append(MadeOf.of(stage, read.modules, read.fingerprints, is_first=number == 0))
+        _check(open_storage(stage.checkpoint_job_dir), found[-1], accept)
+    return found
+
+
+def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
+    was = _last_made_of(storage)
+    changes = [text for kind in _COMPARED for text in _changes(kind, was.get(kind, {}), getattr(made_of, kind))]
+    if not changes:
+        return
+    if not accept:
+        raise DataError(
+            f"{storage.url} was made of something else; put it back (copies of sources are in {storage.url}/sources), "
+            "choose another name, or accept the change with --accept-changes, which is written down:\n"
+            + "\n".join(f"  - {text}" for text in changes)
+        )
+    number = max(numbers_in(storage.list("control"), "accepted-", ".json"), default=0) + 1
+    copy_sources(storage, made_of)
+    said = {"changes": changes, "after_step": Ledger(storage).last_step(), "time_s": time.time(), **made_of.to_json()}
+    if not storage.put_new(_ACCEPTED.format(number), json.dumps(said, indent=1).encode()):
+        raise DataError(f"another process has just accepted changes of {storage.url}; start again")
+
+
+def accepted_changes(storage: Storage) -> list[str]:
+    """What was accepted, in its order: "after step 12: source my_reward changed"."""
+    lines = []
+    for number in sorted(numbers_in(storage.list("control"), "accepted-", ".json")):
+        said = parse_object(storage.get(_ACCEPTED.format(number)))
+        lines += [f"after step {said.get('after_step')}: {text}" for text in said.get("changes") or ()]
+    return lines
+
+
+def _last_made_of(storage: Storage) -> dict[str, dict[str, str]]:
+    """What the run was made of at last, by kind; nothing of a run that did not write it down."""
+    if not storage.exists(RUN_FILE):
+        return {}
+    told, found = [read_run(storage).get("made_of") or {}], dict[str, dict[str, str]]()
+    for number in sorted(numbers_in(storage.list("control"), "accepted-", ".json")):
+        told.append(parse_object(storage.get(_ACCEPTED.format(number))))
+    for each in told:
+        for kind in _COMPARED:
+            found.setdefault(kind, {}).update(each.get(kind) or {})
+    return found
+
+
+def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(was.keys() & now.keys()):
+        if was[name] == now[name]:
+            continue
+        if kind == "tasksets":
+            yield f"taskset {name}: other rows, or another order (fingerprint {was[name][:12]}, now {now[name][:12]})"
+        elif kind == "sources":
+            yield f"source {name}: another content (sha256 {was[name][:12]}, now {now[name][:12]})"
+        else:
+            yield f"{name}: another content (was {was[name]:.40}, is {now[name]:.40}; bytes and hash)"
+
+
+def _source_files(stage: Config, modules: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """(module, file) of the plug-ins; those of this package have its version."""
+    folders = stage.explorer.plugin_dirs
+    for folder in folders:
+        for file in sorted(Path(folder).expanduser().glob("*.py")):
+            yield file.stem, file
+    names = set(modules)
+    for use in named_parts(stage):
+        if use.registered is None:
+            try:
+                names.add(module_of(find_part(use.named.kind, use.name, use.named.registered(), folders)))
+            except UserError:
+                continue  # not installed on this machine, which was said
+    for name in sorted(names):
+        path = str(getattr(sys.modules.get(name), "__file__", None) or "")
+        if path.endswith(".py") and name.partition(".")[0] != "rftdask":
+            yield name, Path(path)
+
+
+def _model_files(path: str | None) -> Iterator[tuple[str, str]]:
+    """(file, "<bytes> <hash>") of a model folder, or of a name's copy on this machine."""
+    if not path:
+        return
+    folder = Path(local_model(path) if is_model_name(path) else path).expanduser()
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix in _MODEL_FILES and file.is_file():
+            stored = file.resolve()  # the Hub's cache: a link to blobs/<hash of the content>
+            said = stored.name if file.is_symlink() and stored.parent.name == "blobs" else _content_hash(file)
+            yield file.name, f"{stored.stat().st_size} {said}"
+
+
+def _content_hash(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        if size <= _WHOLE_BYTES:
+            digest.update(opened.read())
+        else:
+            for piece in range(_NUM_PIECES):
+                opened.seek((size - _PIECE_BYTES) * piece // (_NUM_PIECES - 1))
+                digest.update(opened.read(_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the working directory, and whether files that git knows differ from it; None: it is in no git."""
+
+    def ask(*words: str) -> str:
+        told = subprocess.run(["git", *words], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+        return told.stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "is_dirty": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

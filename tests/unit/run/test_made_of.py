@@ -1,0 +1,173 @@
+"""Promises: a run says what it is made of, with copies of its sources; a start that finds another reward, taskset or
+model is refused by the name of what changed; what is accepted is written down, once, and told.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rftdask.config import Config, load_config
+from rftdask.errors import DataError
+from rftdask.models.toy import build_toy_model
+from rftdask.run.made_of import MadeOf, accepted_changes, check_made_of, copy_sources
+from rftdask.run.preflight import Inputs, check_inputs
+from rftdask.run.run_folder import open_run, read_run
+from rftdask.storage import open_storage
+from tests.integration.run_cases import call_cli, finish, run_folder, write_config
+
+REWARD = "def scored(response, truth, task):\n    return float(truth in response)\n"
+
+
+class World:
+    """A run with a reward of its own and a model folder."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.path = write_config(folder)
+        self.module = f"own_{folder.name}".replace("-", "_")  # a module is imported once in a process
+        self.reward = folder / "plugins" / f"{self.module}.py"
+        self.reward.parent.mkdir()
+        self.reward.write_text(REWARD)
+        self.tasks = folder / "tasks.jsonl"
+        self.model = folder / "model"
+        shutil.copytree(model, self.model)
+        self.storage = open_storage(run_folder(self.path))
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (
+            f"explorer.plugin_dirs=[{self.reward.parent}]",
+            f"buffer.explorer_input.taskset.default_reward_fn_type={self.module}.scored",
+            f"model.model_path={self.model}",
+        )
+
+    def config(self, *more: str) -> Config:
+        return load_config(self.path, (*self.settings, *more))
+
+    def start(self, *more: str, accept: bool = False) -> MadeOf:
+        config = self.config(*more)
+        [made_of] = check_made_of([config], check_inputs([config]), accept=accept)
+        open_run(self.storage, config, made_of.to_json())
+        copy_sources(self.storage, made_of)
+        return made_of
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    build_toy_model(folder)
+    return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path, model: Path) -> World:
+    return World(tmp_path, model)
+
+
+def test_a_run_says_what_it_is_made_of(world: World) -> None:
+    made_of = world.start()
+    said = read_run(world.storage)["made_of"]
+    assert said["host"] == socket.gethostname()
+    assert said["git"] is None or set(said["git"]) == {"commit", "is_dirty"}
+    assert said["sources"] == dict(made_of.sources) and list(said["sources"]) == [world.module]
+    assert list(said["tasksets"]) == ["taskset_0"], "what only evaluates may change"
+    size = (world.model / "model.safetensors").stat().st_size
+    assert said["models"]["model.model_path/model.safetensors"].startswith(f"{size} ")
+    [copy] = world.storage.list("sources")
+    assert world.storage.get(f"sources/{copy}").decode() == REWARD
+    world.start()
+    assert accepted_changes(world.storage) == []
+
+
+def rewarded_otherwise(world: World) -> None:
+    world.reward.write_text(REWARD.replace("float(", "-float("))
+
+
+def reordered(world: World) -> None:
+    lines = world.tasks.read_text().splitlines(keepends=True)
+    world.tasks.write_text("".join(reversed(lines)))
+
+
+def trained_further(world: World) -> None:
+    file = world.model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def tokenized_otherwise(world: World) -> None:
+    (world.model / "added_tokens.json").write_text("{}")
+    (world.model / "config.json").write_text((world.model / "config.json").read_text() + "\n")
+
+
+CHANGES: dict[str, tuple[Callable[[World], None], str]] = {
+    "a reward": (rewarded_otherwise, "source own_"),
+    "a taskset": (reordered, "taskset taskset_0: other rows, or another order"),
+    "weights": (trained_further, "model.model_path/model.safetensors: another content"),
+    "a file of the model": (tokenized_otherwise, "model.model_path/config.json: another content"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES.keys())
+def test_what_changed_is_refused_by_its_name_until_it_is_accepted(
+    change: Callable[[World], None], text: str, world: World
+) -> None:
+    world.start()
+    change(world)
+    with pytest.raises(DataError, match="--accept-changes") as refused:
+        world.start()
+    assert text in str(refused.value) and len(str(refused.value).splitlines()) == 2
+    assert accepted_changes(world.storage) == []
+    world.start(accept=True)
+    world.start()
+    world.start(accept=True)
+    [line] = accepted_changes(world.storage)
+    assert line.startswith("after step 0: ") and text in line
+
+
+def test_a_source_that_was_accepted_is_kept_beside_the_first(world: World) -> None:
+    world.start()
+    rewarded_otherwise(world)
+    world.start(accept=True)
+    assert len(world.storage.list("sources")) == 2
+    world.reward.write_text(REWARD)
+    with pytest.raises(DataError, match=f"source {world.module}"):
+        world.start()
+
+
+def test_a_run_that_did_not_write_it_down_goes_on(world: World) -> None:
+    open_run(world.storage, world.config())
+    world.start()
+
+
+def test_a_large_file_is_told_by_its_pieces(tmp_path: Path, world: World) -> None:
+    file = world.model / "more.safetensors"
+    with file.open("wb") as opened:
+        opened.truncate(200 << 20)
+    hashes = []
+    for place in (0, 0, (200 << 20) - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(os.urandom(1))
+        found = MadeOf.of(world.config(), Inputs().modules, {}, is_first=True)
+        hashes.append(found.models["model.model_path/more.safetensors"])
+    assert hashes[2] != hashes[1]
+    assert not MadeOf.of(world.config(), (), {}, is_first=False).models, "a later stage's model is made by the run"
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_reward_is_refused_and_an_accepted_one_is_in_the_trace(world: World) -> None:
+    finish(world.path, *world.settings, "trainer.total_steps=2")
+    rewarded_otherwise(world)
+    more = ("run", str(world.path), *world.settings, "trainer.total_steps=3", "--progress", "none")
+    refused = call_cli(*more)
+    assert refused.code == 2 and f"source {world.module}" in refused.err and "Traceback" not in refused.err
+    assert call_cli(*more, "--accept-changes").code == 0
+    first = json.loads(call_cli("experiences", str(run_folder(world.path)), "--json").out)
+    assert first
+    traced = call_cli("trace", str(run_folder(world.path)), "taskset_0/0/0/0/0")
+    assert traced.code == 0 and f"accepted  after step 2: source {world.module}" in traced.out, traced
