@@ -77,7 +77,7 @@ NO_RUNS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("make", NO_RUNS.values(), ids=NO_RUNS.keys())
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_what_is_no_run_is_refused_by_its_name(command: str, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "no_run")
     before = sorted(tmp_path.rglob("*"))
@@ -145,7 +145,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", MISTYPED.values(), ids=MISTYPED.keys())
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_command_that_is_mistyped(
     words: tuple[str, ...], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ YAML_FILES = {
 
 
 @pytest.mark.parametrize("make", YAML_FILES.values(), ids=YAML_FILES.keys())
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_configuration_that_is_none(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "config.yaml")
     for command in ("validate", "run"):
@@ -128,7 +128,7 @@ TASK_FILES = {
 
 
 @pytest.mark.parametrize("name", TASK_FILES)
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_tasks_that_are_none(name: str, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     TASK_FILES[name](tmp_path / name)
@@ -195,7 +195,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_model_that_is_none(make: Callable[[Path], None], tmp_path: Path) -> None:
     config = write_config(tmp_path)
     make(tmp_path / "policy")
@@ -227,7 +227,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_model_that_is_damaged(damage: Callable[[Path], None], toy_model: Path, tmp_path: Path) -> None:
     import shutil
 
