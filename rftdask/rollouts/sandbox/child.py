@@ -2,8 +2,9 @@
 
 The fork server imports the plug-ins once, has one thread, and forks a process for each attempt that finds none idle. So
 an attempt starts in milliseconds with everything imported, and what it does to its memory, its threads and its children
-is its own. A fork leads a process group of its own, which the fork server kills whole, also when its leader has ended;
-and all of them end with the fork server, which ends with its parent.
+is its own. A fork leads a process group of its own, which the fork server kills whole, also when its leader has ended.
+What left that group by setsid keeps to its fork, which is its subreaper, or comes to the fork server when that one has
+ended, which then kills it. All of them end with the fork server, which ends with its parent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +39,10 @@ from rftdask.rollouts.workflows.registry import find_workflow
 
 _PACKET_BYTES = 128 << 10
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
+_LAST_LOOK_S = 1.0
+"""For what forks left behind to end before the fork server does."""
 
 
 def main(control_fd: int) -> None:
@@ -81,6 +86,8 @@ class _ForkServer:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._own = _children()  # what plug-ins started when they were imported
         gc.collect()
         gc.freeze()  # the collector would otherwise touch, and so copy, every page in every fork
         while True:
@@ -101,6 +108,10 @@ class _ForkServer:
                     _kill_group(message.pid)
         for pid in self._living:
             _kill_group(pid)
+        deadline = time.monotonic() + _LAST_LOOK_S
+        while _children() - self._own and time.monotonic() < deadline:  # what outlived a fork comes here when it ends
+            self._bury()
+            time.sleep(0.005)
 
     def _fork(self, stream_fd: int, output_fd: int) -> None:
         try:
@@ -127,6 +138,8 @@ class _ForkServer:
         # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._wake, self._woken):
@@ -147,12 +160,24 @@ class _ForkServer:
     def _bury(self) -> None:
         # Report forks that have ended, and kill what they left behind while their number is still theirs.
         # WNOWAIT leaves the number with the dead, so that no new process can have it before the group is killed.
-        while self._living and (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            _kill_group(dead.si_pid)
-            _, status = os.waitpid(dead.si_pid, 0)
-            self._living.discard(dead.si_pid)
-            ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
-            self._control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(ended)))
+        with contextlib.suppress(ChildProcessError):
+            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                _kill_group(dead.si_pid)
+                _, status = os.waitpid(dead.si_pid, 0)
+                if dead.si_pid in self._living:
+                    self._living.discard(dead.si_pid)
+                    ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
+                    with contextlib.suppress(ConnectionError):  # the worker is gone
+                        self._control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(ended)))
+        # Sessions of their own, which came here when their fork ended; their children come next.
+        for pid in _children() - self._living - self._own:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    """Processes whose parent this is, those that wait to be buried included."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(map(int, file.read().split()))
 
 
 def _kill_group(pid: int) -> None:
@@ -179,8 +204,8 @@ class _Attempts:
             for task in leftover:
                 task.cancel()
             await asyncio.gather(*leftover, return_exceptions=True)
-            # What is left behind in threads would go on beside the next attempt.
-            clean = threading.active_count() == 1 and not leftover
+            # What is left behind in threads and children would go on beside the next attempt.
+            clean = threading.active_count() == 1 and not leftover and not _children()
             self.send(replace(outcome, clean=clean) if isinstance(outcome, messages.Finished) else outcome)
             await self._writer.drain()
 

@@ -105,9 +105,11 @@ async def exits(task: Task, model: PolicyModel) -> float:
 
 
 async def starts_a_program(task: Task, model: PolicyModel) -> float:
-    program = subprocess.Popen(["sleep", "3600"])
+    program = subprocess.Popen(["sleep", "3600"], start_new_session=task.row.get("session", False))
     with open(task.row["file"], "w") as file:
         file.write(str(program.pid))
+    if task.row.get("ends", False):
+        return 1.0
     await asyncio.sleep(3600)
     return 1.0
 

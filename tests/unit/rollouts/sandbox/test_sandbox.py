@@ -129,16 +129,18 @@ def test_equal_failures_are_logged_once_with_their_traceback_and_then_by_their_c
     assert tenth == "a workflow raised KeyError 10 times at the same place, now: 'no such key'"
 
 
-def test_what_a_killed_workflow_started_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_workflow_started_ends_with_it(tmp_path: Path, session: bool, ends: bool) -> None:
     file = tmp_path / "pid"
-    [experience] = run(
-        [does(0, "starts_a_program", file=str(file))],
+    *_, experience = run(
+        [does(0, "starts_a_program", file=str(file), session=session, ends=ends)],
         replies("4"),
         max_timeout=1.0,
         max_retry_times=0,
         sandbox=LIMITS,
     )
-    assert experience.status is Status.TIMEOUT
+    assert experience.status is (Status.OK if ends else Status.TIMEOUT)
     deadline = time.monotonic() + 10
     while is_running(int(file.read_text())):
         assert time.monotonic() < deadline, "the program outlived its workflow"
