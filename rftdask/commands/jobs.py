@@ -198,7 +198,7 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) ->
 
 def _log_folders(url: str) -> dict[str, Path]:
     """Where a run and its stages log, by stage; "" is the run itself."""
-    from rftdask.cluster.jobqueue import log_folder
+    from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
     from rftdask.cluster.secrets_folder import PrivateFolder
 
     storage = open_storage(url)

@@ -15,7 +15,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
-from rftdask.rollouts.sandbox.messages import SandboxSpec
+from rftdask.rollouts.sandbox.messages import Failed, SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.weights.published import Published
 
@@ -86,7 +86,7 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
 
     def fork_server(spec: SandboxSpec) -> ForkServer:
         if spec not in servers:
-            servers[spec] = ForkServer(spec)
+            servers[spec] = _QuietForkServer(spec)
         return servers[spec]
 
     mistakes, imports, doubts = list[str](), list[str](), list[str]()
@@ -111,6 +111,12 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
         for server in servers.values():
             server.close()
     return mistakes, imports, doubts
+
+
+class _QuietForkServer(ForkServer):
+    """Logs no failure: a trial tells it in one line of its own."""
+
+    def tell(self, failure: Failed) -> None: ...
 
 
 class _CharacterTokenizer:

@@ -5,6 +5,7 @@ What may be the fault of the answer alone is a warning, and what is not installe
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,10 +125,7 @@ def test_what_may_be_the_answers_fault_is_a_warning(
 def test_what_is_not_on_a_login_node_is_said_to_be_unchecked(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     for source in ("import no_such_package", "def scored(response, truth, task):\n    import no_such_package"):
         caplog.clear()
-        if (config.parent / "plugins").exists():
-            [file] = (config.parent / "plugins").glob("*.py")
-            file.unlink()
-            file.parent.rmdir()
+        shutil.rmtree(config.parent / "plugins", ignore_errors=True)
         settings = own(config, "default_reward_fn_type", source)
         check_inputs([load_config(config, settings)], elsewhere=True)
         assert "not checked here" in caplog.text and "no_such_package" in caplog.text

@@ -58,7 +58,7 @@ def others(folders: dict[int, Path]) -> dict[int, TransformersEngine]:
 def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     if find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here; tests/vllm_engine/install_vllm.sh VENV makes an environment with it")
-    section = InferenceModelConfig.model_validate({"engine_type": "vllm", "dtype": "float32"})
+    section = InferenceModelConfig.model_validate({"engine_type": "vllm", "dtype": "float32", "seed": 42})
     model = ModelConfig(model_path=str(folders[0]), max_model_len=128, max_prompt_tokens=64, max_response_tokens=64)
     engine = VllmEngine.from_config(section, model, "cpu")
     yield engine

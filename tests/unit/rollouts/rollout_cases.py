@@ -76,7 +76,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {
         "sampling": {"t": changes.pop("sampling", SamplingParams(max_tokens=100))},
         "model": changes.pop("model", MODEL),
-        "explorer": ExplorerConfig(**{"max_retry_times": 1, **changes}),
+        "explorer": ExplorerConfig(**{"max_retry_times": 1, "rollout_model": {"seed": 42}, **changes}),
     }
 
 
