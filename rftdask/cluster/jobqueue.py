@@ -11,12 +11,14 @@ from __future__ import annotations
 import importlib
 import logging
 import shlex
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+from unittest import mock
 
 from distributed import Scheduler, SchedulerPlugin
 
@@ -124,7 +126,10 @@ class JobQueueCluster(RemoteWorkersCluster):
     def load_job_class(cls) -> type[BatchJob]:
         """dask-jobqueue's class of a job. Imported late: an extra, and it reads its configuration when imported."""
         module, _, name = cls.job_class.rpartition(".")
-        job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
+        # When it is imported it takes SIGINT, which is the driver's to hear; and in the thread of a notebook, where
+        # nobody may take a signal, it fails.
+        with mock.patch.object(signal, "signal"):
+            job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
         return job_class
 
     @classmethod

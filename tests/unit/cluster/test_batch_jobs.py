@@ -331,3 +331,18 @@ def test_exploring_and_training_as_two_commands_have_a_scheduler_each(tmp_path: 
     assert PrivateFolder.base_of(config, storage).path == private(config).path
     apart[0].make()
     assert stat.S_IMODE(private(config).path.stat().st_mode) == 0o700
+
+
+def test_loading_a_batch_system_leaves_ctrl_c_to_the_driver_and_works_in_a_thread() -> None:
+    code = """
+import signal, threading
+from rftdask.cluster.slurm_cluster import SlurmCluster
+
+before = signal.getsignal(signal.SIGINT)
+loaded = []
+thread = threading.Thread(target=lambda: loaded.append(SlurmCluster.load_job_class()))
+thread.start()
+thread.join()
+assert loaded and signal.getsignal(signal.SIGINT) is before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
