@@ -195,41 +195,42 @@ class Gang:
                     return None
                 # mkdtemp's folders are their owner's alone.
                 with tempfile.TemporaryDirectory(prefix="rftdask-ranks-", ignore_cleanup_errors=True) as folder:
-                    return self._run_once(addresses, folder, f"trainer-{num_losses}-{time.time_ns()}")
+                    rendezvous = self._meeting_place(addresses, folder)
+                    generation = f"trainer-{num_losses}-{time.time_ns()}"  # in keys, of which none is used again
+                    futures = [
+                        self.client.submit(
+                            supervise,
+                            replace(self.spec, rank=rank, rendezvous=rendezvous),
+                            address,
+                            key=f"{generation}-rank-{rank}",
+                            workers=[address],
+                            allow_other_workers=True,
+                            pure=False,
+                            retries=0,
+                            priority=100,
+                        )
+                        for rank, address in enumerate(addresses)
+                    ]
+                    try:
+                        return self._watch(futures, addresses)
+                    finally:
+                        # Also after success: a rank that still runs would meet those of the next stage.
+                        self._call_off(futures)
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1
                 if num_losses > self.max_restarts or self.cancelled():
                     raise RoleError(f"the trainer failed {num_losses} times; the last time: {loss}") from loss
                 self.note(f"trainer restarts from its newest checkpoint ({num_losses} of {self.max_restarts}): {loss}")
 
-    def _run_once(self, addresses: Sequence[str], folder: str, generation: str) -> Ended:
-        """One generation of ranks, to its end. generation: in their keys, of which none is used again."""
-        rendezvous = folder
-        if not all(_host_of(address).startswith("127.") for address in addresses):
-            try:
-                rendezvous = self.client.run(free_address, workers=addresses[:1])[addresses[0]]
-            except (OSError, KeyError) as error:
-                text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
-                raise ProcessLostError(text) from error
-        futures = [
-            self.client.submit(
-                supervise,
-                replace(self.spec, rank=rank, rendezvous=rendezvous),
-                address,
-                key=f"{generation}-rank-{rank}",
-                workers=[address],
-                allow_other_workers=True,
-                pure=False,
-                retries=0,
-                priority=100,
-            )
-            for rank, address in enumerate(addresses)
-        ]
+    def _meeting_place(self, addresses: Sequence[str], folder: str) -> str:
+        """Where ranks meet: `folder` on one machine, else a port of the first worker's."""
+        if all(_host_of(address).startswith("127.") for address in addresses):
+            return folder
         try:
-            return self._watch(futures, addresses)
-        finally:
-            # Also after success: a rank that still runs would meet those of the next stage.
-            self._call_off(futures)
+            return str(self.client.run(free_address, workers=addresses[:1])[addresses[0]])
+        except (OSError, KeyError) as error:
+            text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
+            raise ProcessLostError(text) from error
 
     def _watch(self, futures: Sequence[Future[Ended]], addresses: Sequence[str]) -> Ended:
         """Wait until all ranks have ended, or one has failed. Raises: the error that the others follow from."""

@@ -1,8 +1,8 @@
 """The command line, whose processes tell by which functions of the package they hand work on.
 
 Work changes its thread or process in functions of libraries: an executor's and a Dask client's `submit`, and Popen.
-These write down the way to them, then do what they always do; the package runs as it is. Workers are spawned, and so
-import this module, too.
+These write down the way to them, then do what they always do; the package runs as it is. Workers import this module,
+too, as one of their preloads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import distributed
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask import cli
+from rftdask.cluster import local
 from tests.e2e.own_stack import write_own_calls
 
 
@@ -45,5 +46,18 @@ record(ThreadPoolExecutor, "submit", _function)
 record(distributed.Client, "submit", _function)
 record(subprocess.Popen, "__init__", _rank_process)
 
+
+def preload_in_workers() -> None:
+    original = local.worker_spec
+
+    def recorded(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        spec = original(*args, **kwargs)
+        spec["options"]["preload"].append("tests.e2e.recorded_run")
+        return spec
+
+    local.worker_spec = recorded
+
+
 if __name__ == "__main__":
+    preload_in_workers()
     cli.main()
