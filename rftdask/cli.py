@@ -37,6 +37,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file: trainer.total_steps=20"),
 ]
+AcceptChanges = Annotated[
+    bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run")]
 
 EXIT_FAILED = 1
@@ -53,9 +56,7 @@ def run(
     progress: Annotated[str, typer.Option(help="auto, terminal, plain or none")] = "auto",
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
-    ] = False,
+    accept_changes: AcceptChanges = False,
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) and SIGHUP (129) end with a
     checkpoint.
@@ -136,9 +137,7 @@ def submit(
     offline: Annotated[bool, typer.Option("--offline", help="Explore and train in turns, as jobs in a chain")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Of --offline")] = 1,
     explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
-    ] = False,
+    accept_changes: AcceptChanges = False,
 ) -> None:
     """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
     from rftdask.commands.submit import plan_submission

@@ -129,11 +129,11 @@ class Experiment:
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         made_of = check_made_of(stages, inputs, accept=accept_changes)
+        layout = plan_cluster(self.config, stages)
         record_run(storage, self.config)
         note_begin(storage)
         logs = LogFolder(storage)
         setup_logging("driver", self.config.log.level, logs.path)
-        layout = plan_cluster(self.config, stages)
         folders: list[Stage] = []
         status, error, model_path = "failed", "", ""
         try:

@@ -42,8 +42,6 @@ def dask_setup(server: Any) -> None:
     """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
     if isinstance(server, Nanny):
         return
-    # Dask's own calls that are under way as a worker closes end in tracebacks; what matters reaches the driver.
-    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
@@ -64,8 +62,10 @@ async def dask_teardown(server: Any) -> None:
     It is the nanny that says it, since the worker may be busy, and then kills the worker, which may have got the signal
     at the same moment and waits for that.
     """
-    address = server.worker_address if isinstance(server, Nanny) else None
-    if address:
+    if not isinstance(server, Nanny):
+        # Dask's own calls that are under way as a worker closes end in tracebacks, which say nothing of the run.
+        logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
+    elif address := server.worker_address:
         with contextlib.suppress(OSError, TimeoutError):
             await asyncio.wait_for(server.scheduler.log_event(topic=LEAVING_TOPIC, msg=address), _SAY_S)
         if server.pid is not None:

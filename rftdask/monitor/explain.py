@@ -187,8 +187,9 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
     stale = sum(values(last, "num_dropped_stale"))
     if stale > _MOST * (stale + sum(rows)):
         share = stale / (stale + sum(rows))
-        found["num_dropped_stale"] = f"{share:.0%} of the rows of {steps} were dropped as stale: raise " + (
-            "synchronizer.max_staleness, or publish weights more often (sync_interval)"
+        found["num_dropped_stale"] = (
+            f"{share:.0%} of the rows of {steps} were dropped as stale: raise synchronizer.max_staleness, or publish "
+            "weights more often (sync_interval)"
         )
     flat, rewards = values(last, "flat_groups"), values(last, "reward")
     if len(rewards) >= _FEWEST_STEPS and len(set(rewards)) == 1 and min(flat, default=1.0) == 1.0:
@@ -208,7 +209,7 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
     mismatch = values(last, "mismatch_kl")
     if mismatch and fmean(mismatch) > _MISMATCH[on_policy]:
         found["mismatch_kl"] = (
-            f"mismatch_kl is {fmean(mismatch):.3g} nats per token over {steps}: the engine samples "
-            + ("from another policy than the trainer trains; see its dtype and docs/engines.md")
+            f"mismatch_kl is {fmean(mismatch):.3g} nats per token over {steps}: the engine samples from another policy "
+            "than the trainer trains; see its dtype and docs/engines.md"
         )
     return found

@@ -33,6 +33,7 @@ from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.provenance.tables import RunTables
 from rftdask.provenance.text import cell, printable
 from rftdask.run.view import Stage
+from rftdask.storage.base import numbers_in
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
@@ -381,13 +382,13 @@ class _Handler(BaseHTTPRequestHandler):
             return _message(HTTPStatus.FORBIDDEN, "Not yours", "open the whole URL that rftdask view printed")
         browser = self.server.browser
         if parts.path == "/":
-            number = query.get("page", "1")
-            if not number.isdecimal():
-                raise DataError(f"page must be a number, not {number!r}")
-            return HTTPStatus.OK, list_page(browser, Filter.from_query(query), int(number))
+            pages = numbers_in([query.get("page", "1")])
+            if not pages:
+                raise DataError(f"page must be a number, not {query['page']!r:.100}")
+            return HTTPStatus.OK, list_page(browser, Filter.from_query(query), pages[0])
         if parts.path == "/experience":
-            row = query.get("row", "")
-            shown = browser.show(query.get("stage", ""), query.get("shard", ""), int(row)) if row.isdecimal() else None
+            rows = numbers_in([query.get("row", "")])
+            shown = browser.show(query.get("stage", ""), query.get("shard", ""), rows[0]) if rows else None
             if shown is None:
                 return _message(HTTPStatus.NOT_FOUND, "Not found", "the run has no such experience")
             return HTTPStatus.OK, experience_page(browser, shown)

@@ -254,7 +254,6 @@ def _check_staleness(stage: Config) -> None:
 def _check_engines(stages: list[Config]) -> None:
     """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
     for stage in stages:
-        # vLLM alone takes ten seconds to import, so that a package is looked for and not imported.
         for path, section in stage.explorer.engines() if stage.mode != "train" else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:

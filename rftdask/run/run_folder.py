@@ -41,24 +41,50 @@ _WATCH_S = 2.5 * _HEARTBEAT_S
 """A living owner writes at least once in it."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
-# fmt: off
 _FREE_KEYS = {
-    "cluster", "monitor", "log", "stages", "mode", "checkpoint_root_dir", "continue_from_checkpoint",
-    *(f"explorer.rollout_model.{key}" for key in (
-        "engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-        "gpu_memory_utilization")),
-    *(f"explorer.{key}" for key in (
-        "min_workers", "max_workers", "eval_interval", "eval_on_startup", "bench_on_latest_checkpoint", "max_timeout",
-        "max_retry_times", "env_vars")),
-    *(f"trainer.{key}" for key in (
-        "save_interval", "save_hf_checkpoint", "max_checkpoints_to_keep", "total_steps", "num_ranks",
-        "trainer_strategy", "ulysses_sequence_parallel_size", "tensor_parallel_size", "max_restarts", "save_strategy",
-        "offload_policy", "gradient_checkpointing", "reshard_after_forward", "prefetch_layers")),
-    "buffer.total_steps", "buffer.total_epochs", "buffer.explorer_input.eval_tasksets",
-    *(f"buffer.trainer_input.experience_buffer.{key}" for key in ("capacity", "max_read_timeout", "max_unread_bytes")),
-    "synchronizer.sync_timeout", "synchronizer.poll_interval_s",
+    "checkpoint_root_dir",
+    "cluster",
+    "continue_from_checkpoint",
+    "log",
+    "mode",
+    "monitor",
+    "stages",
+    "buffer.explorer_input.eval_tasksets",
+    "buffer.total_epochs",
+    "buffer.total_steps",
+    "buffer.trainer_input.experience_buffer.capacity",
+    "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "buffer.trainer_input.experience_buffer.max_unread_bytes",
+    "explorer.bench_on_latest_checkpoint",
+    "explorer.env_vars",
+    "explorer.eval_interval",
+    "explorer.eval_on_startup",
+    "explorer.max_retry_times",
+    "explorer.max_timeout",
+    "explorer.max_workers",
+    "explorer.min_workers",
+    "explorer.rollout_model.data_parallel_size",
+    "explorer.rollout_model.engine_num",
+    "explorer.rollout_model.gpu_memory_utilization",
+    "explorer.rollout_model.pipeline_parallel_size",
+    "explorer.rollout_model.tensor_parallel_size",
+    "synchronizer.poll_interval_s",
+    "synchronizer.sync_timeout",
+    "trainer.gradient_checkpointing",
+    "trainer.max_checkpoints_to_keep",
+    "trainer.max_restarts",
+    "trainer.num_ranks",
+    "trainer.offload_policy",
+    "trainer.prefetch_layers",
+    "trainer.reshard_after_forward",
+    "trainer.save_hf_checkpoint",
+    "trainer.save_interval",
+    "trainer.save_strategy",
+    "trainer.tensor_parallel_size",
+    "trainer.total_steps",
+    "trainer.trainer_strategy",
+    "trainer.ulysses_sequence_parallel_size",
 }
-# fmt: on
 """What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
 
 
@@ -372,17 +398,18 @@ def _last_lease(storage: Storage, role: str) -> int:
 def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
     """Whether the owner is alive, as far as clocks can tell."""
     if holder["host"] == socket.gethostname():
-        try:
-            started_s: float = psutil.Process(holder["pid"]).create_time()
-            return _is_running(holder["pid"]) and abs(started_s - float(holder["started_s"])) < 1.0
-        except psutil.NoSuchProcess:
-            return False
+        return _is_running(holder["pid"], holder["started_s"])
     return abs(now_s - float(holder["time_s"])) < _STALE_S
 
 
-def _is_running(pid: int) -> bool:
-    """Whether a process of this machine does anything: one that ended and that nobody asked for (a zombie) does not."""
+def _is_running(pid: int, started_s: float | None = None) -> bool:
+    """Whether a process of this machine does anything: one that ended and that nobody asked for (a zombie) does not.
+
+    started_s: when it began; another process may have its number by now. None: whoever has the number.
+    """
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        is_it = started_s is None or abs(process.create_time() - started_s) < 1.0
+        return bool(is_it and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -163,6 +163,8 @@ def test_the_server_shows_what_came_since_when_asked_to(case, server):
         ("/experience?row=-1", 404),
         ("/../etc/passwd", 404),
         ("/?page=x", 400),
+        ("/?page=" + "9" * 5000, 400),
+        ("/experience?stage=run&shard=nope&row=" + "9" * 5000, 404),
         ("/?step=<script>", 400),
     ],
 )
