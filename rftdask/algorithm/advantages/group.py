@@ -177,7 +177,7 @@ class Asymre(AdvantageFn):
 
 @dataclass(frozen=True)
 class Drpo(AdvantageFn):
-    """r - mu, with the correct rollouts weighted by brevity among themselves. After DRPO, arXiv:2510.04474, equation 7.
+    """r - mu, with the correct rollouts weighted by brevity among themselves. After DRPO, arXiv:2510.04474.
 
     The weight of a correct rollout (r above `threshold`) is exp(-length / (lambda * max length)) over its mean among
     the task's correct rollouts; all others weigh 1. A correct answer is never punished for being long, only

@@ -76,7 +76,7 @@ class Mixture(Ppo, ABC):
 
 @dataclass(frozen=True)
 class Mix(Mixture):
-    """A mixture with a fixed weight and plain SFT. Trinity-RFT's MIX; CHORD-mu, arXiv:2508.11408, equation 3."""
+    """A mixture with a fixed weight and plain SFT. Trinity-RFT's MIX; CHORD-mu, arXiv:2508.11408."""
 
     mu: float = 0.1
     """Weight of the imitation, within [0, 1]."""

@@ -7,7 +7,8 @@ from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import require
 from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.losses.imitation.mix import Mixture
-from rftdask.algorithm.losses.imitation.sft import Sft, SftPhi
+from rftdask.algorithm.losses.imitation.sft import Sft
+from rftdask.algorithm.losses.imitation.sft_phi import SftPhi
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ class Gspo(ClipRange, PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
-        # GSPO-token, section 4.3: s = sg(mean ratio) * pi / sg(pi), so that each token answers for itself.
+        # GSPO-token: s = sg(mean ratio) * pi / sg(pi), so that each token answers for itself.
         mean_BT = inputs.spread(inputs.sequence_means(log_r_BT.detach()))
         s_BT = torch.exp(mean_BT + (log_pi_BT - log_pi_BT.detach()))
-        # Equation 5, PPO's clip on s; its range is narrow, since a mean over many tokens moves little.
+        # PPO's clip on s; its range is narrow, since a mean over many tokens moves little.
         loss_BT = torch.maximum(-A_BT * s_BT, -A_BT * s_BT.clamp(1.0 - self.low, 1.0 + self.high))
         clipped_BT = ((A_BT >= 0) & (s_BT > 1.0 + self.high)) | ((A_BT < 0) & (s_BT < 1.0 - self.low))
         return loss_BT, ratio_metrics(inputs, log_r_BT, clipped_BT)

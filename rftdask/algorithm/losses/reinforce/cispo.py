@@ -21,7 +21,7 @@ class Cispo(PolicyLoss):
     """Lower bound of r is 1 - low; 1: none."""
     clip_range_high: float = 0.28
     enable_mask_clip: bool = False
-    """Also drop tokens that PPO would clip, with the two ranges below (the paper's equation 7)."""
+    """Also drop tokens that PPO would clip, with the two ranges below (the paper's mask over tokens)."""
     mask_clip_range_low: float = 1.0
     mask_clip_range_high: float = 0.28
 
@@ -30,7 +30,7 @@ class Cispo(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio().detach()
         r_BT = log_r_BT.exp()
-        # Equation 5: the weight is a constant to autograd, so that the gradient of log pi survives the clip.
+        # The weight is a constant to autograd, so that the gradient of log pi survives the clip.
         weight_BT = r_BT.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
         metrics = ratio_metrics(inputs, log_r_BT, weight_BT != r_BT)
         if self.enable_mask_clip:
