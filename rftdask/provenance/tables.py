@@ -8,12 +8,13 @@ where it is from: `stage`, and for experiences and ledger lines `shard` and `row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from rftdask.buffer.batches.audit import DAMAGED, REPEAT
@@ -159,7 +160,14 @@ class RunTables:
         return entries
 
     def _states(self) -> pa.Table:
-        return row_states(self.table("experiences"), self.table("ledger"), self.positions, self._lost_shards())
+        experiences, ledger = self.table("experiences"), self.table("ledger")
+        return row_states(experiences, ledger, self.positions, self.made_steps, self._lost_shards())
+
+    @cached_property
+    def made_steps(self) -> dict[str, int]:
+        """The last step that is known to be made, by stage; without a stage whose files do not tell."""
+        found = {stage.name: self._try(partial(getattr, stage, "made_step")) for stage in self.stages}
+        return {name: step for name, step in found.items() if step is not None}
 
     def _lost_shards(self) -> Iterator[_LostShard]:
         """Shards that the audit counts, and that the table of experiences does not have."""
@@ -243,13 +251,18 @@ _GROUP = ["stage", "explore_step", "taskset", "epoch", "task_index"]
 
 
 def row_states(
-    experiences: pa.Table, ledger: pa.Table, positions: pa.Table, lost: Iterable[_LostShard] = ()
+    experiences: pa.Table,
+    ledger: pa.Table,
+    positions: pa.Table,
+    made_steps: Mapping[str, int],
+    lost: Iterable[_LostShard] = (),
 ) -> pa.Table:
     """Lines of `STATE_SCHEMA` for the rows of `experiences`, in their order, then for those of the `lost` shards.
 
     They give for each row what the audit gives as counts. A work unit that ran twice stands in two shards. Of each
     group one copy is taken, or will be (the first, while none is taken); the rows of the other are dropped as "repeat",
-    which the ledger does not write down. A copy whose twin is lost is known by the `positions` that are settled.
+    which the ledger does not write down. A copy whose twin is lost is known by the `positions` that are settled. What
+    a step is to train waits until it is made; of a stage that `made_steps` does not name all are.
     """
     import pandas as pd  # late: half a second
 
@@ -273,7 +286,8 @@ def row_states(
     tables = []
     for part in parts:
         part["state"] = WAITING
-        part.loc[part["step"].notna(), "state"] = TRAINED
+        is_made = part["step"] <= part["stage"].map(made_steps).fillna(np.inf)  # no step: NA, and so False
+        part.loc[is_made.fillna(False), "state"] = TRAINED
         part.loc[part["reason"].notna(), "state"] = DROPPED
         tables.append(pa.Table.from_pandas(part[STATE_SCHEMA.names], STATE_SCHEMA, preserve_index=False))
     return pa.concat_tables([table.cast(STATE_SCHEMA) for table in tables])

@@ -47,12 +47,14 @@ class Use:
     step: int
     lineage: str
     reason: str = ""
-    """Why it was dropped; empty if it was trained."""
+    """Why it was dropped; empty if the step trains it."""
+    is_made: bool = True
+    """Whether the step was made; else it waits for it."""
     place: int | None = None
     batch_rows: int = 0
     """Rows trained at the step; `place` counts them from 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer measured at the step; empty until it was trained, or if its numbers are gone."""
+    """What the trainer measured at the step; empty until it was made, or if its numbers are gone."""
     checkpoint: tuple[int, str, str] | None = None
     """(step, folder, content hash) of the first checkpoint that has learned from it, of those on storage."""
     evaluations: tuple[tuple[Evaluation | None, Evaluation], ...] = ()
@@ -174,7 +176,7 @@ def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
     mine = _where(unit, uid=uid).slice(0, 1).to_pylist()[0]
     group = _where(unit, taskset=mine["taskset"], epoch=mine["epoch"], task_index=mine["task_index"])
     ledger = _where(tables.table("ledger"), stage=stage.name)
-    states = row_states(group, ledger, tables.positions).to_pylist()
+    states = row_states(group, ledger, tables.positions, tables.made_steps).to_pylist()
     rows = {(row["shard"], row["row"]): row for row in group.to_pylist()}
     copies = []
     for (shard, number), row in rows.items():
@@ -238,6 +240,7 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
     return Use(
         step,
         lineage,
+        is_made=state["state"] == TRAINED,
         place=place,
         batch_rows=batch.num_rows - batch["reason"].drop_null().length(),
         metrics={n: float(v) for row in measured for n, v in row.items() if isinstance(v, float) and n != "time_s"},
@@ -286,8 +289,11 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
             lines.append((DROPPED, f"{use.reason}, {when}"))
             continue
         place = "" if use.place is None else f", row {use.place + 1} of {use.batch_rows}"
-        stale = staleness(use.step - 1, row["min_policy_version"])
-        lines.append((TRAINED, f"step {use.step}{place} (lineage {use.lineage}), staleness {stale}"))
+        which = f"step {use.step}{place} (lineage {use.lineage})"
+        if not use.is_made:
+            lines.append((WAITING, f"for {which}: that step was not made yet"))
+            continue
+        lines.append((TRAINED, f"{which}, staleness {staleness(use.step - 1, row['min_policy_version'])}"))
         shown = [f"{name} {cell(use.metrics[name])}" for name in _STEP_METRICS if name in use.metrics]
         lines.append(("", ", ".join(shown) or "the trainer has not reported this step"))
         since = "none since"

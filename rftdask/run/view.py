@@ -64,10 +64,15 @@ class Stage:
         """Where each experience is; None of a stage that trains on a dataset. Raises: DamagedError: a ledger entry."""
         if self.config.algorithm.schema_type != "experience":
             return None
-        # The ledger has a batch before it is trained. A step that was made has metrics, or its weights are on storage.
-        steps = [0, *self.rows("trainer")["step"].astype(int)]
-        steps += [read_pointer(self.storage, name) or 0 for name in (CHECKPOINT_POINTER, WEIGHTS_POINTER)]
-        return audit_log(self.log, self.ledger, self.config.tasks_per_unit, max_uses(self.config), max(steps))
+        return audit_log(self.log, self.ledger, self.config.tasks_per_unit, max_uses(self.config), self.made_step)
+
+    @cached_property
+    def made_step(self) -> int:
+        """The last step that is known to be made: the ledger has a batch before it is trained. Such a step has metrics,
+        or its weights are on storage. Raises: DamagedError: a file of metrics.
+        """
+        pointers = (read_pointer(self.storage, name) or 0 for name in (CHECKPOINT_POINTER, WEIGHTS_POINTER))
+        return max(0, *pointers, *map(int, self.rows("trainer")["step"]))
 
     @property
     def counts(self) -> dict[str, int]:

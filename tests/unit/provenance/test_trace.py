@@ -87,7 +87,7 @@ def test_a_step_in_the_ledger_that_was_never_reported_is_not_made_up(case):
     Ledger(case.storage).write(LedgerEntry(3, "main", (Rows(case.waiting.text, (0, 1, 2, 3)),)))
     (copy,) = trace(case.url, "sums/0/4/0/0").copies
     assert (copy.uses[0].metrics, copy.uses[0].checkpoint, copy.uses[0].evaluations) == ({}, None, ())
-    assert "the trainer has not reported this step" in lines_of(case, "sums/0/4/0/0")
+    assert "waiting for step 3, row 1 of 4 (lineage main): that step was not made yet" in lines_of(case, "sums/0/4/0/0")
 
 
 def test_what_a_model_wrote_does_not_reach_the_terminal_as_codes(case):

@@ -15,6 +15,8 @@ from rftdask.commands.status import read_status
 from rftdask.config import load_config
 from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
+from rftdask.provenance.tables import RunTables
+from rftdask.provenance.trace import trace
 from rftdask.run.report import report_run
 from rftdask.run.run_folder import open_run
 from rftdask.run.summary import render_summary, summarize
@@ -75,9 +77,16 @@ def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None
     for step in range(1, 5):
         stage.ledger.write(LedgerEntry(step, "main", use=(Rows(name.text, (0, 1)),) if step == 4 else ()))
     assert stage.counts == {"committed": 2, "trained": 0, "waiting": 2}
+    url = stage.storage.url
+    assert RunTables(url).table("states")["state"].to_pylist() == ["waiting", "waiting"]
+    text = trace(url, "t/0/0/0/0").render()
+    assert "  waiting     for step 4, row 1 of 2 (lineage main): that step was not made yet" in text
+    assert "trained" not in text
     with MetricsWriter(stage.storage, "trainer") as metrics:
         metrics.write(4, {})
-    assert open_stages(stage.storage.url)[0].counts == {"committed": 2, "trained": 2, "waiting": 0}
+    assert open_stages(url)[0].counts == {"committed": 2, "trained": 2, "waiting": 0}
+    assert RunTables(url).table("states")["state"].to_pylist() == ["trained", "trained"]
+    assert "  trained     step 4, row 1 of 2 (lineage main)" in trace(url, "t/0/0/0/0").render()
 
 
 def test_a_run_that_learned_nothing_says_so_in_status_summary_and_report(tmp_path: Path) -> None:
