@@ -17,6 +17,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
         plugin_dirs: folders to import before the name is said to be unknown; those that this process has loaded
             already count, too. See `load_plugin_folders`.
     Raises: UserError: no such name, module or attribute, with what comes nearest; what the part needs is not installed;
-        or its module raises when it is imported, with the traceback.
+        or its module raises when it is imported, with the file and line.
     """
     if name not in registered:
         load_plugin_folders(plugin_dirs)
@@ -84,7 +85,7 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
     """Import every module (*.py but for those that begin with _) of `folders`, so that what they define or register is
     known by its name; from then on the folders are on sys.path, where processes started later find them, too.
 
-    Raises: UserError: a folder is not there, or a module raises, with its traceback.
+    Raises: UserError: a folder is not there, or a module raises, with its file and line.
     """
     importlib.invalidate_caches()  # for what was written a moment ago
     for folder in folders:
@@ -126,15 +127,32 @@ def register(kind: str, registered: dict[str, Any], name: str, part: Any) -> Non
 
 def _import(module_name: str, what: str) -> ModuleType:
     try:
+        if not all(module_name.split(".")):  # "a..b"
+            raise ModuleNotFoundError("an empty name", name=module_name)
         return importlib.import_module(module_name)
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part, as in "a..b"
-        missing = getattr(error, "name", None) or module_name
-        if module_name == missing or module_name.startswith(f"{missing}.") or isinstance(error, ValueError):
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if f"{module_name}.".startswith(f"{missing}."):
             raise NotInstalledError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
         raise NotInstalledError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
     except (Exception, SystemExit) as error:
-        lines = "".join(traceback.format_exception(error)).rstrip()
-        raise UserError(f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}\n{lines}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        # Where the user's own code was last; what it called elsewhere says less.
+        at = next((f"{f.filename}:{f.lineno}: " for f in reversed(frames) if is_own_code(f.filename)), "")
+        if isinstance(error, SyntaxError) and error.filename:
+            at = f"{error.filename}:{error.lineno}: "
+            error.filename = error.lineno = None  # which its text would repeat
+        # An ImportError may be a library that this machine has not.
+        kind = NotInstalledError if isinstance(error, ImportError) else UserError
+        raise kind(f"{what}: importing {module_name!r} raised: {at}{type(error).__name__}: {error}") from error
+
+
+def is_own_code(file: str) -> bool:
+    """Whether a source file is the user's own: neither Python's, nor installed, nor of this package."""
+    path = Path(file)
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    of_others = (Path(__file__).parents[1], Path(os.__file__).parent)
+    return path.suffix == ".py" and not is_installed and not any(path.is_relative_to(each) for each in of_others)
 
 
 def nearest(word: str, words: Iterable[str], count: int = 3) -> list[str]:

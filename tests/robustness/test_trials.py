@@ -97,6 +97,11 @@ def refused_plugin(config: Path, key: str, source: str, word: str) -> None:
     assert text.startswith("error: 1 problem:"), f"one mistake is told once: {text}"
 
 
+@pytest.mark.parametrize("source", ["1 / 0", "def scored(response truth):\n    pass"], ids=["raises", "is no Python"])
+def test_a_plugin_that_cannot_be_imported_is_refused(config: Path, source: str) -> None:
+    refused_run(config, *own(config, "default_reward_fn_type", source), words=("Error: ", "plugin_", ".py:"))
+
+
 def test_validate_tries_them_too_if_asked(config: Path) -> None:
     settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return None")
     assert call_cli("validate", str(config), *settings).code == 0
