@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class DropReason(IntEnum):
-    """Code of a row; 0 is kept. The numbers are written to the ledger: append, never renumber."""
+    """Code of a row; 0 is kept. The ledger has the names, in lower case: never rename one."""
 
     KEPT = 0
     INVALID_ROLLOUT = 1
@@ -19,8 +19,6 @@ class DropReason(IntEnum):
     """Its reward is outside the wanted range."""
     TRUNCATED = 5
     """Its response hit the length limit."""
-    STALE = 6
-    """Sampled by weights older than the staleness bound."""
 
 
 def count_drops(reasons_N: Tensor) -> dict[str, float]:

@@ -45,11 +45,6 @@ class Synchronizer:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def latest(self) -> Published | None:
-        """The newest published version known here; None: none yet."""
-        await self._start()
-        return self._published
-
     async def wait_for_version(self, version: int, timeout_s: float) -> Published | None:
         """The newest version once it is `version` or newer, or None after `timeout_s` (bounded by 20 s)."""
         await self._start()

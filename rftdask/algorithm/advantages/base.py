@@ -120,11 +120,6 @@ class AdvantageResult:
     keep_NT: Tensor | None = None
     """[N, T] bool, False for tokens the function takes out of the loss (clipb, clipv); None: all stay."""
 
-    @property
-    def keep_N(self) -> Tensor:
-        """[N] bool, True for rows to train on."""
-        return self.drops_N == DropReason.KEPT
-
     def per_token(self, loss_mask_NT: Tensor) -> Tensor:
         """[N, T] float32 advantages of the tokens; 0 outside the mask."""
         if self.advantages_NT is not None:

@@ -56,11 +56,6 @@ class BatchSource(ABC):
         It needs no entry to have been formed here. Raises: DamagedError; DataError: they are of another dataset.
         """
 
-    def batch(self, step: int) -> tuple[LedgerEntry, TrainingBatch] | None:
-        """`entry` and all its rows, for a trainer of one rank."""
-        entry = self.entry(step)
-        return None if entry is None else (entry, self.read(entry))
-
     def state_dict(self) -> dict[str, object]:
         """The state that a checkpoint keeps to go on after the last entry handed out; JSON types. Here none."""
         return {}

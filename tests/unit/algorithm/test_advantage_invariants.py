@@ -90,7 +90,7 @@ def test_a_demonstration_is_kept_without_advantage_and_enters_no_baseline(name: 
     expert = torch.zeros(24, dtype=torch.bool)
     expert[:2] = True
     result = ADVANTAGE_FNS[name]()(replace(inputs, expert_mask_N=expert))
-    assert result.keep_N[:2].all() and (result.advantages_N[:2] == 0).all()
+    assert (result.drops_N[:2] == DropReason.KEPT).all() and (result.advantages_N[:2] == 0).all()
     assert inputs.loss_mask_NT is not None
     got = result.per_token(inputs.loss_mask_NT)
     torch.testing.assert_close(got[2:], advantages(name, take(inputs, ~expert)))

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.batches.source import BatchSource
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
@@ -96,11 +98,17 @@ def make_source(
     )
 
 
+def batch_of(source: BatchSource, step: int) -> tuple[LedgerEntry, TrainingBatch] | None:
+    """The entry of a step and all its rows, as a trainer of one rank takes them."""
+    entry = source.entry(step)
+    return None if entry is None else (entry, source.read(entry))
+
+
 def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
     """The uids of the batches of `steps`, which must all be there."""
     batches = []
     for step in steps:
-        found = source.batch(step)
+        found = batch_of(source, step)
         assert found is not None, f"batch {step} is missing"
         batches.append(found[1].uids)
     return batches

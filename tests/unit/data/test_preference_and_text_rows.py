@@ -13,7 +13,7 @@ from rftdask.buffer.batches.source import DatasetSource
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.supervised import PreferenceRows, TextRows
 from rftdask.errors import DataError
-from tests.unit.buffer.buffer_cases import new_storage
+from tests.unit.buffer.buffer_cases import batch_of, new_storage
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ def test_no_batch_parts_a_pair() -> None:
         reader.read, 4, "f1", Ledger(new_storage()), batch_size=3, total_epochs=3, shuffle_seed=1, group_size=2
     )
     for step in range(1, 5):
-        found = source.batch(step)
+        found = batch_of(source, step)
         assert found is not None
         entry, batch = found
         assert len(entry.use[0].rows) == 3
         assert batch.groups.tolist() == [0, 0, 1, 1, 2, 2]
         assert [uid.rsplit("/", 1)[1] for uid in batch.uids] == ["0", "1"] * 3
         assert len(set(batch.uids)) == 6
-    assert source.batch(5) is None
+    assert batch_of(source, 5) is None
 
 
 def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> None:

@@ -28,6 +28,11 @@ def storage() -> Storage:
     return open_storage(f"memory://actor-{next(_numbers)}")
 
 
+async def newest(actor: Synchronizer) -> Any:
+    """The version that the actor knows now; None: none yet."""
+    return await actor.wait_for_version(0, 0.001)
+
+
 def run(actor: Synchronizer, story: Coroutine[Any, Any, Any]) -> Any:
     async def whole() -> Any:
         try:
@@ -44,9 +49,9 @@ def test_waiting_ends_when_the_version_is_published(storage: Storage) -> None:
 
     async def story() -> Any:
         waiting = asyncio.create_task(actor.wait_for_version(2, 20))
-        assert await actor.latest() is None
+        assert await newest(actor) is None
         publish_weights(storage, 1, b"w1", "main")
-        while (latest := await actor.latest()) is None:
+        while (latest := await newest(actor)) is None:
             await asyncio.sleep(0.001)
         assert (latest.version, waiting.done()) == (1, False)
         return publish_weights(storage, 2, b"w2", "main"), await waiting
@@ -72,7 +77,7 @@ def test_a_hint_is_a_look(storage: Storage) -> None:
 
     async def story() -> Any:
         waiting = asyncio.create_task(actor.wait_for_version(1, 20))
-        await actor.latest()
+        await newest(actor)
         publish_weights(storage, 1, b"w", "main")
         await actor.hint()
         return await waiting
@@ -85,10 +90,10 @@ def test_a_garbage_pointer_is_no_news(storage: Storage) -> None:
     actor = Synchronizer(storage.url, 0.001)
 
     async def story() -> Any:
-        assert (await actor.latest()).version == 3
+        assert (await newest(actor)).version == 3
         storage.put(WEIGHTS_POINTER, b"garbage")
         assert await actor.wait_for_version(4, 0.02) is None
-        return await actor.latest()
+        return await newest(actor)
 
     assert run(actor, story()).version == 3
 
@@ -99,7 +104,7 @@ def test_all_who_wait_are_woken_also_when_several_called_first(storage: Storage)
     async def story() -> Any:
         num_before = len(asyncio.all_tasks())
         waits = [asyncio.create_task(actor.wait_for_version(v, 20)) for v in (1, 1, 2)]
-        await actor.latest()
+        await newest(actor)
         publish_weights(storage, 2, b"w", "main")
         await actor.hint()
         answers = await asyncio.gather(*waits)

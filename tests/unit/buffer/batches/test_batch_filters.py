@@ -20,7 +20,7 @@ from rftdask.buffer.batches.source import BASELINE, BatchFilter, Demonstrations,
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage
+from tests.unit.buffer.buffer_cases import batch_of, commit_batch, make_source, new_storage
 
 
 class DropRollout(BatchFilter):
@@ -47,7 +47,7 @@ def filled() -> Storage:
 
 
 def first(storage: Storage, **options: object) -> tuple[LedgerEntry, TrainingBatch]:
-    found = make_source(storage, **options).batch(1)
+    found = batch_of(make_source(storage, **options), 1)
     assert found is not None
     return found
 
@@ -72,10 +72,10 @@ def test_a_replay_trains_the_same_rewards() -> None:
 def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
     storage = filled()
     source = make_source(storage, batch_filter=DropRollout(None))
-    found = source.batch(1)
+    found = batch_of(source, 1)
     assert found is not None
     assert (len(found[1]), found[1].sampled, found[0].use) == (0, False, ())
-    found = source.batch(2)
+    found = batch_of(source, 2)
     assert found is not None and found[0].step == 2
 
 
@@ -121,9 +121,9 @@ def test_another_dataset_than_the_ledgers_is_refused() -> None:
     storage = filled()
     first(storage, demonstrations=demonstrations())
     with pytest.raises(DataError, match="dataset:f1, the dataset is dataset:f2 now"):
-        make_source(storage, demonstrations=demonstrations("f2")).batch(1)
+        batch_of(make_source(storage, demonstrations=demonstrations("f2")), 1)
     with pytest.raises(DataError, match="no demonstrations are configured"):
-        make_source(storage).batch(1)
+        batch_of(make_source(storage), 1)
 
 
 def test_turns_of_a_rollout_share_its_number() -> None:
@@ -146,7 +146,7 @@ def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], 
     )
     curation = DropRollout(0, BASELINE if with_baseline else "why")
     source = make_source(storage, groups_per_batch=4, batch_filter=curation, demonstrations=demonstrations)
-    entry, whole = source.batch(1) or pytest.fail("no batch")
+    entry, whole = batch_of(source, 1) or pytest.fail("no batch")
     at = sorted(place for place in places if place < len(whole))
     reader = EntryReader(ParquetLog(storage), batch_filter=curation, demonstrations=demonstrations)
     part = reader.read(entry, at)

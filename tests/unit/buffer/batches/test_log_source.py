@@ -20,7 +20,16 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import Statuses, all_ok, commit_batch, find_whole, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import (
+    Statuses,
+    all_ok,
+    batch_of,
+    commit_batch,
+    find_whole,
+    make_source,
+    new_storage,
+    take,
+)
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Two explore steps of four tasks in work units of two: eight groups, four train batches, two rows a group."""
@@ -87,9 +96,9 @@ def test_a_batch_is_written_down_before_it_is_handed_out() -> None:
 
     faulty = FaultyStorage(inner, fail)
     with pytest.raises(StorageError, match="the disk is full"):
-        make_source(faulty).batch(1)
+        batch_of(make_source(faulty), 1)
     assert audit(inner) == Audit(committed=16, trained=0, waiting=16)
-    found = make_source(inner).batch(1)
+    found = batch_of(make_source(inner), 1)
     assert found is not None
     assert Ledger(inner).read(1) == found[0]
 
@@ -186,7 +195,7 @@ def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
     damage(storage, commit_batch(log, 1, 0))
     source = make_source(storage)
     with pytest.raises(WaitTimeout):
-        source.batch(1)
+        batch_of(source, 1)
     assert (log.num_quarantined(), find_whole(log, 1, 0)) == (1, None)
     commit_batch(log, 1, 0)
     assert take(source, [1]) == [uids(0, 1)]
@@ -199,13 +208,13 @@ def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
     damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.unit) == (1, 0)))
     commit_batch(ParquetLog(storage), 1, 0)
     with pytest.raises(DamagedError, match=r"shard 00000001-0000-.* does not match its name"):
-        make_source(storage).batch(1)
+        batch_of(make_source(storage), 1)
 
 
 def test_a_deadline_names_what_is_missing() -> None:
     storage = committed([(1, 1)])
     with pytest.raises(WaitTimeout) as caught:
-        make_source(storage).batch(1)
+        batch_of(make_source(storage), 1)
     text = str(caught.value)
     assert "batch 1 did not come in 0 s: 2 groups are waiting, 2 are needed, the oldest open explore step is 1" in text
     assert "max_read_timeout" in text
@@ -217,7 +226,7 @@ def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> No
     ParquetLog(storage).seal(2)
     source = make_source(storage, groups_per_batch=3)
     assert take(source, [1, 2]) == [uids(0, 1, 2), uids(3, 4, 5)]
-    assert source.batch(3) is None
+    assert batch_of(source, 3) is None
     assert audit(storage) == Audit(committed=16, trained=12, waiting=4)
 
 
@@ -226,7 +235,7 @@ def test_a_sealed_log_with_a_hole_is_waited_for() -> None:
     ParquetLog(storage).seal(2)
     source = make_source(storage, groups_per_batch=8)
     with pytest.raises(WaitTimeout):
-        source.batch(1)
+        batch_of(source, 1)
     commit_batch(ParquetLog(storage), 1, 1)
     assert sorted(take(source, [1])[0]) == sorted(uids(*range(8)))
 
@@ -238,20 +247,20 @@ def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch()
     assert entries(storage)[0].notes == {"num_missing_groups": 1}
     assert audit(storage) == Audit(committed=4, trained=4, waiting=0)
     with pytest.raises(WaitTimeout, match="0 groups are waiting, 3 are needed"):
-        source.batch(2)
+        batch_of(source, 2)
 
 
 def test_in_order_a_late_position_is_an_error_and_nothing_is_taken() -> None:
     storage = committed([(1, 0)])
     with pytest.raises(WaitTimeout, match="batch 1 did not come"):
-        make_source(storage, ordered=True, groups_per_batch=3).batch(1)
+        batch_of(make_source(storage, ordered=True, groups_per_batch=3), 1)
     assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
 
 
 def test_groups_that_failed_make_no_partial_batch() -> None:
     storage = committed([(1, 0)], statuses=lambda task, rollout: Status.FAILED)
     with pytest.raises(WaitTimeout):
-        make_source(storage, ordered=False, groups_per_batch=3).batch(1)
+        batch_of(make_source(storage, ordered=False, groups_per_batch=3), 1)
     assert audit(storage).waiting == 4
 
 
@@ -271,7 +280,7 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
             step += 1
             trained += take(source, [step])[0]
     log.seal(2)
-    while (found := source.batch(step + 1)) is not None:
+    while (found := batch_of(source, step + 1)) is not None:
         step += 1
         trained += found[1].uids
     assert len(trained) == len(set(trained)) >= 2 * (8 - 8 % size), "no fewer than whole batches would have taken"
@@ -301,7 +310,7 @@ def test_an_entry_of_another_trainer_fences() -> None:
     take(mine, [1])
     take(other, [1, 2])
     with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another one is at work"):
-        mine.batch(2)
+        batch_of(mine, 2)
 
 
 def test_losing_the_race_for_an_entry_fences() -> None:
@@ -312,7 +321,7 @@ def test_losing_the_race_for_an_entry_fences() -> None:
             take(make_source(inner), [1])
 
     with pytest.raises(FencedError, match="was written by somebody else"):
-        make_source(FaultyStorage(inner, race)).batch(1)
+        batch_of(make_source(FaultyStorage(inner, race)), 1)
     assert audit(inner).trained == 4
 
 
@@ -344,7 +353,7 @@ def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Statu
     source = make_source(storage, ordered=ordered)
     try:
         step = 1
-        while (found := source.batch(step)) is not None:
+        while (found := batch_of(source, step)) is not None:
             for uid in found[1].uids:
                 _, _, task, rollout, _ = uid.split("/")
                 assert statuses.get((int(task), int(rollout)), Status.OK).trainable
@@ -358,7 +367,7 @@ def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Statu
 def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
     with pytest.raises(RoleError) as caught:
-        make_source(storage, ordered=ordered).batch(1)
+        batch_of(make_source(storage, ordered=ordered), 1)
     assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
     assert "task 0 rollout 0 failed" in str(caught.value)
     assert audit(storage) == Audit(committed=16, trained=0, waiting=16)

@@ -30,7 +30,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import batch_of, commit_batch, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""
@@ -109,7 +109,7 @@ def test_without_a_cooldown_time_groups_are_used_once() -> None:
     ParquetLog(storage).seal(2)
     source = replaying(storage, Replay())
     assert take(source, [1, 2, 3, 4]) == [uids(4, 5), uids(6, 7), uids(0, 1), uids(2, 3)]
-    assert source.batch(5) is None
+    assert batch_of(source, 5) is None
     assert audit(storage, max_uses=1) == Audit(committed=16, trained=16, waiting=0)
 
 
@@ -119,7 +119,7 @@ def test_a_group_is_trained_as_often_as_the_limit_says() -> None:
     rule = Replay(DecayLimitRandomization(decay=0.5, use_count_limit=3), reuse_cooldown_s=0.0, after_the_end=True)
     source = replaying(storage, rule)
     batches = take(source, range(1, 13))
-    assert source.batch(13) is None
+    assert batch_of(source, 13) is None
     assert set(Counter(uid for batch in batches for uid in batch).values()) == {3}
     assert audit(storage, max_uses=3) == Audit(committed=16, trained=16, waiting=0, reused=32)
 
@@ -129,7 +129,7 @@ def test_when_the_explorers_have_ended_used_groups_alone_make_no_batch() -> None
     ParquetLog(storage).seal(2)
     source = replaying(storage)
     step = 0
-    while source.batch(step + 1) is not None:
+    while batch_of(source, step + 1) is not None:
         step += 1
     assert step >= 4
     assert audit(storage).waiting == 0, "everything was trained before it ended"
@@ -140,7 +140,7 @@ def test_a_group_is_not_used_again_beyond_the_staleness_bound() -> None:
     source = replaying(storage, max_staleness=2)
     assert take(source, [1, 2, 3]) == [uids(0, 1)] * 3
     with pytest.raises(WaitTimeout):
-        source.batch(4)
+        batch_of(source, 4)
 
 
 def test_a_cooldown_is_measured_between_the_stamps_of_the_ledger() -> None:
@@ -150,7 +150,7 @@ def test_a_cooldown_is_measured_between_the_stamps_of_the_ledger() -> None:
     take(source, [1])
     now[0] = 129.0
     with pytest.raises(WaitTimeout):
-        source.batch(2)
+        batch_of(source, 2)
     now[0] = 130.0
     assert take(source, [2]) == [uids(0, 1)]
     assert [entry.notes["time_s"] for entry in entries(storage)] == [100.0, 130.0]
@@ -213,7 +213,7 @@ def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
         batches = []
         for step in range(first, last + 1):
             try:
-                found = source.batch(step)
+                found = batch_of(source, step)
             except WaitTimeout:  # all are cooling, and no clock goes on
                 break
             if found is None:

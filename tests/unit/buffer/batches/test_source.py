@@ -13,7 +13,7 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.source import DatasetSource
 from rftdask.errors import DataError, FencedError
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import new_storage
+from tests.unit.buffer.buffer_cases import batch_of, new_storage
 
 
 def rows(numbers: Sequence[int]) -> list[tuple[Sequence[int], int, Sequence[bool] | None]]:
@@ -29,7 +29,7 @@ def make(storage: Storage, **fields: Any) -> DatasetSource:
 def numbers(source: DatasetSource, first: int = 1, last: int = 10**6) -> list[list[int]]:
     found = []
     for step in range(first, last + 1):
-        batch = source.batch(step)
+        batch = batch_of(source, step)
         if batch is None:
             break
         found.append([int(tokens[-1]) for tokens in batch[1].row_tokens()])
@@ -81,17 +81,17 @@ def test_another_dataset_is_refused_by_the_checkpoint_and_by_the_ledger() -> Non
     with pytest.raises(DataError, match="the dataset has changed since the checkpoint: was dataset:f1, is dataset:f2"):
         changed.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match=r"ledger/main/00000001.json was written for dataset:f1, .* dataset:f2 now"):
-        changed.batch(1)
+        batch_of(changed, 1)
 
 
 def test_a_second_trainer_is_fenced() -> None:
     storage = new_storage()
     mine, other = make(storage), make(storage)
-    mine.batch(1)
-    other.batch(1)  # was written down before it asked: it agrees
-    other.batch(2)
+    batch_of(mine, 1)
+    batch_of(other, 1)  # was written down before it asked: it agrees
+    batch_of(other, 2)
     with pytest.raises(FencedError, match="another one is at work"):
-        mine.batch(2)
+        batch_of(mine, 2)
 
 
 def test_the_ledger_decides_and_not_the_seed() -> None:
@@ -107,7 +107,7 @@ def test_an_empty_dataset_is_refused() -> None:
 
 def test_a_row_of_another_epoch_is_another_uid() -> None:
     source = make(new_storage(), num_rows=2)
-    batches = [source.batch(1), source.batch(2)]
+    batches = [batch_of(source, 1), batch_of(source, 2)]
     uids = [uid for found in batches if found for uid in found[1].uids]
     assert len(set(uids)) == 4
     assert uids[0].startswith("dataset:f1/0/")

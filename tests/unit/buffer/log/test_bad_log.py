@@ -50,7 +50,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.trainer import Trainer
-from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import batch_of, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 _numbers = itertools.count()
@@ -364,7 +364,7 @@ def test_a_role_that_was_taken_over_all_the_same_trains_nothing_twice(weights: b
     assert take(source, [1]) != []
     assert train(storage) == weights
     with pytest.raises(FencedError):
-        source.batch(2)
+        batch_of(source, 2)
     assert audit(storage) == WHOLE
     first.release()
 
@@ -394,4 +394,4 @@ def test_a_clock_that_jumps_holds_no_group_back_for_longer_than_its_cooldown(jum
         assert sorted(take(source, [2])[0]) == sorted(first)
     else:
         with pytest.raises(Exception, match="batch 2 did not come"):
-            source.batch(2)
+            batch_of(source, 2)

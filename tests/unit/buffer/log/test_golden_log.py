@@ -21,7 +21,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import SCHEMA, SCHEMA_VERSION, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.storage import Storage, open_storage
-from tests.unit.buffer.buffer_cases import experience, make_source, new_storage
+from tests.unit.buffer.buffer_cases import batch_of, experience, make_source, new_storage
 from tests.unit.buffer.log import golden_log
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -62,7 +62,7 @@ def test_a_golden_log_adds_up_with_what_was_removed_of_it(golden: Storage) -> No
 def test_a_trainer_goes_on_from_a_golden_log(golden: Storage) -> None:
     source = make_source(golden, groups_per_batch=1, tasks_per_step=2, tasks_per_batch=2)
     source.load_state_dict({"low": 2, "beyond": []})
-    batches = [source.batch(step) for step in (3, 4, 5, 6)]
+    batches = [batch_of(source, step) for step in (3, 4, 5, 6)]
     assert [batch[1].uids for batch in batches if batch is not None] == [
         ("golden/0/4/0/0", "golden/0/4/1/0"),
         ("golden/0/5/0/0",),

@@ -35,7 +35,15 @@ from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
-from tests.unit.buffer.buffer_cases import all_ok, commit_batch, experience, find_whole, make_source, new_storage
+from tests.unit.buffer.buffer_cases import (
+    all_ok,
+    batch_of,
+    commit_batch,
+    experience,
+    find_whole,
+    make_source,
+    new_storage,
+)
 
 POSTGRESQL = "RFTDASK_TEST_POSTGRESQL"
 
@@ -229,15 +237,15 @@ class TestLog:
         backend.open().seal(2)
         backend.damage(next(n for n in backend.open().shards() if (n.explore_step, n.unit) == (2, 0)))
         first = make_source(backend.storage, log=backend.open())
-        batches = [first.batch(step) for step in (1, 2)]
+        batches = [batch_of(first, step) for step in (1, 2)]
         commit_batch(backend.open(), 2, 0)  # what the explorer does about the damaged one
         after = make_source(backend.storage, log=backend.open())  # a new trainer
         for step in (1, 2):
-            replayed = after.batch(step)
+            replayed = batch_of(after, step)
             assert replayed is not None and batches[step - 1] is not None
             assert replayed[1].uids == batches[step - 1][1].uids  # type: ignore[index]
         uids = [uid for found in batches for uid in found[1].uids]  # type: ignore[index]
-        while (found := after.batch(len(uids) // 4 + 1)) is not None:
+        while (found := batch_of(after, len(uids) // 4 + 1)) is not None:
             uids += found[1].uids
         assert len(uids) == len(set(uids)) == 16
         audit = audit_log(backend.open(), Ledger(backend.storage), tasks_per_unit=2)

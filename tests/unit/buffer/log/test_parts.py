@@ -21,7 +21,7 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import experience, find_whole, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import batch_of, experience, find_whole, make_source, new_storage, take
 
 NUM_TASKS = 4
 FOR_EVER_S = 1000.0
@@ -175,7 +175,7 @@ def test_failed_rollouts_of_a_part_are_sorted_out_by_their_reason() -> None:
         experience(task, k, status=status, min_policy_version=k) for task in (1, 3) for k, status in enumerate(kinds)
     ]
     log.commit(rows, explore_step=1, unit=0, part=Part((1, 3), NUM_TASKS))
-    found = make_source(storage, tasks_per_batch=NUM_TASKS, ordered=False).batch(1)
+    found = batch_of(make_source(storage, tasks_per_batch=NUM_TASKS, ordered=False), 1)
     assert found is not None
     entry = found[0]
     assert [rows.rows for rows in entry.use] == [(0, 2), (5, 7)]
