@@ -56,11 +56,14 @@ def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: P
     with RunProcess("run", str(config), *SETTINGS, "mode=train") as trainer:
         trainer.wait_until(lambda: (folder / "log" / "trainer-rank-0.log").exists())  # it waits for experiences
         with RunProcess("run", str(config), *SETTINGS, "mode=explore") as explorer:
-            explored, trained = explorer.end(), trainer.end()
-    assert (explored.code, trained.code) == (0, 0), (explored, trained)
+            explored = explorer.end()
+            assert explored.code == 0, explored  # or the trainer would wait for another explorer
+            trained = trainer.end()
+    assert trained.code == 0, trained
     status = assert_sound(folder)
     assert status["step"] == STEPS and status["experiences"]["waiting"] == 0
-    assert num_shards(folder) == num_shards(run_folder(batch_run))
+    committed = assert_sound(run_folder(batch_run))["experiences"]["committed"]
+    assert status["experiences"]["committed"] == committed  # a slow machine commits a batch in more parts
 
 
 @pytest.mark.slow
