@@ -39,7 +39,7 @@ from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.weights.published import Published, read_checkpoint_weights, read_published
+from rftdask.weights.published import Published, latest_published, read_checkpoint_weights, read_published
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
@@ -257,6 +257,9 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
     if published is None:
         handle.wait_for_version(version, timeout_s, make_called_off())
         published = read_published(storage, version)
+    if published is None and config.mode == "explore" and not unit.is_eval:
+        # A trainer beside this run keeps its last few versions, whatever this run still means to use.
+        published = latest_published(storage)
     if published is None:
         raise StorageError(f"weights of version {version} were published and are gone; rollouts need them")
     return published
