@@ -89,7 +89,7 @@ class Experiment:
     def open(cls, url: str | Path) -> Experiment:
         """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
         storage = open_storage(url)
-        config = load_config(read_run(storage)["config"])
+        config = load_config(read_run(storage)["config"], was_checked=True)
         # Where it is now, which need not be where it began.
         place = "/" + "/".join(part for part in (config.project, config.group, config.name) if part)
         if storage.url.endswith(place):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rftdask.algorithm.checks import require
+from rftdask.config import fill_from_environment
 from rftdask.config.plugins import bind_arguments, parameters_of
 from rftdask.config.schema.algorithm import load_part
 from rftdask.config.schema.buffer import DataSelectorConfig
@@ -106,7 +107,7 @@ def make_selector(section: DataSelectorConfig, plugin_dirs: tuple[str, ...] = ()
     if not (isinstance(part, type) and issubclass(part, Selector)):
         raise UserError(f"selector {section.selector_type!r} is no subclass of {Selector.__module__}.Selector")
     seed = {"seed": section.seed} if "seed" in (parameters_of(part) or {}) else {}
-    arguments = {**seed, **section.kwargs}
+    arguments = {**seed, **fill_from_environment(section.kwargs)}
     bind_arguments("data_selector.kwargs", part, arguments)
     try:
         return part(**arguments)

@@ -24,7 +24,7 @@ from rftdask.cluster.base import (
     plan_jobs,
 )
 from rftdask.cluster.local import DASK_CONFIG
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
 from rftdask.storage import Storage
 
@@ -50,7 +50,7 @@ class ExistingCluster(Cluster):
 
     def __init__(self, config: Config, layout: Layout) -> None:
         """Raises: UserError: it is not named well, does not answer, or has too few workers."""
-        options = dict(config.cluster.options)
+        options = dict(fill_from_environment(config.cluster.options))
         if unknown := sorted(set(options) - set(_OPTIONS)):
             raise UserError(f"cluster.options: {', '.join(unknown)} is not known; there are {', '.join(_OPTIONS)}")
         if ("address" in options) == ("scheduler_file" in options):

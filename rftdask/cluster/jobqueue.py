@@ -37,7 +37,7 @@ from rftdask.cluster.jobs import (
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.errors import RftError, RoleError, UserError
 from rftdask.storage import Storage
 
@@ -135,13 +135,14 @@ class JobQueueCluster(RemoteWorkersCluster):
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
         """Arguments of dask-jobqueue's job class for one worker."""
-        given = {key: value for key, value in config.cluster.options.items() if key not in ROLES}
+        options = fill_from_environment(config.cluster.options)
+        given = {key: value for key, value in options.items() if key not in ROLES}
         return {
             **cls.common_options(config, role, folder),
             "log_directory": str(log_path),
             "name": f"{name}-{cls.job_number}-0",
             **given,
-            **config.cluster.options.get(role, {}),
+            **options.get(role, {}),
         }
 
     @classmethod

@@ -240,9 +240,9 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
 
 def _config_of(storage: Storage) -> Config:
     if storage.exists(RUN_FILE):
-        return load_config(read_run(storage)["config"])
+        return load_config(read_run(storage)["config"], was_checked=True)
     # It was submitted and has not started: only a run that keeps its private folder with it can be found then.
     submitted = Path(storage.url).absolute() / "control" / "private" / CONFIG_FILE
     if not submitted.exists():
         read_run(storage)
-    return load_config(submitted)
+    return load_config(submitted, was_checked=True)

@@ -81,7 +81,7 @@ def replay(
 def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) -> tuple[Config, Storage]:
     """The config and the folder of a lineage that begins at the checkpoint of `step`, made unless it is there."""
     storage = open_storage(url)
-    parent_config = load_config(read_run(storage)["config"])
+    parent_config = load_config(read_run(storage)["config"], was_checked=True)
     if parent_config.stages:
         names = ", ".join(stage.name.rpartition("/")[2] for stage in parent_config.stage_configs())
         raise UserError(f"{storage.url} has stages; replay one of them: {storage.url}/<stage>, of {names}")

@@ -4,7 +4,7 @@ from rftdask.config.load import load_config, replace
 from rftdask.config.parts import check_plugins
 from rftdask.config.plan import Plan, RolePlan, StagePlan, make_plan
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import fill_from_environment
+from rftdask.config.yaml_source import fill_from_environment, names_environment
 
 __all__ = [
     "Config",
@@ -15,5 +15,6 @@ __all__ = [
     "fill_from_environment",
     "load_config",
     "make_plan",
+    "names_environment",
     "replace",
 ]

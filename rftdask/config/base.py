@@ -63,7 +63,12 @@ class Named:
     """Whether checks of a configuration read class attributes of the part, so that a plug-in is imported for them."""
 
 
-Mark = Later | Filled | Aliases | Named
+@dataclass(frozen=True)
+class Completed:
+    """The text may say ${oc.env:NAME} for a secret: whoever uses it completes it (`fill_from_environment`)."""
+
+
+Mark = Later | Filled | Aliases | Named | Completed
 
 
 class FrozenDict(dict[str, Any]):

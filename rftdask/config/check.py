@@ -4,7 +4,6 @@ Knows no key by name. Invariant: every mistake becomes one (path, message), none
 secret. What is wrong is taken out of the tree, so that the rest can still be checked.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,22 +15,26 @@ from rftdask.config.error_text import allowed_values, nearest, one_of, readable,
 from rftdask.config.plugins import find_part, what_instead
 from rftdask.config.reference_keys import Derived, Ignored, Missing, ReferenceKey, Renamed, Secret, reference_keys
 from rftdask.config.schema.run import Config
-from rftdask.config.schema.walk import field_at, is_number, join, sections_with, settable_keys
+from rftdask.config.schema.walk import field_at, is_completed, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
+from rftdask.safe_text import find_secret, is_left_to_environment, is_secret_name
 
 MarkType = TypeVar("MarkType", bound=Mark)
 
-_SECRET_NAME = re.compile(r"api_?key|passw|secret|credential|(^|_)(auth|access|bearer|api|hf)_?token$", re.IGNORECASE)
 _NO_KEY = ("", "EMPTY", False)
-_NO_SECRETS = "a secret does not belong in a configuration"
+_NO_SECRETS = "does not belong in a configuration, which is written beside the run"
 _DERIVED = "derived, cannot be set"
 
 
 class Checker:
-    """Checks one tree. Usage: `validate(clean(tree))`, then look at `problems` and `warnings`."""
+    """Checks one tree. Usage: `validate(clean(tree))`, then look at `problems` and `warnings`.
 
-    def __init__(self) -> None:
+    has_secrets: they are not looked for: the tree is what an older start wrote down.
+    """
+
+    def __init__(self, *, has_secrets: bool = False) -> None:
+        self.has_secrets = has_secrets
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.plugin_dirs: list[str] = []
@@ -106,7 +109,7 @@ class Checker:
             self.problems.append((path, _DERIVED))
         elif isinstance(told, Secret):
             if value not in _NO_KEY:
-                self.problems.append((path, f"{_NO_SECRETS}: {told.instead}"))
+                self.problems.append((path, f"a secret {_NO_SECRETS}: {told.instead}"))
         elif isinstance(told, Missing):
             # A file written for the reference lists such keys with their defaults, which asks for nothing.
             if value != told.default and value not in told.allowed:
@@ -173,21 +176,27 @@ class Checker:
             return f"{show(value)} holds the character NUL, which no file name and no message can"
         return ""
 
-    def _without_secrets(self, value: Any, path: str) -> Any:
-        """Reports secrets in the dicts whose keys are not ours, and leaves them out."""
+    def _without_secrets(self, value: Any, path: str, name: str = "") -> Any:
+        """Reports secrets in a value, found by what they look like or by their `name` in a dict whose keys are not
+        ours; leaves them out."""
         if isinstance(value, list):
-            return [self._without_secrets(item, f"{path}[{index}]") for index, item in enumerate(value)]
-        if not isinstance(value, Mapping):
+            return [self._without_secrets(item, f"{path}[{index}]", name) for index, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            items = {key: self._without_secrets(item, f"{path}.{key}", str(key)) for key, item in value.items()}
+            return {key: item for key, item in items.items() if item is not None or value[key] is None}
+        is_kept = isinstance(value, str) and is_left_to_environment(value)
+        what = find_secret(value) if isinstance(value, str) else ""
+        if not what and is_secret_name(name) and isinstance(value, str | int) and value not in _NO_KEY and not is_kept:
+            what = "a secret"
+        if not what or self.has_secrets:
             return value
-        result = {}
-        for key, item in value.items():
-            where = f"{path}.{key}"
-            named_so = _SECRET_NAME.search(key) and not key.endswith("_env")
-            if named_so and isinstance(item, str | int) and item not in _NO_KEY:
-                self.problems.append((where, f"{_NO_SECRETS}: set it in the environment of the processes"))
-            else:
-                result[key] = self._without_secrets(item, where)
-        return result
+        instead = (
+            "put it into an environment variable and write ${oc.env:NAME} here, which is completed where it is used"
+            if is_completed(Config, path)
+            else "leave it in the environment of the processes, or in a file that only you may read"
+        )
+        self.problems.append((path, f"{what} {_NO_SECRETS}: {instead}"))
+        return None
 
     def _unknown(self, key: str, known: Mapping[str, object], section: str) -> str:
         message = "unknown key"

@@ -4,12 +4,13 @@ Knows pydantic's error types and nothing of the schema's keys.
 """
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+
+from rftdask.safe_text import mask
 
 _LONGEST_SHOWN = 60
 _SHORT_WORD = 3
@@ -32,7 +33,7 @@ _BOUNDS = {
 
 
 def show(value: Any) -> str:
-    """A value as YAML would write it, short; of a list or section only its size; without the password in a URL."""
+    """A value as YAML would write it, short; of a list or section only its size; without secrets."""
     if isinstance(value, Mapping):
         return "a section" if value else "{}"
     if isinstance(value, list | tuple):
@@ -40,7 +41,7 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        text = re.sub(r"://[^/@\s]*@", "://...@", value)
+        text = mask(value)
         return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")
     return str(value)
 

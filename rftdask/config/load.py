@@ -16,28 +16,34 @@ from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
 from rftdask.config.schema.run import Config
+from rftdask.config.schema.walk import is_completed, is_users
 from rftdask.config.yaml_source import Problem, escape, read_tree
 from rftdask.errors import ConfigError
+from rftdask.safe_text import find_secret, mask
 
 RULES = (*training.RULES, *data.RULES, *rollouts.RULES)
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, was_checked: bool = False
+) -> Config:
     """Read and check a configuration.
 
     Args:
         source: path of a YAML file, or its content as a mapping; `${model.model_path}` and `${oc.env:VAR,default}`
-            are resolved.
+            are resolved, but for `${oc.env:VAR}` in arguments of the user's code and in URLs with a password, which
+            stay (`fill_from_environment`).
         overrides: "key.sub=value", the value as YAML; list items as key[0].sub. The last one wins.
-    Raises: ConfigError: with every mistake found, sorted by path.
+        was_checked: `source` is what an earlier start wrote down, and may have secrets.
+    Raises: ConfigError: with every mistake found, sorted by path; a secret is one.
     """
     problems: list[Problem] = []
-    tree = read_tree(source, overrides, problems)
+    tree = read_tree(source, overrides, problems, _is_completed)
     if tree is None:
         raise _error(problems, source)
     unreadable = {path for path, _ in problems}
-    checker = Checker()
+    checker = Checker(has_secrets=was_checked)
     cleaned = checker.clean(tree)
     draft = checker.validate(cleaned)
     if "stages" not in unreadable and draft.stages:
@@ -55,7 +61,7 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
 
     Values are taken literally, "${" included. List items cannot be addressed, lists can be replaced.
     What was computed from a changed key when `config` was loaded stays as it is; change it too, or set it to None.
-    Raises: ConfigError.
+    Raises: ConfigError; a secret in a changed value is a mistake.
     """
     tree = config.to_dict()
     for path, value in changes.items():
@@ -64,7 +70,12 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
         for section in sections:
             node = node.setdefault(section, {})
         node[key] = escape(value)
-    return load_config(tree)
+    return load_config(tree, was_checked=not find_secret(str(dict(changes))))
+
+
+def _is_completed(path: str, value: str) -> bool:
+    """Whether the text at a path, which has this value now, stays as it was written."""
+    return is_users(Config, path) or (is_completed(Config, path) and bool(find_secret(value)))
 
 
 def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -> Config:
@@ -96,7 +107,7 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
     inherited = tuple(checker.warnings)
     for index, stage in enumerate(draft.stages):
         parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
-        own = Checker()
+        own = Checker(has_secrets=checker.has_secrets)
         tree = own.clean(_merged({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
         stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
         where = f"stages[{index}] ({stage.stage_name})"
@@ -138,4 +149,4 @@ def _lines(items: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _error(problems: list[Problem], source: str | Path | Mapping[str, Any]) -> ConfigError:
-    return ConfigError(list(_lines(problems)), "" if isinstance(source, Mapping) else str(source))
+    return ConfigError([mask(line) for line in _lines(problems)], "" if isinstance(source, Mapping) else str(source))

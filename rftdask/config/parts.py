@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rftdask.config.base import Named, Section, child_of, marks_of
+from rftdask.config.base import Named, Section, child_of, marks_of, plain
 from rftdask.config.plugins import argument_problems, find_part, known_part, trait
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem
+from rftdask.config.schema.walk import is_completed
+from rftdask.config.yaml_source import Problem, fill_from_environment
 from rftdask.errors import ConfigError, NotInstalledError, UserError
 
 
@@ -45,7 +46,7 @@ class NamedPart:
         if not self.arguments_path:
             return
         ignored = (*trait(part, "ignored_args", ()), *named.also)
-        given = {key: value for key, value in self.arguments.items() if key not in ignored}
+        given = {key: _filled(value) for key, value in self.arguments.items() if key not in ignored}
         for argument, message in argument_problems(part, given, named.supplied):
             if argument in given or named.complete:
                 yield f"{self.arguments_path}.{argument}", message
@@ -91,14 +92,38 @@ def _keys(cls: type[Section]) -> tuple[tuple[str, Named | None], ...]:
     return tuple((key, named) for key, named in marks.items() if named or child_of(cls.model_fields[key]))
 
 
+def _filled(value: Any) -> Any:
+    try:
+        return fill_from_environment(value)
+    except ConfigError:  # whoever looks at a run need not have its environment
+        return value
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of every text in plain data."""
+    if isinstance(value, str):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _texts(item, f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}" if path else str(key))
+
+
 def check_plugins(config: Config, unchecked: list[str] | None = None) -> None:
-    """Import the plug-ins that a configuration names, and hold its arguments against their signatures.
+    """Import the plug-ins that a configuration names, hold its arguments against their signatures, and look up the
+    environment variables that they name.
 
     unchecked: takes what is not installed on this machine, where the run will be on another; None: it is a mistake.
-    Raises: ConfigError: all names that mean nothing, modules that cannot be imported and arguments that are not taken.
+    Raises: ConfigError: all names that mean nothing, modules that cannot be imported, arguments that are not taken and
+        variables that are not set.
     """
     problems: list[Problem] = []
     for stage in config.stage_configs():
+        for path, text in _texts(plain(stage), ""):
+            try:
+                if is_completed(Config, path):
+                    fill_from_environment(text)
+            except ConfigError as error:
+                problems.append((path, error.problems[0]))
         for use in named_parts(stage):
             if use.registered is None:
                 try:

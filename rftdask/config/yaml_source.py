@@ -1,13 +1,15 @@
 """A configuration's source as one plain tree: YAML read, overrides applied, interpolations resolved.
 
 Knows OmegaConf and nothing of the schema. Every problem is collected; the rest is a tree of dicts, lists, scalars.
-Invariant: a URL whose password comes from the environment is not resolved, so no copy of the tree has the password.
+Invariant: a text that whoever uses it completes from the environment stays as it was written, so that no copy of the
+tree has what is in the environment.
 """
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -15,23 +17,31 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rftdask.errors import ConfigError
 
+T = TypeVar("T")
+
 Problem = tuple[str, str]
 """(path of the key, what is wrong and what is allowed)."""
 
 
 def read_tree(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str], problems: list[Problem]
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    problems: list[Problem],
+    is_completed: Callable[[str, str], bool] = lambda path, value: False,
 ) -> dict[str, Any] | None:
     """The tree of `source` with `overrides` (key.sub=value) applied; None when there is no source to speak of.
 
     Adds to `problems` what cannot be read, applied or resolved.
+
+    is_completed: whether the text at a path, which has the given value now, is completed from the environment where it
+        is used (`fill_from_environment`).
     """
     root = _read(source, problems)
     if root is None:
         return None
     for override in overrides:
         _apply(root, override, problems)
-    tree: dict[str, Any] = _resolve(root, "", problems)
+    tree: dict[str, Any] = _Resolver(problems, is_completed).resolve(root, "")
     return tree
 
 
@@ -51,23 +61,38 @@ def to_yaml(tree: dict[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
-def has_password(text: str) -> bool:
-    """Whether `text` is a URL with a password in it."""
-    return bool(re.search(r"://[^/@\s]*:[^/@\s]+@|[?&]password=[^&\s]", text))
+_VARIABLE = re.compile(r"\$\{oc\.env: *(\w+) *(?:, *([^{}]*?) *)?\}")
 
 
-def names_environment(text: str) -> bool:
-    """Whether `text` has still to be completed from the environment."""
-    return _ENVIRONMENT in text
+def names_environment(value: Any) -> bool:
+    """Whether a value, or a text in it, has still to be completed from the environment."""
+    if isinstance(value, Mapping):
+        return any(map(names_environment, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(names_environment, value))
+    return isinstance(value, str) and bool(_VARIABLE.search(value))
 
 
-def fill_from_environment(text: str) -> str:
-    """`text` with the environment variables it names. Raises: ConfigError: one is not set."""
-    try:
-        return str(OmegaConf.create({"text": text})["text"])
-    except OmegaConfBaseException as error:
-        problem = f"{text} cannot be completed: {_first_line(error)}; set it for every process"
-        raise ConfigError([problem]) from error
+def fill_from_environment(value: T) -> T:
+    """`value` with the environment variables that its texts name (${oc.env:NAME} or ${oc.env:NAME,default}), for the
+    process that uses it: what is written down never has them. Raises: ConfigError: one is not set.
+    """
+
+    def look_up(match: re.Match[str]) -> str:
+        name, default = match[1], match[2]
+        if name not in os.environ and default is None:
+            raise ConfigError([f"{match[0]} cannot be completed: the environment variable {name!r} is not set"])
+        return os.environ.get(name, (default or "").strip("\"'"))
+
+    def fill(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return type(part)({key: fill(item) for key, item in part.items()})  # type: ignore[call-arg]
+        if isinstance(part, list | tuple):
+            return type(part)(fill(item) for item in part)
+        return _VARIABLE.sub(look_up, part) if isinstance(part, str) else part
+
+    filled: T = fill(value) if names_environment(value) else value
+    return filled
 
 
 def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
@@ -112,38 +137,43 @@ def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
         problems.append((key, f"the override cannot be applied: {_first_line(error)}"))
 
 
-def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
-    """Plain data with every interpolation resolved; one that cannot be is left out and reported."""
-    if isinstance(node, ListConfig):
-        values = [_resolve_item(node, index, f"{path}[{index}]", problems) for index in range(len(node))]
-        return _UNRESOLVED if any(value is _UNRESOLVED for value in values) else values
-    if isinstance(node, DictConfig):
-        items = {
-            str(key): _resolve_item(node, key, f"{path}.{key!s}" if path else str(key), problems)
-            for key in node.keys()  # noqa: SIM118  # iterating a DictConfig resolves its values
-        }
-        return {key: value for key, value in items.items() if value is not _UNRESOLVED}
-    return node
-
-
 _UNRESOLVED = object()
-_ENVIRONMENT = "${oc.env:"
 
 
-def _resolve_item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
-    if OmegaConf.is_missing(node, key):
-        problems.append((path, "required, and given as ???"))
-        return _UNRESOLVED
-    try:
-        value = node[key]
-    except OmegaConfBaseException as error:
-        problems.append((path, f"cannot be resolved: {_first_line(error)}"))
-        return _UNRESOLVED
-    if isinstance(value, str) and has_password(value) and OmegaConf.is_interpolation(node, key):
-        written = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
-        # A password from the environment stays there: who opens the URL completes it.
-        return written if names_environment(written) else value
-    return _resolve(value, path, problems)
+class _Resolver:
+    """Plain data with every interpolation resolved; one that cannot be is left out and reported."""
+
+    def __init__(self, problems: list[Problem], is_completed: Callable[[str, str], bool]) -> None:
+        self._problems = problems
+        self._is_completed = is_completed
+
+    def resolve(self, node: Any, path: str) -> Any:
+        if isinstance(node, ListConfig):
+            values = [self._item(node, index, f"{path}[{index}]") for index in range(len(node))]
+            return _UNRESOLVED if any(value is _UNRESOLVED for value in values) else values
+        if isinstance(node, DictConfig):
+            items = {
+                str(key): self._item(node, key, f"{path}.{key!s}" if path else str(key))
+                for key in node.keys()  # noqa: SIM118  # iterating a DictConfig resolves its values
+            }
+            return {key: value for key, value in items.items() if value is not _UNRESOLVED}
+        return node
+
+    def _item(self, node: Any, key: Any, path: str) -> Any:
+        if OmegaConf.is_missing(node, key):
+            self._problems.append((path, "required, and given as ???"))
+            return _UNRESOLVED
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            self._problems.append((path, f"cannot be resolved: {_first_line(error)}"))
+            return _UNRESOLVED
+        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._is_completed(path, value):
+            written = str(node._get_node(key)._value())
+            # What names other keys as well means nothing without them, and an escaped text is meant as it stands.
+            if _VARIABLE.search(written) and "${" not in _VARIABLE.sub("", written) and "\\${" not in written:
+                return written
+        return self.resolve(value, path)
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rftdask.config import fill_from_environment
 from rftdask.errors import DataError
 from rftdask.models.hub import require_hub, without_hub
 from rftdask.storage.checked_json import parse_json
@@ -93,7 +94,7 @@ def open_dataset(
 
 def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
     try:
-        filesystem, root = fsspec.core.url_to_fs(path)
+        filesystem, root = fsspec.core.url_to_fs(fill_from_environment(path))
     except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
         raise DataError(f"dataset {path}: {error}") from error
     if filesystem.isdir(root):
@@ -327,12 +328,13 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
             f"dataset {path}: reasoning-gym has no {name!r}; nearest: {', '.join(nearest(name, known)) or '-'}"
         )
     arguments = {"size": 1000, "seed": 42, **arguments}
+    filled = fill_from_environment(arguments)
     try:
-        rows = reasoning_gym.create_dataset(name, **arguments)
+        rows = reasoning_gym.create_dataset(name, **filled)
     except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse arguments
         raise DataError(f"dataset {path}: dataset_args {arguments}: {error}") from error
     # Another version may generate other rows from the same seed.
-    fingerprint = _digest([name, arguments, importlib.metadata.version("reasoning-gym")])
+    fingerprint = _digest([name, filled, importlib.metadata.version("reasoning-gym")])
     return _wrap(path, rows, rows[0] if len(rows) else (), fingerprint, arguments)
 
 
@@ -351,7 +353,7 @@ def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
             # Programs run beside us, not on the machines of a service (its default), unless the settings say so.
             if getattr(getattr(field.default, "runtime", None), "type", None) == "prime":
                 environment[role] = {"runtime": {"type": "subprocess"}, **arguments.get(role, {})}
-        taskset = loaders.load_environment(loaders.resolve_env_config(environment)).taskset
+        taskset = loaders.load_environment(loaders.resolve_env_config(fill_from_environment(environment))).taskset
         if size is None and not taskset.bounded:
             raise DataError(f"dataset {path} has no end; set dataset_args.size")
         tasks = list(taskset if size is None else taskset.take(int(size)))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rftdask.config import fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.data.datasets import Dataset, nearest, open_dataset
 from rftdask.data.task import Task, final_answer
@@ -125,8 +126,8 @@ class Taskset:
             truth=truth_text(self._cell(row, index, "response_key", fmt.response_key)) if fmt.response_key else "",
             workflow=self._choice(row, fmt.workflow_key, self._workflow),
             reward_fn=self._choice(row, fmt.reward_fn_key, self._reward_fn),
-            workflow_args=self._config.workflow_args,
-            reward_fn_args=self._config.reward_fn_args,
+            workflow_args=fill_from_environment(self._config.workflow_args),
+            reward_fn_args=fill_from_environment(self._config.reward_fn_args),
             row=row,
         )
 

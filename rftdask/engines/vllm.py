@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from transformers.utils.hub import cached_file
 
+from rftdask.config import fill_from_environment
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
@@ -149,7 +150,7 @@ class VllmEngine(Engine):
             # Room for the fingerprint of weights: its sequences, and the one token that vLLM must sample after each.
             max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else None,
             lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
-            engine_args=own_names | plain(section.extra_engine_args),
+            engine_args=own_names | plain(fill_from_environment(section.extra_engine_args)),
         )
 
     def serve(self, take: Take, give: Give) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
@@ -191,7 +191,7 @@ def attempt_timeout_s(
 
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine of `section`, the policy's or that of an auxiliary model."""
-    env = tuple(sorted({**config.explorer.env_vars, LOG_LEVEL: config.log.level}.items()))
+    env = tuple(sorted({**fill_from_environment(config.explorer.env_vars), LOG_LEVEL: config.log.level}.items()))
     return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rftdask.config import fill_from_environment
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
 from rftdask.errors import NotFoundError, UserError
 from rftdask.monitor.metrics import MetricsFollower, MetricsRow
@@ -192,7 +193,8 @@ def make_tracker(
     """
     registered = read_parts("rftdask.monitor.trackers", "monitor_type")
     tracker = find_part("monitor", monitor_type, registered, plugin_dirs)
-    bind_arguments("monitor.monitor_args", tracker, args or {}, supplied=1)
+    args = fill_from_environment(args or {})
+    bind_arguments("monitor.monitor_args", tracker, args, supplied=1)
     is_temporary = folder is None
     if tracker is NoTracker:
         return NoTracker(TrackedRun(Path(), project, name, {}))

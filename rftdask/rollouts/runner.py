@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config import fill_from_environment
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
 from rftdask.config.schema.explorer import ExplorerConfig, OverRolloutConfig
 from rftdask.config.schema.model import ModelConfig
@@ -206,7 +207,7 @@ class _Plan:
             modules=tuple(sorted(modules)),
             plugin_dirs=explorer.plugin_dirs,
             max_memory_bytes=None if memory_gb is None else int(memory_gb * 2**30),
-            env=tuple(sorted(explorer.env_vars.items())),
+            env=tuple(sorted(fill_from_environment(explorer.env_vars).items())),
         )
         return cls(workflows, frozenset(sandboxed), spec)
 

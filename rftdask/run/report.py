@@ -31,7 +31,7 @@ def report_run(url: str | Path) -> str:
     Raises: DataError: it is no run folder; DamagedError: its experiences cannot be counted; StorageError.
     """
     storage, stages = open_storage(url), open_stages(url)
-    config = load_config(read_run(storage)["config"])
+    config = load_config(read_run(storage)["config"], was_checked=True)
     summary = summarize(config, storage.url, stages, status="as found", began_s=time.time())
     return write_report(storage, summary, stage_metrics(summary, stages))
 

@@ -20,8 +20,10 @@ from typing import Any
 
 import psutil
 
-from rftdask.config import Config, load_config
+from rftdask.config import Config, fill_from_environment, load_config, names_environment
+from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
+from rftdask.safe_text import mask
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
@@ -120,12 +122,12 @@ def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None
 
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
-    was = load_config(read_run(storage)["config"])
+    was = load_config(read_run(storage)["config"], was_checked=True)
     config = _with_batches(config, was)
     free = {*_FREE_KEYS, *free}
     differing = [
-        f"{key}: was {old!r}, is {new!r}"
-        for key, old, new in _differences(was.to_dict(), config.to_dict())
+        mask(f"{key}: was {old!r}, is {new!r}")
+        for key, old, new in _differences(plain(was), plain(config))
         if not any(key == other or key.startswith(f"{other}.") for other in free)
     ]
     if differing:
@@ -186,12 +188,12 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
         ) from None
     if hashlib.sha256(data).hexdigest()[:32] != fingerprint:
         raise DamagedError(f"{storage.url}/{path} is damaged: its content does not fit its name; start the run again")
-    return load_config(json.loads(data))
+    return load_config(json.loads(data), was_checked=True)
 
 
 def folders_of(storage: Storage) -> dict[str, Storage]:
     """The folder of a run, "", then those of its stages by name: all below `storage`, wherever the run began."""
-    stages = load_config(read_run(storage)["config"]).stages if storage.exists(RUN_FILE) else ()
+    stages = load_config(read_run(storage)["config"], was_checked=True).stages if storage.exists(RUN_FILE) else ()
     names = [stage.stage_name for stage in stages]
     return {"": storage} | {name: open_storage(f"{storage.url.rstrip('/')}/{name}") for name in names}
 
@@ -243,7 +245,7 @@ def _with_batches(config: Config, first: Config) -> Config:
         return config
     tree = config.to_dict()
     tree["explorer"]["tasks_per_batch"] = first.tasks_per_unit
-    return load_config(tree)
+    return load_config(tree, was_checked=True)
 
 
 def _run_json(config: Config, made_of: Mapping[str, Any] | None = None) -> bytes:
@@ -257,7 +259,9 @@ def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
         for name in sorted({*was, *now}):
             yield from _differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif was != now and not (isinstance(was, list | tuple) and list(was) == list(now or [])):
-        yield key, was, now
+        # What an older start wrote down may be the value of what stands for it now.
+        stands_for_it = names_environment(now) and not names_environment(was) and fill_from_environment(now) == was
+        yield from [] if stands_for_it else [(key, was, now)]
 
 
 class Lease:

@@ -108,7 +108,7 @@ class Stage:
 def open_stages(url: str | Path) -> list[Stage]:
     """The stages of the run at `url`, one for a run without stages. Raises: DataError: `url` is no run folder."""
     storage = open_storage(url)
-    return stages_of(load_config(read_run(storage)["config"]), storage)
+    return stages_of(load_config(read_run(storage)["config"], was_checked=True), storage)
 
 
 def stages_of(config: Config, storage: Storage) -> list[Stage]:
@@ -120,5 +120,9 @@ def stages_of(config: Config, storage: Storage) -> list[Stage]:
     for stage in config.stage_configs():
         folder = open_storage(f"{storage.url.rstrip('/')}/{stage.name.rpartition('/')[2]}")
         # Once it has begun, with the config it ran with: its model is what the stage before it made.
-        stages.append(Stage(load_config(read_run(folder)["config"]) if folder.exists(RUN_FILE) else stage, folder))
+        stages.append(
+            Stage(
+                load_config(read_run(folder)["config"], was_checked=True) if folder.exists(RUN_FILE) else stage, folder
+            )
+        )
     return stages

@@ -27,7 +27,7 @@ from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
 from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReadRows, ReplayedSource, RowOrder
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
-from rftdask.config import Config, load_config
+from rftdask.config import Config, fill_from_environment, load_config
 from rftdask.config.plugins import find_part, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
@@ -66,7 +66,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     spec: the fields of `gang.RankSpec`. Raises: PeerLostError: another rank does not answer; what the trainer raises.
     """
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
-    config = load_config(spec["config"])
+    config = load_config(spec["config"], was_checked=True)
     rank, size = spec["rank"], spec["world_size"]
     try:
         dist.init_process_group(
@@ -223,7 +223,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
     section = config.algorithm
-    choices = {name: getattr(section, name) for part in PARTS for name in (part, f"{part}_args")}
+    choices = {name: fill_from_environment(getattr(section, name)) for part in PARTS for name in (part, f"{part}_args")}
     try:
         return make_algorithm(
             section.algorithm_type,

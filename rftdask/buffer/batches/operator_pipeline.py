@@ -20,7 +20,7 @@ from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import ExperienceTable, Operator
 from rftdask.buffer.batches.batch import GROUP_KEY, batch_from_table
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.config.base import plain
 from rftdask.errors import OperatorError, UserError
 
@@ -37,9 +37,8 @@ def operators_of(config: Config) -> list[Operator]:
         if unknown or "name" not in entry:
             raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
         try:
-            operators.append(
-                make_part("operator", entry["name"], plain(entry.get("args") or {}), config.explorer.plugin_dirs)
-            )
+            arguments = plain(fill_from_environment(entry.get("args") or {}))
+            operators.append(make_part("operator", entry["name"], arguments, config.explorer.plugin_dirs))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     return operators

@@ -17,7 +17,7 @@ import numpy as np
 
 from rftdask.buffer.batches.ledger import LedgerEntry, Rows
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, UsedGroup, next_positions
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
 
 TIME_NOTE = "time_s"
@@ -131,9 +131,10 @@ def make_replay(config: Config) -> Replay | None:
         return None
     part = find_part("priority function", section.priority_fn, PRIORITY_FUNCTIONS, config.explorer.plugin_dirs)
     where = "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args"
-    bind_arguments(where, part, section.priority_fn_args)
+    arguments = fill_from_environment(section.priority_fn_args)
+    bind_arguments(where, part, arguments)
     return Replay(
-        part(**section.priority_fn_args),
+        part(**arguments),
         reuse_cooldown_s=section.reuse_cooldown_time,
         seed=config.seed,
         after_the_end=config.trainer.total_steps is not None,

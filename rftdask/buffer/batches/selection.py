@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rftdask.config import Config
+from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
 from rftdask.errors import UserError
 
@@ -180,7 +180,8 @@ SAMPLE_STRATEGIES = read_parts("rftdask.buffer.batches.selection", "sample_strat
 
 def make_sample_strategy(config: Config) -> SampleStrategy:
     """Make the sample strategy of the config. Raises: UserError: no such name, or arguments it does not take."""
-    name, arguments = config.algorithm.sample_strategy, config.algorithm.sample_strategy_args or {}
+    name = config.algorithm.sample_strategy
+    arguments = fill_from_environment(config.algorithm.sample_strategy_args or {})
     part = find_part("sample strategy", name, SAMPLE_STRATEGIES, config.explorer.plugin_dirs)
     bind_arguments("algorithm.sample_strategy_args", part, arguments)
     strategy: SampleStrategy = part(**arguments)

@@ -8,7 +8,7 @@ from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.run import Config
-from rftdask.config.yaml_source import Problem, has_password, names_environment
+from rftdask.config.yaml_source import Problem, names_environment
 
 RULES = Rules()
 
@@ -48,7 +48,7 @@ def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
 def _log_has_a_place(config: Config) -> Iterator[Problem]:
-    """Of the experience log: a path is for databases, and a database has one kind of URL and no password in it."""
+    """Of the experience log: a path is for databases, and a database has one kind of URL."""
     buffer, at = config.buffer.trainer_input.experience_buffer, "buffer.trainer_input.experience_buffer.path"
     if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
         return
@@ -77,13 +77,7 @@ def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
     """What is wrong with the URL of a database."""
-    if has_password(path):
-        yield (
-            at,
-            "a password does not belong in a configuration, which is written beside the run: put the URL, or the "
-            "password alone, into an environment variable and write ${oc.env:NAME} here",
-        )
-    elif not names_environment(path) and not path.startswith(_DATABASES):
+    if not names_environment(path) and not path.startswith(_DATABASES):
         yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
+from rftdask.config.base import Completed, Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
 from rftdask.config.plugins import function_registry, known_part, read_parts
 from rftdask.config.schema.algorithm import registered_parts
 
@@ -95,7 +95,7 @@ class TasksetConfig(Section):
     """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
     storage_type: Literal["file", "sql"] = "file"
     """What `path` is. sql: the rows of a table, in the order of its primary key."""
-    path: str = Field(min_length=1)
+    path: Annotated[str, Completed()] = Field(min_length=1)
     """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, reasoning-gym:<dataset>, or
     verifiers:<taskset>. sql: the database, postgresql://user@host/name or sqlite:////folder/file.db; a URL with a
     password is given as ${oc.env:NAME} and never written down."""
@@ -197,7 +197,7 @@ class ExperienceBufferConfig(Section):
     """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
     run folder. file: the same as JSON lines, for people to read. sql: a database. sft, dpo and cpt, and auxiliary
     buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the order of its primary key."""
-    path: str | None = None
+    path: Annotated[str | None, Completed()] = None
     """Of a dataset: local file or folder, or a name on the Hub. With storage_type sql: the database,
     postgresql://user@host/name or sqlite:////folder/file.db; None, for a log: experiences.sqlite in the run folder. A
     URL with a password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder:

@@ -1,13 +1,14 @@
 """Ways through a schema of sections: every key, the key at a place, where a name is used. Knows no key."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rftdask.config.base import Section, child_of
+from rftdask.config.base import Completed, Section, child_of, marks_of
 from rftdask.config.reference_keys import Derived, ReferenceKey, Renamed, Secret, reference_keys
 
 Location = tuple[str | int, ...]
@@ -62,6 +63,25 @@ def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]
     return found
 
 
+def is_users(schema: type[Section], path: str) -> bool:
+    """Whether the value at a path is somebody else's: an argument of a workflow, a reward, a loss, a tracker."""
+    return _key_at(schema, path, lambda info: any(get_origin(kind) is dict for kind in _types(info.annotation)))
+
+
+def is_completed(schema: type[Section], path: str) -> bool:
+    """Whether the text at a path is completed from the environment where it is used: an argument, or a key marked
+    `Completed`."""
+    return is_users(schema, path) or _key_at(
+        schema, path, lambda info: any(isinstance(mark, Completed) for mark in marks_of(info))
+    )
+
+
+def _key_at(schema: type[Section], path: str, holds: Callable[[FieldInfo], bool]) -> bool:
+    # A stage has parts of the other sections.
+    loc = tuple(re.findall(r"[^.\[\]]+", re.sub(r"^stages\[\d+\]\.", "", path)))
+    return bool(loc) and loc[0] in schema.model_fields and holds(field_at(schema, loc)[1])
+
+
 def settable_keys(keys: Mapping[str, object]) -> list[str]:
     """Those of a section's keys, with what is told of them, that are the user's."""
     return [key for key, told in keys.items() if not isinstance(told, Derived | Secret | Renamed)]
@@ -88,7 +108,7 @@ def _types(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) in (Union, UnionType):
         for part in get_args(annotation):
             yield from _types(part)
-    elif get_origin(annotation) is Annotated:
+    elif get_origin(annotation) in (Annotated, tuple):
         yield from _types(get_args(annotation)[0])
     else:
         yield annotation

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from rftdask.config import fill_from_environment
 from rftdask.data.task import Task
 from rftdask.rollouts.policy.openai_server import KEY_VARIABLE, open_endpoint
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
@@ -36,7 +37,8 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
     if not isinstance(task.row.get("environment"), Mapping) or not isinstance(task.row.get("task"), Mapping):
         raise ValueError(f"task {task.group_id} is not of verifiers: set the taskset's path to verifiers:<taskset>")
     vf = importlib.import_module("verifiers.v1")
-    environment = _environment(json.dumps({**task.row["environment"], **task.workflow_args}, sort_keys=True))
+    settings = fill_from_environment({**task.row["environment"], **task.workflow_args})
+    environment = _environment(json.dumps(settings, sort_keys=True))
     # The environment's task of the row, without loading the taskset, which may read a large dataset.
     kind = type(environment.taskset).task_type()
     own = kind(kind.data_type().model_validate(dict(task.row["task"])), environment.taskset.config.task)

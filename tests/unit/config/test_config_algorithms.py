@@ -154,7 +154,7 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
 @pytest.mark.parametrize("url", ["postgresql://me:hunter2@host/db", "postgresql://host/db?user=me&password=hunter2"])
 def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path={url}")
-    assert "a password does not belong in a configuration" in line and "hunter2" not in line
+    assert "does not belong in a configuration" in line and "hunter2" not in line
     monkeypatch.setenv("EXPERIENCES_URL", url)
     loaded = config(grpo(), f"{EXPERIENCES}.storage_type=sql", EXPERIENCES + ".path=${oc.env:EXPERIENCES_URL}")
     assert "hunter2" not in loaded.to_yaml() + str(loaded.to_dict()) + repr(loaded)
@@ -176,7 +176,7 @@ def test_a_dataset_of_storage_type_sql_is_a_table_of_a_database(tree: dict[str, 
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=rows.jsonl")
     assert line.startswith(f"{at}.path: 'rows.jsonl' is no database; use postgresql://user@host/name")
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=postgresql://me:hunter2@host/db")
-    assert line.startswith(f"{at}.path: a password does not belong in a configuration") and "hunter2" not in line
+    assert line.startswith(f"{at}.path: a password in a URL does not belong in a") and "hunter2" not in line
     assert config(tree, f"{at}.storage_type=sql", f"{at}.path=sqlite:////rows.db").warnings == ()
 
 

@@ -9,7 +9,7 @@ import pytest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import RowsDataset
 from rftdask.data.tasksets import Taskset, final_answer, truth_text
-from rftdask.errors import DataError
+from rftdask.errors import ConfigError, DataError
 
 ROW = {"question": "1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2", "style": "terse"}
 CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "1+1?"}]
@@ -123,3 +123,20 @@ def test_the_truth_is_the_final_answer_as_text(answer: Any, truth: str) -> None:
 def test_a_mark_in_the_middle_is_no_final_answer() -> None:
     assert final_answer("#### 1\n#### 2") == "2"
     assert final_answer("#### 1\nbut no") == "#### 1\nbut no"
+
+
+def test_arguments_from_the_environment_reach_the_workflow_and_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    config = TasksetConfig(
+        name="sums",
+        path="sums.jsonl",
+        format=FormatConfig(prompt_key="question", response_key="answer"),
+        workflow_args={"judge": {"key": "${oc.env:JUDGE_KEY}"}, "turns": 2},
+        reward_fn_args={"keys": ["${oc.env:JUDGE_KEY}!"]},
+    )
+    tasks = Taskset(config, RowsDataset([[ROW]], "f"))
+    assert tasks.task(0, 0).workflow_args == {"judge": {"key": "a key"}, "turns": 2}
+    assert tuple(tasks.task(0, 0).reward_fn_args["keys"]) == ("a key!",)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY"):
+        tasks.task(0, 0)

@@ -251,3 +251,31 @@ def test_a_config_that_is_not_what_its_fingerprint_says_is_refused_and_put_right
             read_config(storage, fingerprint)
     record_config(storage, config())
     assert read_config(storage, fingerprint) == config()
+
+
+def test_what_the_environment_completes_may_take_the_place_of_its_value(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older start may have written the value down, a password included."""
+    key, url = "buffer.explorer_input.taskset.workflow_args", "https://me:hunter2@judge"
+    tree = {"model": {"model_path": "tiny", "max_model_len": 64}, "algorithm": {"repeat_times": 2}}
+    tree |= {"buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "t", "workflow_args": {"url": url}}}}}
+    open_run(storage, load_config(tree, was_checked=True))
+    monkeypatch.setenv("JUDGE", url)
+    opened = open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
+    assert opened.buffer.explorer_input.train_tasksets[0].workflow_args["url"] == "${oc.env:JUDGE}"
+    monkeypatch.setenv("JUDGE", "https://me:other@judge")
+    with pytest.raises(DataError, match=f"{key}.url: was .*, is '"):
+        open_run(storage, load_config(tree, [key + ".url=${oc.env:JUDGE}"]))
+
+
+def test_a_run_folder_holds_nothing_of_the_environment(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", "https://me:hunter2@judge")
+    asked = "buffer.explorer_input.taskset.workflow_args.url=${oc.env:JUDGE}"
+    opened = open_run(storage, config(asked))
+    again = read_config(storage, record_config(storage, opened))
+    assert again.buffer.explorer_input.train_tasksets[0].workflow_args["url"] == "${oc.env:JUDGE}"
+    for path in (RUN_FILE, *(f"control/{name}" for name in storage.list("control"))):
+        assert b"hunter2" not in storage.get(path)
+    monkeypatch.delenv("JUDGE")
+    assert load_config(read_run(storage)["config"], was_checked=True) == opened, "who looks needs no environment"
