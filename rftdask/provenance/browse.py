@@ -23,7 +23,7 @@ from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pyarrow.compute as pc
@@ -57,6 +57,9 @@ SORTS = {
     "-response_length": "longest response first",
     "surprise": "least likely response first",
 }
+Place: TypeAlias = tuple[str, str, int]
+"""Stage, shard and row number of an experience."""
+_PLACE = ("stage", "shard", "row")
 _LIST_COLUMNS = ["stage", "shard", "row", "uid", "taskset", "epoch", "task_index", "explore_step", "status", "reward"]
 _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
 
@@ -193,13 +196,12 @@ class Browser:
 
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
         """One experience, or None if the run has none there."""
-        is_here = (pc.field("stage") == stage) & (pc.field("shard") == shard) & (pc.field("row") == row)
-        found = self._experiences.filter(is_here).to_pylist()
-        if not found:
+        place = (stage, shard, row)
+        rows, states, lines = self._index
+        if place not in rows:
             return None
-        experience = found[0]
-        in_shard = self._list[(self._list["stage"] == stage) & (self._list["shard"] == shard)]
-        group = in_shard[in_shard["group"] == in_shard.loc[in_shard["row"] == row, "group"].iloc[0]]
+        experience = self._experiences.take(rows[place]).to_pylist()[0]
+        group = self._list.iloc[lines[place]]
         group = group.drop_duplicates("row")  # a row that several ledger entries name has several lines
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
 
@@ -208,7 +210,24 @@ class Browser:
         sampled = [(None, False)] * start + list(zip(experience["rollout_logprobs"], mask, strict=True))
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
-        return Shown(experience, tokens, self._states.filter(is_here).to_pylist(), _records(group))
+        return Shown(experience, tokens, self._states.take(states[place]).to_pylist(), _records(group))
+
+    @cached_property
+    def _index(self) -> tuple[dict[Place, list[int]], dict[Place, list[int]], dict[Place, list[int]]]:
+        """By place: row numbers of `_experiences`, of `_states`, and of the whole group in `_list`."""
+        rows: dict[Place, list[int]] = {}
+        states: dict[Place, list[int]] = {}
+        for table, numbers in ((self._experiences, rows), (self._states, states)):
+            for number, place in enumerate(zip(*(table[name].to_pylist() for name in _PLACE), strict=True)):
+                numbers.setdefault(place, []).append(number)
+        lines: dict[Place, list[int]] = {}
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for number, (stage, shard, row, group) in enumerate(
+            zip(*(self._list[n] for n in (*_PLACE, "group")), strict=True)
+        ):
+            lines[stage, shard, row] = groups.setdefault((stage, shard, group), [])
+            groups[stage, shard, group].append(number)
+        return rows, states, lines
 
     @cached_property
     def _list(self) -> pd.DataFrame:
@@ -226,8 +245,15 @@ class Browser:
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    return records
+    # Column by column: pandas would look at every value once for each of its types.
+    columns = [
+        [
+            None if is_missing else value
+            for value, is_missing in zip(rows[name].tolist(), rows[name].isna(), strict=True)
+        ]
+        for name in rows.columns
+    ]
+    return [dict(zip(rows.columns, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _read_spelling(stage: Stage) -> Callable[[int], str]:
