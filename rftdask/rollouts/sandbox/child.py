@@ -1,10 +1,11 @@
 """The fork server, a process that does nothing but fork, and what its forks do; the worker's side is pool.py.
 
-The fork server imports the plug-ins once, has one thread, and forks a process for each attempt that finds none idle. So
-an attempt starts in milliseconds with everything imported, and what it does to its memory, its threads and its children
-is its own. A fork leads a process group of its own, which the fork server kills whole, also when its leader has ended.
-What left that group by setsid keeps to its fork, which is its subreaper, or comes to the fork server when that one has
-ended, which then kills it. All of them end with the fork server, which ends with its parent.
+The fork server imports the plug-ins once, has one thread, and forks a process for each attempt. So an attempt starts in
+milliseconds, with everything imported and in the state that the imports left, and what it does to its memory, its
+working directory, its environment, its threads and its children is its own. A fork leads a process group of its own,
+which the fork server kills whole, also when its leader has ended. What left that group by setsid keeps to its fork,
+which is its subreaper, or comes to the fork server when that one has ended, which then kills it. All of them end with
+the fork server, which ends with its parent.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -123,7 +122,7 @@ class _ForkServer:
             # Nothing of the fork server's loop may run in the fork, whatever happens.
             try:
                 self._become_fork(output_fd)
-                asyncio.run(_Attempts(socket.socket(fileno=stream_fd)).run())
+                asyncio.run(_Attempt(socket.socket(fileno=stream_fd)).run())
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -185,36 +184,32 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-class _Attempts:
-    """A fork: attempts one after the other, on one event loop."""
+class _Attempt:
+    """A fork: one attempt, on an event loop of its own. Who wanted it then kills the fork."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._runs: asyncio.Queue[messages.Run] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
 
     async def run(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._stream)
-        pump = asyncio.create_task(self._pump(reader))
+        self._reader, self._writer = await asyncio.open_connection(sock=self._stream)
         self.send(messages.Hello(os.getpid()))
-        while True:
-            outcome = await self._attempt(await self._runs.get())
-            leftover = asyncio.all_tasks() - {pump, asyncio.current_task()}
-            for task in leftover:
-                task.cancel()
-            await asyncio.gather(*leftover, return_exceptions=True)
-            # What is left behind in threads and children would go on beside the next attempt.
-            clean = threading.active_count() == 1 and not leftover and not _children()
-            self.send(replace(outcome, clean=clean) if isinstance(outcome, messages.Finished) else outcome)
-            await self._writer.drain()
+        run = await self._receive()
+        assert isinstance(run, messages.Run), "nothing has been asked yet"
+        pump = asyncio.create_task(self._pump())
+        outcome = await self._attempt(run)
+        with contextlib.suppress(Exception):  # a workflow may have closed it
+            sys.stdout.flush()
+        self.send(outcome)
+        await pump  # until this process is killed
 
     async def _attempt(self, run: messages.Run) -> messages.Finished | messages.Failed:
         task = pickle.loads(run.task)  # the worker's own
         handle = _RemoteModel(self, run.auxiliary)
         try:
             result = await find_workflow(run.workflow).run(task, handle)
-            outcome = messages.Finished(as_reward(result), handle.times, clean=False)
+            outcome = messages.Finished(as_reward(result), handle.times)
             try:
                 _packed(outcome)  # while it can still become a failure of this attempt
             except ValueError as error:
@@ -245,17 +240,17 @@ class _Attempts:
         body = _packed(message)
         self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
-    async def _pump(self, reader: asyncio.StreamReader) -> None:
+    async def _receive(self) -> messages.ToFork:
+        try:
+            size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
+            return messages.TO_FORK.decode(msgpack.unpackb(await self._reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            os._exit(0)  # the worker wants nothing more
+
+    async def _pump(self) -> None:
         while True:
-            try:
-                size = messages.LENGTH.unpack(await reader.readexactly(messages.LENGTH.size))[0]
-                body = await reader.readexactly(size)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                os._exit(0)  # the worker wants nothing more
-            message = messages.TO_FORK.decode(msgpack.unpackb(body))
-            if isinstance(message, messages.Run):
-                self._runs.put_nowait(message)
-                continue
+            message = await self._receive()
+            assert isinstance(message, messages.Answer), "a fork runs one attempt"
             waiting = self._answers.get(message.number)
             if waiting is None or waiting.done():
                 continue
@@ -269,16 +264,16 @@ class _Attempts:
 class _RemoteModel(PolicyHandle):
     """The model handle of one attempt in a fork."""
 
-    def __init__(self, attempts: _Attempts, auxiliary_names: tuple[str, ...]) -> None:
+    def __init__(self, attempt: _Attempt, auxiliary_names: tuple[str, ...]) -> None:
         super().__init__(auxiliary_names)
-        self._attempts = attempts
+        self._attempt = attempt
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self._attempts.ask(name, method, arguments)
+        return await self._attempt.ask(name, method, arguments)
 
     def set_state(self, **values: Any) -> None:
         super().set_state(**values)
-        self._attempts.send(messages.SetState(values))
+        self._attempt.send(messages.SetState(values))
 
 
 def _packed(message: messages.FromFork) -> bytes:

@@ -88,7 +88,7 @@ FROM_FORK_SERVER: Codec[FromForkServer] = Codec(Imported, Ended)
 
 @dataclass(frozen=True)
 class Run:
-    """Begin an attempt."""
+    """Begin the fork's attempt."""
 
     workflow: str
     task: bytes
@@ -140,8 +140,6 @@ class Finished:
     reward: Reward
     times: Mapping[str, float]
     """Seconds by what the workflow timed."""
-    clean: bool
-    """True if it left nothing behind, so that its process may take another attempt."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """SandboxPool: attempts at rollouts in processes of their own, so that what one does costs nobody but itself.
 
 A workflow that hangs, blocks, dies, eats memory or prints without end is killed, with all it started, and its attempt
-ends as an error of a type; the event loop never waits for it. A process takes one attempt at a time, and another only
-after one that ended well and left nothing behind. This module knows neither engines nor retries.
+ends as an error of a type; the event loop never waits for it. A process takes one attempt and is then killed, so that
+none begins in the working directory, the environment or the globals of another. This module knows neither engines nor
+retries.
 
     fork_server = ForkServer(SandboxSpec(...))         one for many work units; it forks (child.py)
     pool = SandboxPool(fork_server)                 one for each event loop
@@ -61,8 +62,8 @@ class ForkServer:
     def __init__(self, spec: messages.SandboxSpec) -> None:
         """Returns once the plug-ins are imported. Raises: UserError: one cannot be; RoleError: the process died."""
         self.spec = spec
-        self.exit_codes: dict[int, int] = {}
-        """Exit codes of forks that have ended, by process id."""
+        self.taken: dict[int, messages.Ended | None] = {}
+        """Forks that somebody has, by process id, and how they ended; None: they run."""
         self._raised: Counter[str] = Counter()
         """Failures so far, by what and where."""
         self._spare: tuple[socket.socket, int] | None = None
@@ -159,12 +160,13 @@ class ForkServer:
             pass  # it is dead, and its forks died with it
 
     def read_events(self) -> None:
-        """Record the exit codes of forks that have ended."""
+        """Record how forks have ended."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
                 event = messages.FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
                 assert isinstance(event, messages.Ended), event
-                self.exit_codes[event.pid] = event.code
+                if event.pid in self.taken:
+                    self.taken[event.pid] = event
 
     def close(self) -> None:
         """End it, and with it all forks. Idempotent."""
@@ -182,32 +184,22 @@ class ForkServer:
 
 
 class SandboxPool:
-    """Processes for the attempts of one event loop; as many as attempts run at the same time."""
+    """Processes for the attempts of one event loop, one for each."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._loop = asyncio.get_running_loop()
-        self._idle: list[_Process] = []
         self._starting = asyncio.Semaphore(_MAX_STARTING)
         self._loop.add_reader(fork_server.fileno(), fork_server.read_events)
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
         """Run one attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
-        if self._idle:
-            process = self._idle.pop()
-        else:
-            async with self._starting:
-                process = await _Process.start(self._fork_server)
-        clean = False
+        async with self._starting:
+            process = await _Process.start(self._fork_server)
         try:
             outcome = await process.attempt(messages.Run(workflow, pickled(task), model.auxiliary_names), model)
-            clean = isinstance(outcome, messages.Finished) and outcome.clean is True
         finally:
-            # Also when this is cancelled: what an attempt is cut off from may be doing anything.
-            if clean:
-                self._idle.append(process)
-            else:
-                process.kill()
+            process.kill()
         if isinstance(outcome, messages.Finished):
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
@@ -223,10 +215,7 @@ class SandboxPool:
         raise SandboxError(f"{outcome.error}: {outcome.text}{where}")
 
     async def close(self) -> None:
-        """Kill idle processes. Idempotent."""
-        for process in self._idle:
-            process.kill()
-        self._idle = []
+        """Stop listening to the fork server. Idempotent."""
         self._loop.remove_reader(self._fork_server.fileno())
 
 
@@ -243,7 +232,7 @@ def pickled(task: Task) -> bytes:
 
 
 class _Process:
-    """One fork as the worker sees it; it takes one attempt at a time."""
+    """One fork as the worker sees it; it takes one attempt."""
 
     def __init__(
         self, fork_server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
@@ -274,8 +263,8 @@ class _Process:
         try:
             hello = await process._receive()
             assert isinstance(hello, messages.Hello), "no code of a plug-in has run yet"
-            fork_server.exit_codes.pop(hello.pid, None)  # of another that had the number before
             process._pid = hello.pid
+            fork_server.taken[hello.pid] = None
         except BaseException:
             process.kill()
             raise
@@ -283,7 +272,6 @@ class _Process:
 
     async def attempt(self, run: messages.Run, model: PolicyHandle) -> messages.Finished | messages.Failed:
         """Run an attempt whose questions `model` answers. Raises: SandboxError: its process died or makes no sense."""
-        self._num_received = 0
         self._send(run)
         answers: set[asyncio.Task[None]] = set()
         try:
@@ -296,6 +284,7 @@ class _Process:
                 elif isinstance(message, messages.SetState):
                     model.set_state(**message.values)
                 elif isinstance(message, messages.Finished | messages.Failed):
+                    self._read_output()  # what it printed before it said so
                     return message
         except (TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
             raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
@@ -333,13 +322,15 @@ class _Process:
     async def _death(self) -> str:
         # Its exit code comes by another way, and a little later than the end of its stream.
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
-        while self._pid and self._pid not in self._fork_server.exit_codes and self._loop.time() < deadline:
+        taken = self._fork_server.taken
+        while self._pid and taken.get(self._pid) is None and self._loop.time() < deadline:
             await asyncio.sleep(0.002)
         if self._reason:
             return self._reason
         if not self._pid:
             return "no process could be started for it; see the log"
-        code = self._fork_server.exit_codes.get(self._pid)
+        ended = taken.get(self._pid)
+        code = None if ended is None else ended.code
         how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
         printed = self._tail.decode(errors="replace").strip()
         return f"the workflow's process {how}" + (f"; it printed last: {printed[-300:]}" if printed else "")
@@ -365,6 +356,8 @@ class _Process:
         """Kill the process and close its pipes. Idempotent."""
         if self._pid:
             self._fork_server.kill(self._pid)
+            self._fork_server.taken.pop(self._pid, None)
+            self._pid = 0  # the number may be another's from now on
         self._writer.close()
         if self._output_fd >= 0:
             self._loop.remove_reader(self._output_fd)

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import random
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +49,11 @@ async def eats_memory(task: Task, model: PolicyModel) -> float:
 async def prints_without_end(task: Task, model: PolicyModel) -> float:
     while True:
         print("x" * 10_000)
+
+
+async def prints(task: Task, model: PolicyModel) -> float:
+    print("not flushed")
+    return 1.0
 
 
 async def blocks(task: Task, model: PolicyModel) -> float:
@@ -122,6 +130,38 @@ async def leaves_a_task_behind(task: Task, model: PolicyModel) -> float:
 
 async def tells_its_process(task: Task, model: PolicyModel) -> Reward:
     return Reward(1.0, {"pid": float(os.getpid())})
+
+
+_seen = 0
+
+
+def _handle(number: int, frame: Any) -> None: ...
+
+
+async def changes_its_process(task: Task, model: PolicyModel) -> Reward:
+    """Tell what others have changed of what belongs to a process, then change all of it."""
+    global _seen
+    umask = os.umask(0o077)
+    traces = {
+        "directory": os.getcwd() == task.row["folder"],
+        "environment": "RFTDASK_TEST_TRACE" in os.environ,
+        "global": _seen != 0,
+        "path": "/rftdask-test-trace" in sys.path,
+        "handler": signal.getsignal(signal.SIGUSR1) is _handle,
+        "umask": umask == 0o077,
+        "limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200,
+        "random": random.random() == task.row["drawn"],
+        "loop": getattr(asyncio.get_running_loop(), "trace", False),
+    }
+    os.chdir(task.row["folder"])
+    os.environ["RFTDASK_TEST_TRACE"] = "1"
+    _seen += 1
+    sys.path.append("/rftdask-test-trace")
+    signal.signal(signal.SIGUSR1, _handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    random.seed(3)
+    asyncio.get_running_loop().trace = True  # type: ignore[attr-defined]
+    return Reward(1.0, {name: float(found) for name, found in traces.items()})
 
 
 async def tells_what_it_imported(task: Task, model: PolicyModel) -> Reward:

@@ -5,6 +5,7 @@ rollout and nothing else; what it started ends with it; what goes in and out is 
 import asyncio
 import os
 import pickle
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
 
 def test_what_a_program_prints_is_limited() -> None:
     assert one("prints_without_end").error == "it printed more than 16777216 bytes"
+
+
+def test_what_a_workflow_printed_last_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert one("prints").status is Status.OK
+    assert "printed in a rollout: not flushed" in caplog.messages
 
 
 @pytest.mark.parametrize("what", ["sleeps_without_yielding", "ignores_its_cancellation"])
@@ -154,17 +161,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_process_is_used_again_only_after_a_clean_end() -> None:
-    one_place = LIMITS.model_copy(update={"max_processes": 1})
-
-    def pids(*names: str) -> list[float]:
-        tasks = [does(index, name) for index, name in enumerate(names)]
-        return [e.metrics["pid"] for e in run(tasks, replies("4"), sandbox=one_place) if "pid" in e.metrics]
-
-    first, second = pids("tells_its_process", "tells_its_process")
-    assert first == second
-    first, second = pids("tells_its_process", "leaves_a_task_behind", "tells_its_process")
-    assert first != second
+def test_no_rollout_sees_what_another_one_changed_of_its_process(tmp_path: Path) -> None:
+    few_places = LIMITS.model_copy(update={"max_processes": 4})
+    row = {"folder": str(tmp_path), "drawn": random.Random(3).random()}
+    experiences = run(
+        [does(index, "changes_its_process", **row) for index in range(6)],
+        replies("4"),
+        repeat_times=8,
+        sandbox=few_places,
+    )
+    told = {"num_prompt_tokens", "num_response_tokens", "prompt_truncated"}
+    traces = [{name for name, found in e.metrics.items() if found and name not in told} for e in experiences]
+    assert traces == [set()] * 48
+    assert {e.status for e in experiences} == {Status.OK}
 
 
 def test_a_fork_imports_nothing_to_read_its_task_however_it_was_configured() -> None:
