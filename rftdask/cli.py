@@ -215,9 +215,10 @@ def cancel(
 def attach(run: Run) -> None:
     """Look into the cluster of a run: its workers and what they do now. In a notebook: Experiment.attach(RUN)."""
     from rftdask.commands.jobs import connect
+    from rftdask.processes.dask_task import workers_of
 
     with connect(run) as client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(client)
         typer.echo(f"scheduler {client.scheduler.address}")
         for address, info in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
             busy = ", ".join(client.processing().get(address, ())) or "idle"

@@ -31,6 +31,7 @@ from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
+from rftdask.processes.dask_task import workers_of
 from rftdask.run.made_of import check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
@@ -374,7 +375,7 @@ class _Watcher:
         progress = dataclasses.replace(
             self.experiment._progress,
             elapsed_s=now - self._began,
-            workers=len(self.cluster.client.scheduler_info(n_workers=-1)["workers"]),
+            workers=len(workers_of(self.cluster.client)),
         )
         if isinstance(event, Note):
             self.view.note(event.text)

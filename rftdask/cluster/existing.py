@@ -7,7 +7,7 @@ If none does, roles are given out in the order of the workers' names; a worker t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import dask
 from distributed import Client, Worker
@@ -26,6 +26,7 @@ from rftdask.cluster.base import (
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
+from rftdask.processes.dask_task import WorkerInfo, workers_of
 from rftdask.storage import Storage
 
 _CONNECT_S = 60.0
@@ -73,7 +74,7 @@ class ExistingCluster(Cluster):
             self._restore.__exit__(None, None, None)
             raise UserError(f"cluster.options: no Dask scheduler answers at {address or file}: {error}") from error
         try:
-            workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            workers = workers_of(self.client)
             for worker, resources in assign(workers, layout).items():
                 self.client.run(_set_resources, resources, workers=[worker])
         except BaseException:
@@ -92,7 +93,7 @@ class ExistingCluster(Cluster):
         self._restore.__exit__(None, None, None)
 
 
-def assign(workers: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str, dict[str, float]]:
+def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[str, float]]:
     """Resources to give to workers, by address; empty where they have roles already.
 
     Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.

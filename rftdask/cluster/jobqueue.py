@@ -39,6 +39,7 @@ from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import RftError, RoleError, UserError
+from rftdask.processes.dask_task import workers_of
 from rftdask.storage import Storage
 
 _LOOK_S = 2.0
@@ -241,7 +242,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._wake.set()
 
     def _look(self) -> None:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(self.client)
         names = [str(info["name"]) for info in workers.values()]
         # The record of a job is replaced, not changed, so a shallow copy tells whether there is something to note.
         now_s, before = time.time(), dict(self._jobs)

@@ -57,7 +57,7 @@ from rftdask.explorer.worker_task import (
 )
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.processes.dask_task import LEAVING_TOPIC
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, workers_of
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import SyncStyle, WeightRequirement, make_sync_rules
@@ -191,7 +191,7 @@ class Explorer:
         self._step_ended = time.monotonic()
         try:
             while not self._cancelled():
-                workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+                workers = workers_of(self._client).values()
                 num_engines = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
                 window = math.ceil(1.5 * num_engines) + 1
 
@@ -546,16 +546,23 @@ class UnitFuture(Protocol):
         ...
 
 
-class DaskClient(Protocol):
+class DaskClient(AsksScheduler, Protocol):
     """The part of a distributed.Client that the loop uses."""
 
     def submit(
-        self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: Any
+        self,
+        func: Callable[[RolloutTask], RolloutResult],
+        unit: RolloutTask,
+        /,
+        *,
+        key: str,
+        resources: Mapping[str, float],
+        priority: int,
+        pure: bool,
+        retries: int,
     ) -> UnitFuture: ...
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object: ...
-
-    def scheduler_info(self, *, n_workers: int) -> Mapping[str, Any]: ...
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object: ...
 

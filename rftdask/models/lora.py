@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -19,14 +19,20 @@ from torch import Tensor
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, UserError
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
+
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _NAME = "default"
 _PREFIX = "base_model.model."
 """Begins all names in PEFT's files, for the two wrappers that it usually puts around a model."""
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 
-def begin(model: Any, section: LoraConfig) -> dict[str, Any]:
+
+def begin(model: PreTrainedModel, section: LoraConfig) -> dict[str, Any]:
     """Put the adapters to train into `model`, in place, and freeze the rest; returns PEFT's settings as JSON has them.
 
     Raises: DataError: no layer is meant, or the adapter to begin with does not fit or is not there.
@@ -56,7 +62,7 @@ def begin(model: Any, section: LoraConfig) -> dict[str, Any]:
     return {**settings, "base_model_name_or_path": model.config.name_or_path}
 
 
-def add_adapter(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Put adapters that change nothing into the layers that `settings` mean; returns the settings with all defaults.
 
     Raises: DataError: they mean no layer. UserError: `peft` is not installed.
@@ -102,7 +108,7 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
             own[name].copy_(tensors[file_name])
 
 
-def load_files(model: Any, config_file: Path, tensors_file: Path) -> None:
+def load_files(model: PreTrainedModel, config_file: Path, tensors_file: Path) -> None:
     """Take an adapter from its two files, which is put into the model first unless it has one.
 
     Raises: DataError: the files hold no adapter of this model.
@@ -131,7 +137,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def merged(model: Any) -> Any:
+def merged(model: Model) -> Model:
     """Add the adapters to the weights of the model, in place, and take them out; returns the model."""
     for name, module in list(model.named_modules()):
         if module in _tuned_layers(model):
@@ -141,7 +147,7 @@ def merged(model: Any) -> Any:
     return model
 
 
-def _tuned_layers(model: torch.nn.Module) -> list[Any]:
+def _tuned_layers(model: torch.nn.Module) -> list[BaseTunerLayer]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # late: only runs with adapters need PEFT
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

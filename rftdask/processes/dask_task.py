@@ -1,15 +1,38 @@
 """What a Dask task can know of itself, and others of its worker. Dask cannot stop a running thread, so a task that
-waits has to look.
+waits has to look. And which workers there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypedDict
 
 from distributed import get_worker
 
 LEAVING_TOPIC = "rftdask-leaving"
 """Where it is said of a worker, by its address, that it was told to end by who gave it, and not for what it runs."""
+
+
+class WorkerInfo(TypedDict):
+    """A worker, as `Client.scheduler_info` tells of it; the scheduler tells more."""
+
+    name: str | int
+    """Its address where it was given none; an int in Dask's own clusters."""
+    resources: Mapping[str, float]
+    """How much of each resource it has, whatever runs: {"explorer": 1.0}."""
+
+
+class AsksScheduler(Protocol):
+    """The part of a distributed.Client that `workers_of` uses."""
+
+    def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
+        """What the scheduler tells of itself and of so many workers; -1: of all."""
+
+
+def workers_of(client: AsksScheduler) -> Mapping[str, WorkerInfo]:
+    """The workers that have joined and are not lost, by address, such as "tcp://10.0.0.7:4001"."""
+    workers: Mapping[str, WorkerInfo] = client.scheduler_info(n_workers=-1)["workers"]
+    return workers
 
 
 def make_called_off() -> Callable[[], bool]:

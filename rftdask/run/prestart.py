@@ -18,6 +18,7 @@ from rftdask.config import Config
 from rftdask.engines.server import TARGET as ENGINE
 from rftdask.monitor.events import Event, Step
 from rftdask.processes.child import end_ahead, start_ahead
+from rftdask.processes.dask_task import workers_of
 from rftdask.run.run_folder import roles_of
 from rftdask.trainer.gang import RANK
 
@@ -79,7 +80,7 @@ class HeadStart:
 
     def _run(self, calls: Sequence[_Call]) -> None:
         try:
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            workers = workers_of(self._client)
             for resource, function, args in calls:
                 able = [a for a, info in workers.items() if resource is None or info["resources"].get(resource)]
                 if able:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from distributed import Future as DaskFuture
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask.buffer.batches.ledger import Ledger
@@ -29,9 +30,10 @@ from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
 from rftdask.explorer.explorer import Explorer
 from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
+from rftdask.processes.dask_task import workers_of
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
-from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
+from rftdask.synchronizer.actor import SyncHandle, Synchronizer, start_synchronizer
 from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
@@ -107,7 +109,7 @@ class StageRun:
         self._trainer_ended: Ended | None = None
         self._explorer: Explorer | None = None
         self._sync: SyncHandle | None = None
-        self._actor: Any = None
+        self._actor: DaskFuture[Synchronizer] | None = None
         self._generation = 0
         self._can_scale = True
         # Threads of Dask's own executor do not outlive this process, so a second Ctrl-C ends it at once.
@@ -116,7 +118,7 @@ class StageRun:
         """Of the roles, in the order in which they failed."""
         self._work: dict[str, Future[Any]] = {}
         """What runs in them, by role, and retention."""
-        self._workers: dict[str, str] = {}
+        self._workers: dict[str, str | int] = {}
         self._watched = self._tidied = 0.0
 
     def run(self) -> Ended:
@@ -229,7 +231,7 @@ class StageRun:
     def _make_explorer(self) -> Explorer:
         bench = self._config.mode == "bench"
         return Explorer(
-            self._client,  # type: ignore[arg-type]  # a generic Future is what the protocol means
+            self._client,
             self._storage,
             self._config,
             self._sizes,
@@ -290,7 +292,7 @@ class StageRun:
         return (steps[-1],)
 
     def _start_synchronizer(self) -> None:
-        workers = self._client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(self._client)
         control = [address for address, info in workers.items() if info["resources"].get(CONTROL_RESOURCE)]
         poll_interval_s = self._config.synchronizer.poll_interval_s
         self._actor = start_synchronizer(
@@ -329,7 +331,7 @@ class StageRun:
             self._cluster.check()
         except RoleError as error:
             self._errors.append(error)
-        workers = {a: info["name"] for a, info in self._client.scheduler_info(n_workers=-1)["workers"].items()}
+        workers = {a: info["name"] for a, info in workers_of(self._client).items()}
         for address, name in self._workers.items():
             if address not in workers:
                 self._note(f"worker {name} ({address}) was lost; what it had not finished runs again")

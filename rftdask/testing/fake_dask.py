@@ -80,11 +80,11 @@ class FakeClient:
         future = self.pending.pop(0)
         future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
 
-    def scheduler_info(self, *, n_workers: int) -> Mapping[str, Any]:
-        return {"workers": {WORKER: {"resources": {EXPLORER_RESOURCE: self.num_engines}}}}
+    def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
+        return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
-        self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: Any
+        self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: object
     ) -> FakeFuture:
         self.submitted.append(unit)
         future = FakeFuture(key, unit)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import psutil
 from distributed import Future, KilledWorker, Worker, get_worker
@@ -35,7 +35,7 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import make_called_off
+from rftdask.processes.dask_task import AsksScheduler, make_called_off, workers_of
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"
@@ -57,15 +57,35 @@ and OSError (of which TimeoutError and broken connections are kinds) are what Da
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class DaskClient(Protocol):
+
+class DaskClient(AsksScheduler, Protocol):
     """What the driver asks of Dask to run a gang; `distributed.Client` is one."""
 
-    def submit(self, func: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]: ...
+    def submit(
+        self,
+        func: Callable[[RankSpec, str], Ended],
+        spec: RankSpec,
+        address: str,
+        /,
+        *,
+        key: str,
+        workers: list[str],
+        allow_other_workers: bool,
+        pure: bool,
+        retries: int,
+        priority: int,
+    ) -> Future[Ended]: ...
 
-    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Mapping[str, Any]: ...
-
-    def scheduler_info(self, n_workers: int) -> Mapping[str, Any]: ...
+    def run(
+        self,
+        function: Callable[[Worker], T],
+        /,
+        *,
+        workers: list[str] | None = None,
+        on_error: Literal["raise", "ignore"] = "raise",
+    ) -> Mapping[str, T]: ...
 
     def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None: ...
 
@@ -227,7 +247,7 @@ class Gang:
         if all(_host_of(address).startswith("127.") for address in addresses):
             return folder
         try:
-            return str(self.client.run(free_address, workers=addresses[:1])[addresses[0]])
+            return str(self.client.run(free_address, workers=[addresses[0]])[addresses[0]])
         except (OSError, KeyError) as error:
             text = f"trainer worker {addresses[0]} was lost before its rank started: {error}"
             raise ProcessLostError(text) from error
@@ -263,7 +283,7 @@ class Gang:
             causes = [_error(rank, future) for rank, future in enumerate(futures) if future.status in _FAILED]
             found = [cause for cause in causes if not isinstance(cause, PeerLostError)]
             found.sort(key=lambda cause: isinstance(cause, _LOSSES))  # what a restart does not mend comes first
-            workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            workers = workers_of(self.client)
             gone = [
                 ProcessLostError(f"rank {rank} was lost with its worker {address}")
                 for rank, address in enumerate(addresses)
@@ -299,7 +319,7 @@ class Gang:
         while True:
             if self.stopping():
                 return []
-            workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            workers = workers_of(self.client)
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
             if len(able) >= self.spec.world_size:
                 return able[: self.spec.world_size]

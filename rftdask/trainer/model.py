@@ -9,7 +9,7 @@ Letters: as in packing.py; H hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
@@ -40,7 +40,7 @@ def load_policy(
     trust_remote_code: bool = False,
     offline: bool = False,
     num_splits: int = 1,
-) -> tuple[PreTrainedModel, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
     Args:
@@ -61,18 +61,19 @@ def load_policy(
             )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), output_loading_info=True, **options
         )
     except (OSError, ValueError, SafetensorError) as error:
         where = "" if folder.is_dir() else "; it is no folder on this machine"
         raise DataError(f"model.model_path {model_path} cannot be loaded{where}: {error}") from error
-    model, report = loaded
+    model: PreTrainedModel = loaded[0]
+    report: Mapping[str, Collection[str]] = loaded[1]
     if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
         raise DataError(f"model.model_path {model_path} lacks the weights {sorted(report['missing_keys'])}")
     model.config.name_or_path = model_path  # adapters name their base by it, not by a copy in this machine's cache
-    model.to(device).eval()
+    loaded[0].to(device).eval()  # theirs has types that fit no call
     _check_head(model, model_path)
     pack_if_equal(model)
     if num_splits > 1:
@@ -86,7 +87,7 @@ def load_policy(
 
 
 @torch.no_grad()
-def _check_head(model: Any, model_path: str) -> None:
+def _check_head(model: PreTrainedModel, model_path: str) -> None:
     """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
     seen: dict[str, Any] = {}
     head = model.get_output_embeddings()
@@ -243,7 +244,7 @@ def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: 
 
 def export_hf(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     tensors: dict[str, Tensor] | None = None,
     *,

@@ -145,14 +145,14 @@ class RecordingModel(PolicyHandle):
     async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
         if method == "logprobs":
             raise RuntimeError("a model behind an API gives no logprobs of given tokens")
-        asked = options.pop("messages" if method == "chat" else "prompt")
+        asked = [dict(m) for m in options.pop("messages")] if method == "chat" else options.pop("prompt")
         tools = options.pop("tools", None) or ()
         turn, seed = self._next_turn(name)
         request = GenerateRequest((), _sampling(served.sampling, options), seed)
-        answer = await served.model.ask(method, asked, request.sampling, seed, tools)
+        answer = await served.model.ask(asked, request.sampling, seed, tools)
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
-            prompt = asked if method == "generate" else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
+            prompt = asked if isinstance(asked, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
             generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
             counts = answer.num_prompt_tokens, answer.num_response_tokens
             self._calls[turn] = Call(prompt, False, request, generation, response, *counts)

@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
@@ -58,7 +59,7 @@ class RemoteModel:
 
     Example:
         model = RemoteModel("a-model", config.model.external_model)
-        answer = await model.ask("chat", [{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
+        answer = await model.ask([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
         await model.close()
 
     `failure`: why no request can succeed, such as a wrong key, once that is known.
@@ -92,9 +93,13 @@ class RemoteModel:
         )
 
     async def ask(
-        self, method: Literal["chat", "generate"], asked: Any, sampling: SamplingParams, seed: int, tools: Any = ()
+        self,
+        asked: str | Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        seed: int,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> RemoteAnswer:
-        """Answer a chat, `asked` being its messages, or continue a plain text; a service may know chats only.
+        """Continue a text, or answer a chat, given as its messages; a service may know chats only.
 
         Raises: RemoteModelError; UserError: the service refuses us.
         """
@@ -106,10 +111,10 @@ class RemoteModel:
         more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
         if extra := {name: value for name, value in more.items() if value != getattr(usual, name)}:
             request["extra_body"] = extra
-        if method == "chat":
-            endpoint, request["messages"] = self._client.chat.completions, [dict(message) for message in asked]
-        else:
+        if isinstance(asked, str):
             endpoint, request["prompt"] = self._client.completions, asked
+        else:
+            endpoint, request["messages"] = self._client.chat.completions, list(asked)
         if tools:
             request["tools"] = list(tools)
         try:
@@ -126,10 +131,10 @@ class RemoteModel:
         if not getattr(answer, "choices", None):
             raise RemoteModelError(f"{self._where} answered without a choice")
         choice, usage = answer.choices[0], answer.usage
-        if method == "chat":
-            text = (choice.message.content or "") + "".join(map(_written, choice.message.tool_calls or ()))
-        else:
+        if isinstance(asked, str):
             text = choice.text
+        else:
+            text = (choice.message.content or "") + "".join(map(_written, choice.message.tool_calls or ()))
         counts = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return RemoteAnswer(text, choice.finish_reason or "stop", *counts)
 

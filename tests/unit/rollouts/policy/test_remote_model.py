@@ -51,7 +51,7 @@ def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **
 def test_rate_limits_errors_timeouts_and_lost_connections_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(remote: RemoteModel) -> Any:
         try:
-            return await remote.ask("chat", QUESTION, SamplingParams(max_tokens=5, top_k=3, temperature=0.5), seed=11)
+            return await remote.ask(QUESTION, SamplingParams(max_tokens=5, top_k=3, temperature=0.5), seed=11)
         finally:
             await remote.close()
 
