@@ -297,6 +297,20 @@ def replay(
 
 
 @app.command()
+def skip(
+    run: Run,
+    step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="Step whose batch cannot be trained")],
+    because: Annotated[str, typer.Option(metavar="WHY", help="Why, for who reads the run later")],
+) -> None:
+    """Leave out a batch that is written down and cannot be trained, and write that down; the run goes on after it."""
+    from rftdask.commands.skip import skip as skip_step
+
+    entry = skip_step(run, step, because)
+    num_rows = sum(len(rows.rows) for rows in entry.drop if rows.reason.startswith("skipped"))
+    typer.echo(f"step {step} is skipped, with {num_rows} rows; the command that ran it goes on")
+
+
+@app.command()
 def conformance() -> None:
     """Compare every loss and advantage with those of other frameworks; exit code 1 if one is not as documented."""
     # Late: it imports torch, and every framework that is installed.

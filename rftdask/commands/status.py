@@ -84,9 +84,9 @@ def stage_status(stage: Stage) -> StageStatus:
         if (holder := lease_holder(storage, role)) is not None
     }
     try:
-        experiences, problems = stage.counts, stage.audit.problems if stage.audit else ()
+        warnings, experiences, problems = stage.warnings, stage.counts, stage.audit.problems if stage.audit else ()
     except DamagedError as error:  # of the ledger: the rest can be told all the same
-        experiences, problems = {}, (f"the experiences cannot be counted: {error}",)
+        warnings, experiences, problems = (), {}, (f"the experiences cannot be counted: {error}",)
     # The newest row of any role: metrics are written at least once a step.
     metrics = stage.metrics
     return status(
@@ -98,7 +98,7 @@ def stage_status(stage: Stage) -> StageStatus:
         sealed=stage.log.sealed_at() is not None,
         experiences=experiences,
         problems=problems,
-        warnings=stage.warnings,
+        warnings=warnings,
         reward=next(reversed(stage.values("trainer", "reward")), None),
         accuracy=next(reversed(stage.values("eval", "accuracy")), None),
         roles=roles,

@@ -278,7 +278,10 @@ def main(target: str, *modules: str) -> None:
 
         lines = traceback.format_exc().rstrip()
         print(lines, file=sys.stderr)
-        channel.send({"child_error": {"kind": type(error).__name__, "text": str(error), "traceback": lines}})
+        # Our own errors come without a traceback, which has the notes of others.
+        notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
+        told = {"kind": type(error).__name__, "text": "\n".join([str(error), *notes]), "traceback": lines}
+        channel.send({"child_error": told})
         sys.stderr.flush()
         os._exit(1)
     sys.stderr.flush()

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rftdask.buffer.batches.audit import DAMAGED, REPEAT
 from rftdask.buffer.batches.groups import group_slots
-from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, skipped_sources
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
 from rftdask.buffer.log.schema import SCHEMA
@@ -172,11 +172,13 @@ class RunTables:
     def _lost_shards(self) -> Iterator[_LostShard]:
         """Shards that the audit counts, and that the table of experiences does not have."""
         there = set(self.table("experiences")["shard"].unique().to_pylist())
+        skipped = skipped_sources(entry for _, entry in self._entries)
         named = set(self.table("ledger")["shard"].unique().to_pylist())
         for stage in self.stages:
             removed = set(stage.log.removed(0))
             kept = {*stage.log.shards(0), *removed}
-            damaged = {name for name in stage.log.quarantined() if name.text in named} - kept
+            gone = {*stage.log.quarantined(), *filter(None, map(ShardName.try_parse, skipped))} - kept
+            damaged = {name for name in gone if name.text in named}
             # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
             repeated = set(repeated_shards(kept | damaged)) - removed
             for name in sorted(kept | damaged):

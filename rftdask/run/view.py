@@ -100,9 +100,10 @@ class Stage:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines that say why it learns nothing; empty where it does."""
+        """Lines that say which steps were skipped, and why it learns nothing; empty where it learns."""
         trainer, explorer = (self.rows(role).to_dict("records") for role in ("trainer", "explorer"))
-        return tuple(warn_of_learning(trainer, explorer).values())
+        skipped = (f"step {step} was skipped: {because}" for step, because in self.ledger.skips.items())
+        return (*skipped, *warn_of_learning(trainer, explorer).values())
 
 
 def open_stages(url: str | Path) -> list[Stage]:

@@ -119,14 +119,14 @@ class Trainer:
                 continue
 
             entry = LedgerEntry.from_json(entry_json.encode())
-            batch = read_together(entry, self.ranks, self.source.read)
-            got = time.perf_counter()
-
-            # Nothing may be left of a batch; the step is made all the same, since others count steps.
             try:
+                batch = read_together(entry, self.ranks, self.source.read)
+                got = time.perf_counter()
+                # Nothing may be left of a batch; the step is made all the same, since others count steps.
                 metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
-            except Exception as error:
-                error.add_note(f"while training step {step + 1}")  # the end of its traceback
+            except Exception as error:  # the end of what is told of it
+                way_out = f"rftdask skip {self.storage.url} {step + 1} --because WHY"
+                error.add_note(f"while training step {step + 1}; if that can never be trained: {way_out}")
                 raise
             step += 1
             trained = time.perf_counter()
@@ -268,7 +268,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
             metrics["flat_groups"] = float((stds == 0.0).mean())
     metrics.update({name: value for name, value in entry.notes.items() if name.startswith("num_")})
     for rows in entry.drop:
-        key = f"num_dropped_{rows.reason}"
+        key = f"num_dropped_{rows.reason.partition(':')[0]}"  # "skipped", without the user's words
         metrics[key] = metrics.get(key, 0.0) + len(rows.rows)
     return metrics
 

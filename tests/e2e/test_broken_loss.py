@@ -31,7 +31,8 @@ def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_p
     # What was raised and where, down to the user's own line; and, as the last line of all, what to do.
     assert "error: rank 0 on worker" in ended.err, ended
     assert re.search(r'own_losses\.py", line \d+, in __call__\n +raise ValueError', ended.err), ended
-    assert "ValueError: the slope of this loss must not be 7\nwhile training step 1" in ended.err, ended
+    assert "ValueError: the slope of this loss must not be 7\nwhile training step 1; if" in ended.err, ended
+    assert f"rftdask skip {run_folder(config)} 1 --because WHY\n" in ended.err, ended
     assert ended.err.count(ADVICE) == 1, ended
     assert ended.err.splitlines()[-1] == ADVICE, ended
 

@@ -26,6 +26,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "view": ("view", "RUN", "--html", "OUT.html"),
     "compact": ("compact", "RUN"),
     "replay": ("replay", "RUN", "--from", "0"),
+    "skip": ("skip", "RUN", "3", "--because", "why"),
 }
 
 

@@ -2,18 +2,19 @@
 ledger, which names a batch before it is trained: who counts says how far the steps came.
 
 A shard that was damaged after some of its rows were trained is in quarantine, and its work unit has run again: what was
-trained of it stays trained, its other rows are dropped as "damaged", and the new copies of the first as "repeat".
+trained of it stays trained, its other rows are dropped as "damaged", and the new copies of the first as "repeat". The
+same holds of a shard that is lost and of which a skipped step names rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rftdask.buffer.batches.groups import groups_of_shard
-from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.ledger import SKIPPED, Ledger, skipped_sources
 from rftdask.buffer.batches.selection import Position
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.shard import ShardName, repeated_shards
@@ -60,6 +61,7 @@ def audit_log(
     settled: set[Position] = set()
     dropped: Counter[str] = Counter()
     trained = reused = 0
+    skipped: set[str] = set()  # sources
     last_step = ledger.last_step()
     for step in range(1, last_step + 1):
         entry = ledger.read(step)
@@ -67,51 +69,38 @@ def audit_log(
             problems.append(f"{ledger.path(step)} is missing, and the ledger goes on to step {last_step}")
             continue
         settled.update(entry.positions)
+        skipped |= skipped_sources([entry])
         for rows in (*entry.use, *entry.drop):
             if rows.of_dataset:
                 continue
-            seen = used[rows.source]
-            again = sum(1 for row in rows.rows if seen[row]) if max_uses != 1 else 0
-            seen.update(rows.rows)
+            seen, numbers = used[rows.source], rows.rows
+            is_skipped = rows.reason.startswith(SKIPPED)
+            if is_skipped and max_uses != 1:
+                numbers = tuple(row for row in numbers if not seen[row])  # others count where they were trained
+            again = sum(1 for row in numbers if seen[row]) if max_uses != 1 else 0
+            seen.update(numbers)
             if rows.reason:
-                dropped[rows.reason] += len(rows.rows)
-                set_aside[rows.source].update(rows.rows)
+                dropped[rows.reason] += len(numbers)
+                set_aside[rows.source].update(() if is_skipped else numbers)
             else:
-                trained += len(rows.rows) - again if step <= trained_step else 0
+                trained += len(numbers) - again if step <= trained_step else 0
                 reused += again
         if max_uses != 1:  # else a row named twice is found below, in one entry or in two
             named = Counter((part.source, row) for part in entry.use if not part.of_dataset for row in part.rows)
             if twice := sorted(key for key, count in named.items() if count > 1):
                 problems.append(f"step {entry.step} trains row {twice[0][1]} of {twice[0][0]} more than once")
 
-    def num_unused(name: ShardName) -> int:
-        return name.num_rows - len(used.get(name.text, ()))
-
     present = log.shards()
     kept = {*present, *log.removed()}
-    damaged = [name for name in log.quarantined() if name.text in used and name not in kept]
-    dropped[DAMAGED] += sum(map(num_unused, damaged))
+    gone = {*log.quarantined(), *filter(None, map(ShardName.try_parse, skipped))} - kept
+    damaged = [name for name in gone if name.text in used]
+    dropped[DAMAGED] += sum(name.num_rows - len(used[name.text]) for name in damaged)
     shards = sorted({*kept, *damaged})
 
-    # Rows of groups that stand in several shards, less the copy that was taken or will be: the first, while none is.
-    readable, taken = set(present), set(settled)
-    for name in repeated_shards(shards):
-        if name not in readable:
-            continue  # of these one copy was taken
-        try:
-            table = log.read(name)
-        except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
-            dropped[REPEAT] += num_unused(name)
-            continue
-        except DataError as error:  # of another schema: only who can read it knows
-            problems.append(str(error))
-            continue
-        for group in groups_of_shard(table, name, tasks_per_unit):
-            numbers = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
-            if numbers.isdisjoint(used.get(name.text, ())):
-                dropped[REPEAT] += len(numbers) if group.position in taken else 0
-                taken.add(group.position)
-
+    # Of these shards that are not readable one copy was taken.
+    readable = {*present}
+    repeated = [name for name in repeated_shards(shards) if name in readable]
+    dropped[REPEAT] += _num_repeats(log, repeated, used, settled, tasks_per_unit, problems)
     committed = sum(name.num_rows for name in shards)
     waiting = committed - trained - dropped.total()
     problems += _broken_limits(used, set_aside, {name.text: name.num_rows for name in shards}, max_uses)
@@ -119,6 +108,36 @@ def audit_log(
         problems.append(f"{-waiting} more experiences are accounted for than were committed")
     by_reason = {reason: count for reason, count in dropped.items() if count}
     return Audit(committed, trained, waiting, by_reason, reused, tuple(problems))
+
+
+def _num_repeats(
+    log: ExperienceLog,
+    repeated: Sequence[ShardName],
+    used: Mapping[str, Counter[int]],
+    settled: Collection[Position],
+    tasks_per_unit: int,
+    problems: list[str],
+) -> int:
+    """Rows of groups that stand in several shards, less the copy that was taken or will be: the first, while none is.
+
+    What cannot be told is added to `problems`.
+    """
+    num_rows, taken = 0, set(settled)
+    for name in repeated:
+        try:
+            table = log.read(name)
+        except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
+            num_rows += name.num_rows - len(used.get(name.text, ()))
+            continue
+        except DataError as error:  # of another schema: only who can read it knows
+            problems.append(str(error))
+            continue
+        for group in groups_of_shard(table, name, tasks_per_unit):
+            numbers = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
+            if numbers.isdisjoint(used.get(name.text, ())):
+                num_rows += len(numbers) if group.position in taken else 0
+                taken.add(group.position)
+    return num_rows
 
 
 def _broken_limits(

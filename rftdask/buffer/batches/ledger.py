@@ -1,7 +1,8 @@
 """The ledger: which experiences each optimizer step trains, one file a step, written before the step is trained.
 
 `ledger/<lineage>/<step>.json` is created once (`put_new`) and never changed. Invariant: if the file is there, it is the
-batch of that step, for ever. Everything else follows from that:
+batch of that step, for ever; only the user may say, as durably, that nobody trains it (`skipped/<step>.json` beside it,
+which every reader of the entry follows). Everything else follows from that:
 
 - a trainer that resumes finds the files and trains the very same batches again;
 - two trainers on one lineage both try to create the next file; one wins, the other stops (`FencedError`);
@@ -19,13 +20,19 @@ The ledger knows neither how a batch is chosen (selection.py) nor what its rows 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.errors import DamagedError, FencedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import dump_checked, load_checked
+
+SKIPPED = "skipped: "
+"""First characters of the reason of rows whose step the user has skipped; the user's own reason follows."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,15 @@ class LedgerEntry:
         positions = tuple((int(step), int(slot)) for step, slot in tree["positions"])
         return cls(tree["step"], tree["lineage"], use, drop, positions, tree["notes"])
 
+    def skipped(self, because: str) -> LedgerEntry:
+        """The entry of a step that trains nothing: what it used is dropped, and what it settled stays settled."""
+        return replace(self, use=(), drop=(*self.drop, *(replace(r, reason=f"{SKIPPED}{because}") for r in self.use)))
+
+
+def skipped_sources(entries: Iterable[LedgerEntry]) -> set[str]:
+    """Sources of which a step that was skipped names rows; the log may have lost them."""
+    return {rows.source for entry in entries for rows in entry.drop if rows.reason.startswith(SKIPPED)}
+
 
 class Ledger:
     """The entries of one lineage.
@@ -115,7 +131,30 @@ class Ledger:
             ) from error
         if (entry.step, entry.lineage) != (step, self.lineage):
             raise DamagedError(f"{self.path(step)} says step {entry.step} of lineage {entry.lineage}: files were moved")
-        return entry
+        return entry.skipped(self.skips[step]) if step in self.skips else entry
+
+    @cached_property
+    def skips(self) -> dict[int, str]:
+        """Why steps were skipped, by step, as it was when it was first asked. Raises: DamagedError: a file of them."""
+        found = {}
+        for step in numbers_in(self._storage.list(f"ledger/{self.lineage}/skipped"), suffix=".json"):
+            try:
+                found[step] = str(load_checked(self._storage.get(self._skip_path(step)))["because"])
+            except (ValueError, KeyError) as error:
+                raise DamagedError(f"{self._skip_path(step)} is damaged ({error}); restore it from a backup") from error
+        return found
+
+    def skip(self, step: int, because: str) -> bool:
+        """Settle durably that nobody trains the batch of `step`; False if that was said before. For who owns the role
+        of the trainer, while no checkpoint has trained it.
+
+        Killed before: the batch is to be trained. Killed after: it is not, on every resume and replay.
+        """
+        said = {"step": step, "lineage": self.lineage, "because": because, "time_s": time.time()}
+        return self._storage.put_new(self._skip_path(step), dump_checked(said))
+
+    def _skip_path(self, step: int) -> str:
+        return f"ledger/{self.lineage}/skipped/{step:08d}.json"
 
     def write(self, entry: LedgerEntry) -> None:
         """Settle the batch of a step, durably. Raises: FencedError: it is written already: another trainer is at work.

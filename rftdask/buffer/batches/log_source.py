@@ -290,7 +290,8 @@ class EntryReader:
             else:
                 rollouts.append(Rows(part.source, tuple(part.rows[i] for i in within)))
             begin = end
-        baselines = [part for part in entry.drop if part.reason == BASELINE]
+        # A skipped step needs no baseline, and its rows may be lost.
+        baselines = [part for part in entry.drop if part.reason == BASELINE and entry.use]
         batch = batch_from_table(self._trained_rows(rollouts), self._trained_rows(baselines) if baselines else None)
         if not shown:
             return batch

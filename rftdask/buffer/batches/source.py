@@ -19,8 +19,9 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, supervised_batch
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.schema import SCHEMA
 from rftdask.errors import DataError, FencedError
 
 BASELINE = "baseline"
@@ -230,4 +231,6 @@ class DatasetSource(BatchSource):
         if any(rows.source != self._rows.source for rows in entry.use):
             path, was = self._ledger.path(entry.step), entry.use[0].source
             raise DataError(f"{path} was written for {was}, the dataset is {self._rows.source} now")
+        if not entry.use:  # the step was skipped
+            return batch_from_table(SCHEMA.empty_table())
         return self._rows.batch(entry.use[0], entry.step, places)
