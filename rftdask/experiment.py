@@ -36,7 +36,7 @@ from rftdask.run.made_of import check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
-from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, read_run, record_run
+from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, stages_of
@@ -90,7 +90,7 @@ class Experiment:
     def open(cls, url: str | Path) -> Experiment:
         """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
         storage = open_storage(url)
-        config = load_config(read_run(storage)["config"], was_checked=True)
+        config = read_run_config(storage)
         # Where it is now, which need not be where it began.
         place = "/" + "/".join(part for part in (config.project, config.group, config.name) if part)
         if storage.url.endswith(place):

@@ -21,7 +21,16 @@ from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jo
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, RftError, UserError, WaitTimeout
 from rftdask.processes.poll import wait_for
-from rftdask.run.run_folder import ROLES, RUN_FILE, folders_of, lease_holder, read_driver, read_end, read_run
+from rftdask.run.run_folder import (
+    ROLES,
+    RUN_FILE,
+    folders_of,
+    lease_holder,
+    read_driver,
+    read_end,
+    read_run,
+    read_run_config,
+)
 from rftdask.storage import Storage, open_storage
 
 if TYPE_CHECKING:  # they load Dask
@@ -240,7 +249,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
 
 def _config_of(storage: Storage) -> Config:
     if storage.exists(RUN_FILE):
-        return load_config(read_run(storage)["config"], was_checked=True)
+        return read_run_config(storage)
     # It was submitted and has not started: only a run that keeps its private folder with it can be found then.
     submitted = Path(storage.url).absolute() / "control" / "private" / CONFIG_FILE
     if not submitted.exists():

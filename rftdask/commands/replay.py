@@ -23,7 +23,7 @@ from rftdask.errors import DataError, FencedError, RoleError, UserError
 from rftdask.experiment import Experiment
 from rftdask.monitor.progress import ViewKind
 from rftdask.run.preflight import check_inputs
-from rftdask.run.run_folder import read_run
+from rftdask.run.run_folder import read_run_config
 from rftdask.run.stage import plan_work
 from rftdask.storage import Storage, open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, STATE_FILE, checkpoint_folder, checkpoint_steps
@@ -81,7 +81,7 @@ def replay(
 def prepare(url: str, step: int, name: str = "", overrides: Sequence[str] = ()) -> tuple[Config, Storage]:
     """The config and the folder of a lineage that begins at the checkpoint of `step`, made unless it is there."""
     storage = open_storage(url)
-    parent_config = load_config(read_run(storage)["config"], was_checked=True)
+    parent_config = read_run_config(storage)
     if parent_config.stages:
         names = ", ".join(stage.name.rpartition("/")[2] for stage in parent_config.stage_configs())
         raise UserError(f"{storage.url} has stages; replay one of them: {storage.url}/<stage>, of {names}")

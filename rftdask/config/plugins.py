@@ -115,14 +115,20 @@ def what_instead(name: str, registered: Iterable[str]) -> str:
     return f"{names}; one of your own is given as package.module.Name, or by its name in a file of plugin_dirs"
 
 
-def register(kind: str, registered: dict[str, Any], name: str, part: Any) -> None:
-    """Make `part` known as `name`. Raises: ValueError: the name is that of another."""
+def register(kind: str, registered: dict[str, Any], name: str, part: Any, **declared: Any) -> None:
+    """Make `part` known as `name`, and give it the attributes that it declares, but for None.
+
+    Raises: ValueError: the name is that of another.
+    """
     known = registered.get(name, part)
     if isinstance(known, RegisteredPart) and known.module == getattr(part, "__module__", ""):
         known = part  # this package's own, whose module is imported just now
     if known is not part:
         raise ValueError(f"{kind} {name!r} exists already; choose another name")
     registered[name] = part
+    for attribute, value in declared.items():
+        if value is not None:
+            setattr(part, attribute, value)
 
 
 def _import(module_name: str, what: str) -> ModuleType:

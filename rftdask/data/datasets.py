@@ -7,7 +7,6 @@ same rows in the same order.
 from __future__ import annotations
 
 import csv
-import difflib
 import importlib
 import importlib.metadata
 import io
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rftdask.config import fill_from_environment
+from rftdask.config.plugins import nearest
 from rftdask.errors import DataError
 from rftdask.models.hub import require_hub, without_hub
 from rftdask.storage.checked_json import parse_json
@@ -107,11 +107,6 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
     if is_hub_name and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
         return _open_hub(path, split, subset_name)
     raise DataError(f"dataset {path} does not exist{_neighbors(filesystem, root)}")
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names in `known` that look most like `name`, best first."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
 
 
 class RowsDataset:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rftdask.config import fill_from_environment
+from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.data.datasets import Dataset, nearest, open_dataset
+from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rftdask.config import load_config
 from rftdask.monitor.charts import CHARTS, Stages, chart_svg
 from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric
 from rftdask.monitor.progress import duration
-from rftdask.run.run_folder import read_run
+from rftdask.run.run_folder import read_run_config
 from rftdask.run.summary import REPORT_NAME, RunSummary, learned, percent, summarize
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import Storage, open_storage
@@ -31,7 +30,7 @@ def report_run(url: str | Path) -> str:
     Raises: DataError: it is no run folder; DamagedError: its experiences cannot be counted; StorageError.
     """
     storage, stages = open_storage(url), open_stages(url)
-    config = load_config(read_run(storage)["config"], was_checked=True)
+    config = read_run_config(storage)
     summary = summarize(config, storage.url, stages, status="as found", began_s=time.time())
     return write_report(storage, summary, stage_metrics(summary, stages))
 

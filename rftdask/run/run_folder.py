@@ -122,7 +122,7 @@ def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None
 
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
-    was = load_config(read_run(storage)["config"], was_checked=True)
+    was = read_run_config(storage)
     config = _with_batches(config, was)
     free = {*_FREE_KEYS, *free}
     differing = [
@@ -156,6 +156,11 @@ def read_run(storage: Storage) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
     return tree
+
+
+def read_run_config(storage: Storage) -> Config:
+    """The config with which an existing run began. Raises: DataError: there is none."""
+    return load_config(read_run(storage)["config"], was_checked=True)
 
 
 def record_config(storage: Storage, config: Config) -> str:
@@ -193,7 +198,7 @@ def read_config(storage: Storage, fingerprint: str) -> Config:
 
 def folders_of(storage: Storage) -> dict[str, Storage]:
     """The folder of a run, "", then those of its stages by name: all below `storage`, wherever the run began."""
-    stages = load_config(read_run(storage)["config"], was_checked=True).stages if storage.exists(RUN_FILE) else ()
+    stages = read_run_config(storage).stages if storage.exists(RUN_FILE) else ()
     names = [stage.stage_name for stage in stages]
     return {"": storage} | {name: open_storage(f"{storage.url.rstrip('/')}/{name}") for name in names}
 

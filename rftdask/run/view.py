@@ -18,10 +18,10 @@ from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.lineage import lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.config import Config, load_config
+from rftdask.config import Config
 from rftdask.monitor.explain import warn_of_learning
 from rftdask.monitor.metrics import read_metrics
-from rftdask.run.run_folder import RUN_FILE, read_run
+from rftdask.run.run_folder import RUN_FILE, read_run_config
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
@@ -109,7 +109,7 @@ class Stage:
 def open_stages(url: str | Path) -> list[Stage]:
     """The stages of the run at `url`, one for a run without stages. Raises: DataError: `url` is no run folder."""
     storage = open_storage(url)
-    return stages_of(load_config(read_run(storage)["config"], was_checked=True), storage)
+    return stages_of(read_run_config(storage), storage)
 
 
 def stages_of(config: Config, storage: Storage) -> list[Stage]:
@@ -121,9 +121,5 @@ def stages_of(config: Config, storage: Storage) -> list[Stage]:
     for stage in config.stage_configs():
         folder = open_storage(f"{storage.url.rstrip('/')}/{stage.name.rpartition('/')[2]}")
         # Once it has begun, with the config it ran with: its model is what the stage before it made.
-        stages.append(
-            Stage(
-                load_config(read_run(folder)["config"], was_checked=True) if folder.exists(RUN_FILE) else stage, folder
-            )
-        )
+        stages.append(Stage(read_run_config(folder) if folder.exists(RUN_FILE) else stage, folder))
     return stages

@@ -35,10 +35,7 @@ def reward(
     """
 
     def decorate(function: _Reward) -> _Reward:
-        register("reward function", registered_rewards(), name, function)
-        for key, value in (("in_process", in_process), ("requires", requires)):
-            if value is not None:
-                setattr(function, key, value)
+        register("reward function", registered_rewards(), name, function, in_process=in_process, requires=requires)
         return function
 
     return decorate

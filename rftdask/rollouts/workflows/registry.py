@@ -56,14 +56,8 @@ def workflow(
     """
 
     def decorate(plugin: _Workflow) -> _Workflow:
-        register("workflow", registered_workflows(), name, plugin)
-        for key, value in (
-            ("in_process", in_process),
-            ("max_concurrent", max_concurrent),
-            ("requires", requires),
-        ):
-            if value is not None:
-                setattr(plugin, key, value)
+        declared = {"in_process": in_process, "max_concurrent": max_concurrent, "requires": requires}
+        register("workflow", registered_workflows(), name, plugin, **declared)
         return plugin
 
     return decorate
