@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from distributed import Client
 
@@ -111,6 +111,15 @@ def _runs(free: Sequence[int], length: int) -> list[int | None]:
             found.append(gpu)
             end = gpu + length
     return found
+
+
+def control_workers(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Addresses of the workers that may have the control role: those that hold it, else all that no rollout can kill.
+
+    workers: by address, with "resources". None: a cluster of explorers alone, as somebody else may have started one.
+    """
+    held = [address for address, info in workers.items() if info["resources"].get(CONTROL_RESOURCE)]
+    return held or [address for address, info in workers.items() if not info["resources"].get(EXPLORER_RESOURCE)]
 
 
 def num_ranks(stage: Config, layout: Layout) -> int:

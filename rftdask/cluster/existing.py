@@ -1,7 +1,8 @@
 """A Dask cluster that somebody else started and will end. Its workers get the roles of a run, unless they have them.
 
 A worker that holds one of our resources was meant for that role (`dask worker --resources explorer=1`), and keeps it.
-If none does, roles are given out in the order of the workers' names; a worker that joins later has none.
+If none does, roles are given out in the order of the workers' names; a worker that joins later has none. The control
+role needs no worker here (`control_workers`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from distributed import Client, Worker
 from distributed.security import Security
 
 from rftdask.cluster.base import (
-    CONTROL_RESOURCE,
     EXPLORER_RESOURCE,
     ROLES,
     TRAINER_RESOURCE,
@@ -116,10 +116,7 @@ def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[
         )
     order = [role for role in ROLES for _ in range(needed[role])]
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
-    given = {address: {role: 1.0} for address, role in zip(addresses, order, strict=False)}
-    # The light control role shares the first of them, which only watches its child.
-    given[addresses[0]][CONTROL_RESOURCE] = 1.0
-    return given
+    return {address: {role: 1.0} for address, role in zip(addresses, order, strict=False)}
 
 
 async def _set_resources(resources: dict[str, float], dask_worker: Worker) -> None:

@@ -23,7 +23,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import MAIN_LINEAGE, lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import apply_retention
-from rftdask.cluster.base import CONTROL_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, num_ranks
+from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, control_workers, num_ranks
 from rftdask.config import Config
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
@@ -293,7 +293,11 @@ class StageRun:
 
     def _start_synchronizer(self) -> None:
         workers = workers_of(self._client)
-        control = [address for address, info in workers.items() if info["resources"].get(CONTROL_RESOURCE)]
+        control = control_workers(workers)
+        if not control:
+            self._actor = self._sync = None
+            self._note("every worker is an explorer, which a task may kill: no synchronizer, weights are polled for")
+            return
         poll_interval_s = self._config.synchronizer.poll_interval_s
         self._actor = start_synchronizer(
             self._client, self._storage.url, poll_interval_s, f"{time.time_ns()}-{self._generation}", control

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, close_in_turn
+from rftdask.cluster.base import Layout, WorkerPlan, close_in_turn, control_workers
 from rftdask.cluster.cuda import LocalCudaCluster, placed
 from rftdask.cluster.existing import ExistingCluster, assign
 from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
@@ -35,10 +35,18 @@ def workers(*resources: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 def test_workers_without_roles_get_them_in_the_order_of_their_names() -> None:
     assert assign(workers({}, {}, {}, {}), LAYOUT) == {
-        "tcp://0": {"trainer": 1.0, "control": 1.0},
+        "tcp://0": {"trainer": 1.0},
         "tcp://1": {"trainer": 1.0},
         "tcp://2": {"explorer": 1.0},
     }
+
+
+def test_the_control_role_is_never_on_a_worker_that_a_rollout_can_kill() -> None:
+    explorer = {"explorer": 1.0}
+    assert control_workers(workers({"trainer": 1.0, "control": 1.0}, {"trainer": 1.0}, {})) == ["tcp://0"]
+    assert control_workers(workers(explorer, {"trainer": 1.0}, explorer)) == ["tcp://1"]
+    assert control_workers(workers(explorer, {}, explorer)) == ["tcp://1"], "one that is not needed"
+    assert control_workers(workers(explorer, explorer)) == []
 
 
 def test_workers_with_roles_keep_them() -> None:
