@@ -13,17 +13,34 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rftdask.config import Config, check_plugins, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
+from rftdask.safe_text import safe, safe_console
+
+
+class _Commands(TyperGroup):
+    """Tells what was mistyped without obeying it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if hasattr(error, "message"):  # a mistake on the command line; its class is private to typer
+                error.message = safe(str(error.message))
+            raise
+
 
 app = typer.Typer(
     name="rftdask",
+    cls=_Commands,
     help="Reinforcement fine-tuning of language models as an elastic batch system on Dask.\n\n"
     "The run lives on storage: running the same command again continues it, whatever happened before.",
     no_args_is_help=True,
@@ -76,11 +93,11 @@ def run(
                 raise typer.Exit(terminated())
             summary = experiment.run(progress, accept_changes=accept_changes)  # type: ignore[arg-type]
         except KeyboardInterrupt:
-            typer.echo("ended at once; the same command continues from the newest checkpoint", err=True)
+            _say("ended at once; the same command continues from the newest checkpoint", err=True)
             raise typer.Exit(EXIT_STOPPED) from None
         print_summary(summary)
         if summary.status != "finished":
-            typer.echo("stopped with a checkpoint; the same command continues", err=True)
+            _say("stopped with a checkpoint; the same command continues", err=True)
             raise typer.Exit(terminated() or EXIT_STOPPED)
 
 
@@ -100,8 +117,8 @@ def validate(
 
         check_inputs(checked.stage_configs())
     _warn(checked.warnings)
-    typer.echo(checked.to_yaml())
-    typer.echo(make_plan(checked).render())
+    _say(checked.to_yaml())
+    _say(make_plan(checked).render())
 
 
 @app.command()
@@ -120,10 +137,10 @@ def estimate(
     for stage in checked.stage_configs():
         shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
         if len(checked.stage_configs()) > 1:
-            typer.echo(f"stage {stage.name}")
-        typer.echo(render(estimate_memory(stage, shape)))
+            _say(f"stage {stage.name}")
+        _say(render(estimate_memory(stage, shape)))
         if memory is not None:
-            typer.echo("\n".join(what_fits(stage, shape, memory)))
+            _say("\n".join(what_fits(stage, shape, memory)))
 
 
 @app.command()
@@ -149,7 +166,7 @@ def submit(
         checked, single_allocation=single_allocation, offline=offline, rounds=rounds, explore_jobs=explore_jobs
     )
     if dry_run:
-        typer.echo(submission.render())
+        _say(submission.render())
         return
     # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
     from rftdask.run.made_of import check_made_of
@@ -158,8 +175,8 @@ def submit(
     stages = checked.stage_configs()
     check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
     for job in submission.submit():
-        typer.echo(f"submitted {job.name} as job {job.job_id}")
-    typer.echo(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
+        _say(f"submitted {job.name} as job {job.job_id}")
+    _say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 
 
 @app.command()
@@ -196,8 +213,8 @@ def logs(
 
     with contextlib.suppress(KeyboardInterrupt):
         for name, tail in follow_logs(run, role, lines) if follow else read_logs(run, role, lines):
-            typer.echo(f"==> {name} <==")
-            typer.echo("\n".join(tail))
+            _say(f"==> {name} <==")
+            _say("\n".join(tail))
 
 
 @app.command()
@@ -208,7 +225,7 @@ def cancel(
     """End a run with a checkpoint, wherever it runs; rftdask submit continues it."""
     from rftdask.commands.jobs import cancel as end_run
 
-    end_run(run, timeout, typer.echo)
+    end_run(run, timeout, _say)
 
 
 @app.command()
@@ -219,11 +236,11 @@ def attach(run: Run) -> None:
 
     with connect(run) as client:
         workers = workers_of(client)
-        typer.echo(f"scheduler {client.scheduler.address}")
+        _say(f"scheduler {client.scheduler.address}")
         for address, info in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
             busy = ", ".join(client.processing().get(address, ())) or "idle"
-            typer.echo(f"  {info['name']:<28} {', '.join(info['resources']):<10} {address:<28} {busy}")
-        typer.echo(f"dashboard {client.dashboard_link}" if client.dashboard_link else "no dashboard")
+            _say(f"  {info['name']:<28} {', '.join(info['resources']):<10} {address:<28} {busy}")
+        _say(f"dashboard {client.dashboard_link}" if client.dashboard_link else "no dashboard")
 
 
 @app.command()
@@ -238,14 +255,14 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     found = read_run_jobs(run)
     stages = read_status(run) if found.has_begun else []
     if as_json:
-        typer.echo(json.dumps({**found.to_json(), "stages": [asdict(stage) for stage in stages]}, indent=1))
+        _say(json.dumps({**found.to_json(), "stages": [asdict(stage) for stage in stages]}, indent=1))
     else:
         for job in found.jobs:
-            typer.echo(f"job {job.job_id:<8} {job.name:<14} {job.state}")
+            _say(f"job {job.job_id:<8} {job.name:<14} {job.state}")
         if found.why:
-            typer.echo(f"not running: {found.why}")
+            _say(f"not running: {found.why}")
         for stage in stages:
-            typer.echo(stage.render())
+            _say(stage.render())
     if any(stage.problems for stage in stages):
         raise typer.Exit(EXIT_FAILED)
 
@@ -255,7 +272,7 @@ def report(run: Run) -> None:
     """Write the report of a run, one self-contained HTML page, and print where it is."""
     from rftdask.run.report import report_run
 
-    typer.echo(report_run(run))
+    _say(report_run(run))
 
 
 @app.command()
@@ -272,7 +289,7 @@ def convert(
     from rftdask.commands.convert import convert as convert_checkpoint
 
     done = convert_checkpoint(run, out, step=step, merge_lora=merge_lora)
-    typer.echo(f"{done.folder}: step {done.step} of {done.run}")
+    _say(f"{done.folder}: step {done.step} of {done.run}")
 
 
 @app.command()
@@ -292,8 +309,8 @@ def replay(
     from rftdask.commands.replay import replay as train_again
 
     folder, found = train_again(run, step, lineage, overrides or [], progress)  # type: ignore[arg-type]
-    typer.echo(folder)
-    typer.echo(found.render())
+    _say(folder)
+    _say(found.render())
 
 
 @app.command()
@@ -307,7 +324,7 @@ def skip(
 
     entry = skip_step(run, step, because)
     num_rows = sum(len(rows.rows) for rows in entry.drop if rows.reason.startswith("skipped"))
-    typer.echo(f"step {step} is skipped, with {num_rows} rows; the command that ran it goes on")
+    _say(f"step {step} is skipped, with {num_rows} rows; the command that ran it goes on")
 
 
 @app.command()
@@ -321,7 +338,7 @@ def conformance() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the frameworks warn of when they are imported is theirs
         rows = run_conformance()
-    typer.echo(format_table(rows))
+    _say(format_table(rows))
     if failures(rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -334,8 +351,6 @@ def experiences(
     as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON")] = False,
 ) -> None:
     """Ask what became of the experiences of a run, in SQL over its files."""
-    from rich.console import Console
-
     from rftdask.provenance.sql import OVERVIEW, query, to_csv, to_json, to_terminal
     from rftdask.provenance.tables import RunTables
 
@@ -343,9 +358,11 @@ def experiences(
     found = query(tables, sql or OVERVIEW)
     _warn(tuple(f"left out: {problem}" for problem in tables.problems))
     if as_csv or as_json:
-        typer.echo(to_csv(found) if as_csv else to_json(found), nl=as_json)
+        # For programs, byte for byte; on a terminal as everything else.
+        text = to_csv(found) if as_csv else to_json(found)
+        sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
     else:
-        Console().print(to_terminal(found))
+        safe_console().print(to_terminal(found))
 
 
 @app.command()
@@ -353,7 +370,7 @@ def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/
     """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
     from rftdask.provenance.trace import trace as read_trace
 
-    typer.echo(read_trace(run, uid).render())
+    _say(read_trace(run, uid).render())
 
 
 @app.command()
@@ -375,9 +392,9 @@ def view(
             Path(html).write_text(page, encoding="utf-8", errors="replace")
         except OSError as error:
             raise UserError(f"--html {html}: {error.strerror}") from error
-        typer.echo(html)
+        _say(html)
     else:
-        serve(run, port, open_browser=browser, say=typer.echo)
+        serve(run, port, open_browser=browser, say=_say)
 
 
 @app.command()
@@ -386,7 +403,7 @@ def compact(run: Run) -> None:
     from rftdask.commands.compact import compact_run
 
     for stage in compact_run(run):
-        typer.echo(stage.render())
+        _say(stage.render())
 
 
 @app.command()
@@ -395,7 +412,7 @@ def doctor(url: Annotated[str, typer.Argument(metavar="URL", help="Where runs ar
     from rftdask.storage.doctor import check_storage
 
     report = check_storage(url)
-    typer.echo(report.render())
+    _say(report.render())
     if not report.is_safe:
         raise typer.Exit(EXIT_FAILED)
 
@@ -415,8 +432,8 @@ def crashtest(
     from rftdask.testing.crashtest.suite import PARTS, run_crash_test
 
     parts = tuple(name.strip() for name in only.split(",") if name.strip()) or PARTS
-    found = run_crash_test(folder, parts, kills, seed, every, say=lambda line: typer.echo(line, err=True))
-    typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.render())
+    found = run_crash_test(folder, parts, kills, seed, every, say=lambda line: _say(line, err=True))
+    _say(json.dumps(found.to_json(), indent=1) if as_json else found.render())
     if found.failures:
         raise typer.Exit(EXIT_FAILED)
 
@@ -492,9 +509,14 @@ def _load(config: str, overrides: list[str] | None) -> Config:
     return checked
 
 
+def _say(text: object, err: bool = False) -> None:
+    """Print a line: the one way in which a command does, and nothing that others wrote does more than be read."""
+    typer.echo(safe(str(text)), err=err)
+
+
 def _warn(warnings: tuple[str, ...]) -> None:
     for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        _say(f"warning: {warning}", err=True)
 
 
 def main() -> None:
@@ -502,10 +524,13 @@ def main() -> None:
     try:
         app()
     except (UserError, FencedError) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}", err=True)
         sys.exit(EXIT_USER)
     except RftError as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except Exception:  # a bug, whose traceback quotes what others wrote
+        _say(traceback.format_exc().rstrip(), err=True)
         sys.exit(EXIT_FAILED)
 
 

@@ -6,9 +6,15 @@ Invariant: `find_secret(mask(text))` is empty, and `safe(safe(text)) == safe(tex
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 _MASK = "***"
 _SHORTEST = 8
@@ -85,13 +91,33 @@ def safe(text: str) -> str:
     return mask(printable(text, keep="\n\t"))
 
 
+class SafeFormatter(logging.Formatter):
+    """Formats records of a log as `safe` text, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
+def safe_console() -> Console:
+    """A console of rich that writes out whatever a terminal would obey, in every text that it draws."""
+    from rich.console import Console  # late: 50 ms that `import rftdask` does not need
+
+    class SafeConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                is_plain = segment.control or segment.text.isprintable()
+                yield segment if is_plain else segment._replace(text=printable(segment.text, keep="\n"))
+
+    return SafeConsole()
+
+
 def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[int, int, str]]:
     """(start, end, what it is) of every secret."""
 
     def told(match: re.Match[str], group: int, what: str) -> Iterator[tuple[int, int, str]]:
-        bare = _REFERENCE.sub("", match[group].strip("\"'"))
-        if bare.strip("*"):
-            yield *match.span(group), what
+        (start, end), quotes = match.span(group), match[group][0] in "\"'" and group > 1
+        if _REFERENCE.sub("", match[group].strip("\"'")).strip("*"):
+            yield start + quotes, end - quotes, what
 
     for match in _IN_URL.finditer(text):
         yield from told(match, 1, "a password in a URL")

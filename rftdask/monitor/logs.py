@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rftdask.errors import StorageError
+from rftdask.safe_text import SafeFormatter
 from rftdask.storage.base import Storage
 
 MAX_FILE_BYTES = 20_000_000
@@ -40,14 +41,14 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
         handler.close()
     logger.setLevel(level)
     terminal = _Stderr(logging.WARNING)
-    terminal.setFormatter(logging.Formatter(f"%(levelname)s {role}: %(message)s"))
+    terminal.setFormatter(SafeFormatter(f"%(levelname)s {role}: %(message)s"))
     logger.addHandler(terminal)
     if folder is None:
         return None
     path = Path(folder) / f"{role}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _File(path, maxBytes=MAX_FILE_BYTES, backupCount=NUM_BACKUPS, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"))
+    file.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"))
     logger.addHandler(file)
     return path
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rftdask.errors import UserError
+from rftdask.safe_text import safe, safe_console
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -195,18 +196,17 @@ class PlainView(ProgressView):
         self._print(progress.line())
 
     def _print(self, line: str) -> None:
-        print(line, file=self._out or sys.stdout, flush=True)
+        print(safe(line), file=self._out or sys.stdout, flush=True)
 
 
 class TerminalView(ProgressView):
     """One panel that stays at the foot of the terminal; notes scroll above it."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console  # late: 50 ms that `import rftdask` does not need
-        from rich.live import Live
+        from rich.live import Live  # late, as in safe_console
 
         super().__init__(clock)
-        self._console = console or Console()
+        self._console = console or safe_console()
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def __enter__(self) -> ProgressView:
@@ -218,7 +218,7 @@ class TerminalView(ProgressView):
         self._live.stop()
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", style="yellow", markup=False, highlight=False)
+        self._console.print(safe(f"note: {text}"), style="yellow", markup=False, highlight=False)
 
     def _show(self, progress: Progress) -> None:
         self._live.update(panel(progress), refresh=True)
@@ -239,7 +239,7 @@ def panel(progress: Progress) -> RenderableType:
         bar = Table.grid(expand=True)  # a bare bar does not end its line
         bar.add_row(ProgressBar(total=1.0, completed=progress.fraction))
         parts.insert(0, bar)
-    parts += [Text(note, style="yellow") for note in progress.notes]
+    parts += [Text(safe(note), style="yellow") for note in progress.notes]
     return Panel(Group(*parts), title=Text(progress.title, style="bold"), title_align="left", border_style="dim")
 
 
@@ -260,7 +260,7 @@ class JupyterView(ProgressView):
         self._notes: list[str] = []
 
     def note(self, text: str) -> None:
-        self._notes.append(text)
+        self._notes.append(safe(text))
         if self._newest is not None:
             self._show(self._newest)
 

@@ -34,6 +34,7 @@ import msgpack
 
 from rftdask import errors
 from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.safe_text import SafeFormatter, safe
 
 _READ_BYTES = 1 << 20
 _TAIL_LINES = 20
@@ -269,7 +270,9 @@ def main(target: str, *modules: str) -> None:
     with open(first["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), format=_LOG_FORMAT, stream=sys.stderr, force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SafeFormatter(_LOG_FORMAT))
+    logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), handlers=[handler], force=True)
     try:
         getattr(importlib.import_module(module), function)(first["spec"], channel)
     except Exception as error:
@@ -277,7 +280,7 @@ def main(target: str, *modules: str) -> None:
         import traceback
 
         lines = traceback.format_exc().rstrip()
-        print(lines, file=sys.stderr)
+        print(safe(lines), file=sys.stderr)
         # Our own errors come without a traceback, which has the notes of others.
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
         told = {"kind": type(error).__name__, "text": "\n".join([str(error), *notes]), "traceback": lines}

@@ -24,7 +24,8 @@ from rich.text import Text
 
 from rftdask.errors import UserError
 from rftdask.provenance.tables import TABLES, RunTables
-from rftdask.provenance.text import cell, printable
+from rftdask.provenance.text import cell
+from rftdask.safe_text import printable
 
 if TYPE_CHECKING:
     import duckdb

@@ -1,16 +1,13 @@
-"""Text of models on a terminal: nothing in it may move the cursor, ring, or turn the line around."""
+"""Values in a table: short, and in one line."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rftdask.safe_text import printable
+
 _WIDEST = 80
 _MOST_ITEMS = 6
-
-
-def printable(text: str, keep: str = "") -> str:
-    """`text` with every character that is not plainly visible, but for those of `keep`, as an escape."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell(value: Any) -> str:

@@ -219,7 +219,7 @@ def read_driver(storage: Storage) -> dict[str, Any] | None:
 
 def note_end(storage: Storage, status: str, error: str) -> None:
     """The last words of a run, for who asks later why it does not run; a run that was killed leaves none."""
-    storage.put(END_FILE, json.dumps({"status": status, "error": error, "time_s": time.time()}).encode())
+    storage.put(END_FILE, json.dumps({"status": status, "error": mask(error), "time_s": time.time()}).encode())
 
 
 def read_end(storage: Storage) -> str | None:

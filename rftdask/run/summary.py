@@ -22,6 +22,7 @@ from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
 from rftdask.run.view import Stage
+from rftdask.safe_text import mask, safe, safe_console
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
@@ -176,7 +177,7 @@ def summarize(
         config_yaml=config.to_yaml(),
         files=_files_of(url, stages),
         next_commands=next_commands(config.monitor.monitor_type, url),
-        error=error,
+        error=mask(error),
         warnings=tuple(
             f"{row.name}: {warning}" for row, stage in zip(rows, stages, strict=True) for warning in stage.warnings
         ),
@@ -289,18 +290,22 @@ def render_summary(summary: RunSummary) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    def shown(text: str, style: str = "") -> Text:
+        return Text(safe(text), style)
+
     def line(text: str, style: str) -> RenderableType:
-        return Text(text, style, no_wrap=True, overflow="ignore")  # one line, however wide: what is pasted is whole
+        # One line, however wide: what is pasted is whole.
+        return Text(safe(text), style, no_wrap=True, overflow="ignore")
 
     def answer(text: str, reward: float | None) -> RenderableType:
-        return Text.assemble(shorten(text), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
+        return Text.assemble(safe(shorten(text)), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
 
     color = {"finished": "green", "failed": "red"}.get(summary.status, "yellow")
     head = (summary.run_name, "bold"), " ", (summary.status, f"bold {color}"), f" after {duration(summary.seconds)}"
     parts: list[RenderableType] = [Text.assemble(*head)]
     if summary.error:
-        parts.append(Text(summary.error, style="red"))
-    parts += [Text(learned(summary)), *(Text(f"warning: {warning}", style="yellow") for warning in summary.warnings)]
+        parts.append(shown(summary.error, "red"))
+    parts += [Text(learned(summary)), *(shown(f"warning: {warning}", "yellow") for warning in summary.warnings)]
     if summary.stages:
         table = Table("stage", "mode", "algorithm", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("steps", "time", "accuracy before", "after"):
@@ -308,7 +313,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
         for stage in summary.stages:
             accuracies = percent(stage.first_accuracy), percent(stage.last_accuracy)
             steps, took = str(stage.steps), duration(stage.seconds)
-            table.add_row(stage.name, stage.mode, stage.algorithm, steps, took, *accuracies)
+            table.add_row(shown(stage.name), stage.mode, shown(stage.algorithm), steps, took, *accuracies)
         parts.append(table)
     if summary.samples:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
@@ -316,7 +321,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
             table.add_column(name, ratio=ratio, overflow="fold", min_width=len(name))
         for sample in summary.samples[:NUM_SAMPLES]:
             before, after = answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after)
-            table.add_row(Text(shorten(sample.prompt)), Text(shorten(sample.truth, 40)), before, after)
+            table.add_row(shown(shorten(sample.prompt)), shown(shorten(sample.truth, 40)), before, after)
         parts.append(table)
     if summary.counts:
         dropped = "".join(f", {count:,} dropped ({reason})" for reason, count in summary.dropped.items())
@@ -335,6 +340,4 @@ def render_summary(summary: RunSummary) -> RenderableType:
 
 def print_summary(summary: RunSummary) -> None:
     """Print `render_summary`, each path and command on one line also where the terminal is narrower."""
-    from rich.console import Console  # late, as above
-
-    Console().print(render_summary(summary), crop=False)
+    safe_console().print(render_summary(summary), crop=False)
