@@ -1,13 +1,12 @@
 """Selectors that learn from the rewards which tasks to take next. Pure numbers; no taskset in here.
 
-Invariant: the tasks of a step are a function of (arguments, state, step); `state_dict` holds all of the state, the
-learned posterior included, so that a resumed run selects what the uninterrupted one would have.
+Invariant: the tasks of a step are a function of (arguments, state, step), and the state one of the rates observed, in
+their order; so a resumed run, which observes them again in the log, selects what the uninterrupted one would have.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -137,14 +136,3 @@ class DifficultyState:
     def rates_N(self) -> Tensor:
         """[N] posterior mean of the pass rates."""
         return self.alpha_N / (self.alpha_N + self.beta_N)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, ready for JSON; features are not part of it, they come with the taskset."""
-        return {"alpha": self.alpha_N.tolist(), "beta": self.beta_N.tolist(), "rho": self.rho, "cap": self.cap}
-
-    @classmethod
-    def from_state_dict(cls, features_N2: Tensor, state: Mapping[str, Any]) -> "DifficultyState":
-        """Raises: ValueError: the state is of another number of tasks."""
-        alpha_N, beta_N = (torch.tensor(state[name], dtype=torch.float64) for name in ("alpha", "beta"))
-        require(len(alpha_N) == len(features_N2), f"state of {len(alpha_N)} tasks, taskset of {len(features_N2)}")
-        return cls(features_N2.double(), alpha_N, beta_N, state["rho"], state["cap"])

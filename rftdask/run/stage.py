@@ -33,7 +33,7 @@ from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
-from rftdask.synchronizer.actor import SyncHandle, Synchronizer, start_synchronizer
+from rftdask.synchronizer.actor import ACTOR_NAME, SyncHandle, Synchronizer, start_synchronizer
 from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
@@ -181,7 +181,7 @@ class StageRun:
                 self._take_ends()
                 self._client.unsubscribe_topic(TOPIC)
                 if self._actor is not None:
-                    self._client.unpublish_dataset("rftdask-synchronizer")
+                    self._client.unpublish_dataset(ACTOR_NAME)
                     self._actor.release()
             if self._errors:
                 raise self._errors[0]

@@ -96,7 +96,7 @@ class SequenceSplit:
 
 
 class _Swap(torch.autograd.Function):
-    """`Ranks.swap`; its gradient goes back the same way."""
+    """`Ranks.all_to_all`; its gradient goes back the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:

@@ -103,7 +103,7 @@ class MultiStepGrpoAlgorithm(AlgorithmType):
 
 @dataclass(frozen=True)
 class Gigpo(AdvantageFn):
-    """A_episode + omega A_step. GiGPO, arXiv:2505.10978, equations 3 to 8.
+    """A_episode + omega A_step. GiGPO, arXiv:2505.10978.
 
     A_episode compares the rollouts' total rewards within the task; A_step compares the discounted returns of all
     turns of the task taken from the same environment state. Both are x - mean, divided by sigma + epsilon if fnorm

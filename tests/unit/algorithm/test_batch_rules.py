@@ -1,7 +1,6 @@
 """Operators, sample strategies and selectors: pure rules; what is dropped has a reason and a counter, what is
 learned is saved."""
 
-import json
 import math
 from functools import partial
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 
 from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.learning_selectors import DifficultyBased, DifficultyState
+from rftdask.algorithm.learning_selectors import DifficultyBased
 from rftdask.algorithm.operators import ExperienceTable, pass_rates
 from rftdask.algorithm.selectors import EasyToHard
 from rftdask.errors import UserError
-from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import OPERATORS
 
 make_operator = partial(make_part, "operator")
@@ -121,21 +119,6 @@ def test_difficulty_learns_from_pass_rates_and_selects_near_the_target() -> None
     assert state.rates_N[0] > state.rates_N[1] > state.rates_N[2]
     assert state.rates_N[3].item() == pytest.approx(0.5, abs=0.01)
     assert sorted(rule.select(state, 1, 2).tolist()) == [1, 3]
-
-
-def test_the_learned_posterior_survives_a_restart() -> None:
-    rule = DifficultyBased(do_sample=True)
-    features = torch.rand(6, 2, generator=torch.Generator().manual_seed(shifted_seed(0)))
-    state = rule.updated(rule.initial(features), torch.tensor([2, 4]), torch.tensor([0.25, 0.75]))
-    again = DifficultyState.from_state_dict(features, json.loads(json.dumps(state.state_dict())))
-    for step in range(5):
-        assert rule.select(again, step, 3).tolist() == rule.select(state, step, 3).tolist()
-    assert (
-        rule.updated(again, torch.tensor([0]), torch.tensor([0.5])).cap
-        == rule.updated(state, torch.tensor([0]), torch.tensor([0.5])).cap
-    )
-    with pytest.raises(ValueError, match="state of 6 tasks, taskset of 5"):
-        DifficultyState.from_state_dict(features[:5], state.state_dict())
 
 
 def test_a_step_selects_no_task_twice_and_steps_differ() -> None:
