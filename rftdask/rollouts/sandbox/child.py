@@ -5,7 +5,7 @@ milliseconds, with everything imported and in the state that the imports left, a
 working directory, its environment, its threads and its children is its own. A fork leads a process group of its own,
 which the fork server kills whole, also when its leader has ended. What left that group by setsid keeps to its fork,
 which is its subreaper, or comes to the fork server when that one has ended, which then kills it. All of them end with
-the fork server, which ends with its parent.
+the fork server, which ends with the worker: a guard, its parent, sees to that, in which no code of a plug-in ever runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import math
 import numbers
 import os
 import pickle
@@ -40,12 +41,56 @@ _PACKET_BYTES = 128 << 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
-_LAST_LOOK_S = 1.0
-"""For what forks left behind to end before the fork server does."""
+_GRACE_S = 2.0
+"""For a stopped fork server to go on (a batch system may stop a whole job for a while), or a deaf one to end."""
+_LOOK_S = 0.2
+"""Between two looks at the memory of rollouts that have children."""
+_libc = ctypes.CDLL(None)
 
 
 def main(control_fd: int) -> None:
-    """Entry of the fork server: import what the first message names, say so, and fork until the worker is gone."""
+    """Entry: become the guard of the fork server, and that in a process below."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    guard = os.getpid()
+    if (server := os.fork()) > 0:
+        _guard(server, control_fd)
+    else:
+        os.setsid()  # a signal to the group of one is none to the other's
+        _end_with(guard)
+        _serve(control_fd)
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when its parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was quicker
+        os._exit(1)
+
+
+def _guard(server: int, control_fd: int) -> None:
+    """Wait until the fork server has ended, is stopped, or outlives the worker; then end all that is left of it."""
+    worker = select.poll()
+    worker.register(control_fd, 0)  # tells only that the other end is closed
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        state = os.waitid(os.P_PID, server, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if state is not None and state.si_code != os.CLD_STOPPED:
+            break
+        if state is None and not worker.poll(0):
+            deadline = math.inf
+        elif deadline == math.inf:
+            deadline = time.monotonic() + _GRACE_S
+        signal.sigtimedwait({signal.SIGCHLD}, 0.25)
+    # What loses its parent comes here, however deep it was: this is the subreaper of them all.
+    while below := _children():
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(-1, 0)
+
+
+def _serve(control_fd: int) -> None:
+    """Be the fork server: import what the first message names, say so, and fork until the worker is gone."""
     control = socket.socket(fileno=control_fd)
     setup = messages.TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
     assert isinstance(setup, messages.Setup), setup
@@ -73,24 +118,30 @@ class _ForkServer:
     """The loop of the fork server: it forks, kills, and reports forks that have ended."""
 
     def __init__(self, control: socket.socket, max_memory_bytes: int | None) -> None:
+        self._pid = os.getpid()
         self._control = control
         self._max_memory_bytes = max_memory_bytes
-        self._libc = ctypes.CDLL(None)
-        self._living: set[int] = set()
+        self._inherited_bytes = _resident_bytes("self")
+        self._living: dict[int, str] = {}
+        """Forks by process id, and why they were killed; "": nobody said."""
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> None:
-        """Do what the worker says until it is gone; then its forks go, too."""
+        """Do what the worker says until it is gone; then its forks go, too, and the guard ends what is left."""
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
-        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._own = _children()  # what plug-ins started when they were imported
         gc.collect()
         gc.freeze()  # the collector would otherwise touch, and so copy, every page in every fork
+        next_look = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._control, self._wake], [], [])
+            ready, _, _ = select.select([self._control, self._wake], [], [], _LOOK_S)
+            if time.monotonic() >= next_look:
+                self._hold_memory()
+                next_look = time.monotonic() + _LOOK_S
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)
@@ -103,14 +154,8 @@ class _ForkServer:
                 if isinstance(message, messages.Fork):
                     self._fork(*fds)
                 # Only its own: the number of one that was buried may be anybody's by now.
-                elif isinstance(message, messages.Kill) and message.pid in self._living:
-                    _kill_group(message.pid)
-        for pid in self._living:
-            _kill_group(pid)
-        deadline = time.monotonic() + _LAST_LOOK_S
-        while _children() - self._own and time.monotonic() < deadline:  # what outlived a fork comes here when it ends
-            self._bury()
-            time.sleep(0.005)
+                elif isinstance(message, messages.Kill) and self._living.pop(message.pid, None) is not None:
+                    _kill_group(message.pid)  # nobody asks how it ended
 
     def _fork(self, stream_fd: int, output_fd: int) -> None:
         try:
@@ -129,16 +174,16 @@ class _ForkServer:
                 sys.stderr.flush()
                 os._exit(1)
         if pid > 0:
-            self._living.add(pid)
+            self._living[pid] = ""
         os.close(stream_fd)
         os.close(output_fd)
 
     def _become_fork(self, output_fd: int) -> None:
         # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with(self._pid)
         # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
-        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._wake, self._woken):
@@ -151,10 +196,29 @@ class _ForkServer:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self._max_memory_bytes is not None:
             # On top of what the fork inherits: a plug-in's libraries reserve gigabytes that they never touch.
+            # For this process and each one that it starts; what they hold together _hold_memory adds up.
             with open("/proc/self/statm") as file:
                 inherited = int(file.read().split()[0]) * resource.getpagesize()
             limit = inherited + self._max_memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    def _hold_memory(self) -> None:
+        # End the forks that hold more than they may together with all they started.
+        if self._max_memory_bytes is None:
+            return
+        allowed = self._max_memory_bytes + self._inherited_bytes
+        for pid in self._living:
+            tree = _tree(pid)
+            # Alone it has its own limit. What several share is counted once, and looked at only if it may matter.
+            if len(tree) == 1 or sum(map(_resident_bytes, tree)) <= allowed:
+                continue
+            if (held := sum(map(_share_bytes, tree))) > allowed:
+                self._living[pid] = (
+                    f"MemoryError: its {len(tree)} processes together hold "
+                    f"{(held - self._inherited_bytes) / 2**30:.2f} GB beyond the imports, over the "
+                    f"{self._max_memory_bytes / 2**30:g} GB of explorer.sandbox.max_memory_gb"
+                )
+                _kill_group(pid)
 
     def _bury(self) -> None:
         # Report forks that have ended, and kill what they left behind while their number is still theirs.
@@ -164,12 +228,12 @@ class _ForkServer:
                 _kill_group(dead.si_pid)
                 _, status = os.waitpid(dead.si_pid, 0)
                 if dead.si_pid in self._living:
-                    self._living.discard(dead.si_pid)
-                    ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status))
+                    reason = self._living.pop(dead.si_pid)
+                    ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status), reason)
                     with contextlib.suppress(ConnectionError):  # the worker is gone
                         self._control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(ended)))
         # Sessions of their own, which came here when their fork ended; their children come next.
-        for pid in _children() - self._living - self._own:
+        for pid in _children() - self._living.keys() - self._own:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -177,6 +241,34 @@ def _children() -> set[int]:
     """Processes whose parent this is, those that wait to be buried included."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return set(map(int, file.read().split()))
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all below it; it comes first."""
+    tree = [pid]
+    for each in tree:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{each}/task"):
+                with open(f"/proc/{each}/task/{thread}/children") as file:
+                    tree += map(int, file.read().split())
+    return tree
+
+
+def _resident_bytes(pid: int | str) -> int:
+    """Memory of a process, shared pages included; 0: it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _share_bytes(pid: int) -> int:
+    """Memory of a process, of a page that n processes share the nth part, swapped pages included."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            lines = [line.split() for line in file]
+    except OSError:  # it has ended, or lets nobody look
+        return _resident_bytes(pid)
+    return sum(int(line[1]) << 10 for line in lines if line[0] in ("Pss:", "SwapPss:"))
 
 
 def _kill_group(pid: int) -> None:

@@ -75,6 +75,8 @@ class Ended:
     pid: int
     code: int
     """Exit code as `os.waitstatus_to_exitcode` gives it: below 0 the signal that killed it."""
+    reason: str = ""
+    """Why the fork server killed it; "": it did not, or was told to."""
 
 
 ToForkServer: TypeAlias = Setup | Fork | Kill

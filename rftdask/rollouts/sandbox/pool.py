@@ -40,7 +40,11 @@ START_TIMEOUT_S = 120.0
 """Deadline of importing the plug-ins."""
 MAX_RECEIVED_BYTES = 256 << 20
 """Largest sum of messages from one attempt."""
-_EXIT_CODE_WAIT_S = 1.0
+BEGIN_TIMEOUT_S = 60.0
+"""Deadline of a fork to begin."""
+_EXIT_CODE_WAIT_S = 5.0
+_CLOSE_WAIT_S = 5.0
+"""For the fork server and its guard to end all that is below them."""
 _TAIL_BYTES = 2000
 _MAX_STARTING = 16
 """Forks asked for at once: the fork server's socket holds some hundred requests."""
@@ -168,6 +172,11 @@ class ForkServer:
                 if event.pid in self.taken:
                     self.taken[event.pid] = event
 
+    def end(self) -> None:
+        """Kill it, and with it all forks; `close` then is quick."""
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         """End it, and with it all forks. Idempotent."""
         self._control.close()  # the fork server then kills its forks and ends
@@ -176,10 +185,9 @@ class ForkServer:
             os.close(self._spare[1])
             self._spare = None
         try:
-            self._process.wait(2.0)
+            self._process.wait(_CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.end()
         self._log.close()
 
 
@@ -252,7 +260,8 @@ class _Process:
 
     @classmethod
     async def start(cls, fork_server: ForkServer) -> _Process:
-        """Take a fork and wait until it has begun. Raises: SandboxError, SandboxLostError."""
+        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: also if it does not begin
+        in time, in which case the fork server is ended."""
         near, output = fork_server.take()
         try:
             streams = await asyncio.open_connection(sock=near)
@@ -261,10 +270,17 @@ class _Process:
             raise
         process = cls(fork_server, *streams, output)
         try:
-            hello = await process._receive()
+            async with asyncio.timeout(BEGIN_TIMEOUT_S):
+                hello = await process._receive()
             assert isinstance(hello, messages.Hello), "no code of a plug-in has run yet"
             process._pid = hello.pid
             fork_server.taken[hello.pid] = None
+        except TimeoutError:
+            process.kill()
+            fork_server.end()
+            raise SandboxLostError(
+                f"no process began within {BEGIN_TIMEOUT_S:g} s; the one that starts them is ended"
+            ) from None
         except BaseException:
             process.kill()
             raise
@@ -323,13 +339,17 @@ class _Process:
         # Its exit code comes by another way, and a little later than the end of its stream.
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
         taken = self._fork_server.taken
-        while self._pid and taken.get(self._pid) is None and self._loop.time() < deadline:
+        while self._pid and taken.get(self._pid) is None and self._loop.time() < deadline and self._fork_server.alive():
             await asyncio.sleep(0.002)
         if self._reason:
             return self._reason
+        if not self._fork_server.alive():  # it took the fork along, which is not the rollout's failure
+            raise SandboxLostError("the process that starts sandboxes is gone")
         if not self._pid:
             return "no process could be started for it; see the log"
         ended = taken.get(self._pid)
+        if ended is not None and ended.reason:
+            return ended.reason
         code = None if ended is None else ended.code
         how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
         printed = self._tail.decode(errors="replace").strip()

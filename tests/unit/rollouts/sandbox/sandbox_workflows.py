@@ -122,14 +122,28 @@ async def starts_a_program(task: Task, model: PolicyModel) -> float:
     return 1.0
 
 
-async def leaves_a_task_behind(task: Task, model: PolicyModel) -> float:
-    task_left = asyncio.create_task(asyncio.sleep(3600))
-    await asyncio.sleep(0)
-    return float(not task_left.done())
+async def signals_its_fork_server(task: Task, model: PolicyModel) -> float:
+    """Once: the second time it is good."""
+    if os.path.exists(task.row["file"]):
+        return 1.0
+    program = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    with open(task.row["file"], "w") as file:
+        file.write(str(program.pid))
+    os.kill(os.getppid(), task.row["signal"])
+    await asyncio.sleep(3600)
+    return 1.0
 
 
-async def tells_its_process(task: Task, model: PolicyModel) -> Reward:
-    return Reward(1.0, {"pid": float(os.getpid())})
+async def fills_memory_with_its_children(task: Task, model: PolicyModel) -> float:
+    """Four children, of which each takes the row's bytes, in a session of its own, and holds them."""
+    for _ in range(4):
+        if os.fork() == 0:
+            os.setsid()
+            held = b"x" * task.row["bytes"]
+            time.sleep(3600)
+            os._exit(len(held) % 2)
+    await asyncio.sleep(task.row["wait_s"])
+    return 1.0
 
 
 _seen = 0

@@ -6,7 +6,10 @@ import asyncio
 import os
 import pickle
 import random
+import re
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from rftdask.data.task import Task
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import STOP_GRACE_S
 from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.sandbox import pool
 from rftdask.rollouts.sandbox.messages import SandboxSpec
-from rftdask.rollouts.sandbox.pool import ForkServer, pickled
-from tests.unit.rollouts.rollout_cases import CharTokenizer, outcome, replies, run, task
+from rftdask.rollouts.sandbox.pool import ForkServer, SandboxLostError, pickled
+from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, outcome, replies, run, task
 
 LIMITS = SandboxConfig(max_processes=8, max_memory_gb=0.25)
 HERE = "sandbox_workflows"
@@ -37,6 +41,7 @@ def one(what: str, **changes: Any) -> Experience:
     return run([does(0, what)], replies("4"), **settings)[-1]
 
 
+LIMIT_BYTES = 1 << 28
 HOSTILE = ("hangs", "dies", "eats_memory", "prints_without_end", "blocks")
 
 
@@ -148,10 +153,18 @@ def test_what_a_workflow_started_ends_with_it(tmp_path: Path, session: bool, end
         sandbox=LIMITS,
     )
     assert experience.status is (Status.OK if ends else Status.TIMEOUT)
+    until(lambda: not is_running(int(file.read_text())))
+
+
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while is_running(int(file.read_text())):
-        assert time.monotonic() < deadline, "the program outlived its workflow"
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def is_running(pid: int) -> bool:
@@ -230,6 +243,60 @@ def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> 
     )
     [experience] = run([task(0, "test_of_a_folder")], replies("4"), plugin_dirs=(str(tmp_path),))
     assert experience.reward == 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_fork_server_that_a_rollout_stops_or_kills_is_ended_with_all_below_it_and_begun_anew(
+    tmp_path: Path, number: int
+) -> None:
+    file = tmp_path / "pid"
+    tasks = [does(0, "signals_its_fork_server", file=str(file), signal=number), does(1, "good")]
+    limits = LIMITS.model_copy(update={"max_memory_gb": 0.26})  # a fork server of its own
+    began = time.monotonic()
+    with pytest.raises(SandboxLostError, match="the process that starts sandboxes is gone"):
+        run(tasks, replies("4"), max_retry_times=0, max_timeout=60.0, sandbox=limits)
+    assert time.monotonic() - began < 20, "who waits for a stopped one waits for max_timeout"
+    assert not is_running(int(file.read_text())), "what its forks had started lives"
+    assert {e.status for e in run(tasks, replies("4"), sandbox=limits)} == {Status.OK}
+
+
+def test_a_fork_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BEGIN_TIMEOUT_S", 0.5)
+    server = keep(SandboxSpec(("simple_workflow",), max_memory_bytes=1 << 30))
+    try:
+        os.kill(server._process.pid, signal.SIGSTOP)  # who watches over the fork server, too
+        [nursery] = children(server._process.pid)
+        os.kill(nursery, signal.SIGSTOP)
+        began, output = server.take()  # before that
+        began.close()
+        os.close(output)
+
+        async def begin() -> None:
+            await pool._Process.start(server)
+
+        with pytest.raises(SandboxLostError, match=r"no process began within 0\.5 s"):
+            asyncio.run(begin())
+        assert not server.alive()
+        until(lambda: not is_running(nursery))
+    finally:
+        server.close()
+
+
+def test_children_together_have_the_memory_of_their_rollout_and_no_more() -> None:
+    def fill(share: float) -> Experience:
+        row = {"bytes": int(share * LIMIT_BYTES), "wait_s": 20.0 if share >= 0.5 else 0.5}
+        tasks = [does(0, "fills_memory_with_its_children", **row)]
+        return run(tasks, replies("4"), max_retry_times=0, max_timeout=60.0, sandbox=LIMITS)[-1]
+
+    assert fill(0.1).status is Status.OK
+    too_much = fill(0.5)
+    assert too_much.status is Status.FAILED
+    told = re.fullmatch(
+        r"MemoryError: its (\d) processes together hold (\d\.\d\d) GB beyond the imports, over the 0\.25 GB of "
+        r"explorer\.sandbox\.max_memory_gb",
+        too_much.error,
+    )
+    assert told and int(told[1]) <= 5 and 0.25 < float(told[2]) < 0.6, too_much.error
 
 
 def test_forks_end_with_their_nursery_and_the_nursery_with_its_parent() -> None:
