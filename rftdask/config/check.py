@@ -117,7 +117,7 @@ class Checker:
                 self.problems.append((path, _not_available(value, told.feature, instead)))
         elif isinstance(told, Ignored) and value != told.default:
             self.warnings.append((path, f"ignored: {told.reason}"))
-            self._without_secrets(value, path)
+            self._plain(value, path)
 
     def _key(self, info: FieldInfo, key: str, value: Any, path: str) -> Iterator[tuple[str, Any]]:
         """The (key, value) to keep for one key of the tree, or nothing."""
@@ -151,7 +151,7 @@ class Checker:
                 for name, item in value.items()
             }
         else:
-            value = self._without_secrets(value, path)
+            value = self._plain(value, path)
         yield key, value
 
     def _refusal(self, info: FieldInfo, value: Any) -> str:
@@ -172,18 +172,21 @@ class Checker:
                 return str(error)
         if isinstance(value, bool) and is_number(info):
             return f"{show(value)} is not a number"
-        if isinstance(value, str) and "\0" in value:
-            return f"{show(value)} holds the character NUL, which no file name and no message can"
         return ""
 
-    def _without_secrets(self, value: Any, path: str, name: str = "") -> Any:
+    def _plain(self, value: Any, path: str, name: str = "") -> Any:
         """Reports secrets in a value, found by what they look like or by their `name` in a dict whose keys are not
-        ours; leaves them out."""
+        ours; leaves them out. And texts with a NUL."""
         if isinstance(value, list):
-            return [self._without_secrets(item, f"{path}[{index}]", name) for index, item in enumerate(value)]
+            return [self._plain(item, f"{path}[{index}]", name) for index, item in enumerate(value)]
         if isinstance(value, Mapping):
-            items = {key: self._without_secrets(item, f"{path}.{key}", str(key)) for key, item in value.items()}
+            items = {key: self._plain(item, f"{path}.{key}", str(key)) for key, item in value.items()}
             return {key: item for key, item in items.items() if item is not None or value[key] is None}
+        if isinstance(value, str) and "\0" in value:
+            self.problems.append(
+                (path, f"{show(value)} holds the character NUL, which no file name and no message can")
+            )
+            return None
         is_kept = isinstance(value, str) and is_left_to_environment(value)
         what = find_secret(value) if isinstance(value, str) else ""
         if not what and is_secret_name(name) and isinstance(value, str | int) and value not in _NO_KEY and not is_kept:

@@ -20,6 +20,15 @@ from rftdask.storage.checked_json import parse_object
 
 MAX_LOGITS = 2**27
 """Logits that a trainer holds at a time: 512 MiB in float32, 1,024 positions of a vocabulary of 131,072."""
+_JSON_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -86,8 +95,11 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
                 "there is a network)",
             )
     if is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
-        config = parse_object((folder / "config.json").read_text())
-        weights: Mapping[str, tuple[int, ...]] = _read_heads(folder)
+        try:
+            config = _parse(folder / "config.json")
+            weights: Mapping[str, tuple[int, ...]] = _read_heads(folder)
+        except ValueError as error:
+            raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
     else:
         # Late: only where there are no files to read.
         import torch
@@ -128,8 +140,9 @@ def check_folder(folder: Path) -> None:
 
     Raises: ValueError: they do not go together, or one cannot be read.
     """
-    config = parse_object((folder / "config.json").read_bytes())
-    config = config.get("text_config") or config
+    # All that transformers reads, so that it meets no surprise in a child process.
+    read = {name: _parse(folder / name) for name in _JSON_FILES if (folder / name).is_file()}
+    config = read["config.json"].get("text_config") or read["config.json"]
     if config.get("num_hidden_layers") == 0:
         raise ValueError("its config.json says num_hidden_layers 0")
     is_embedding = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in)\.weight")
@@ -140,8 +153,7 @@ def check_folder(folder: Path) -> None:
     said = config.get("vocab_size", rows), config.get("hidden_size", size)
     if said != (rows, size):
         raise ValueError(f"its embeddings are {rows} x {size}, and its config.json says {said[0]} x {said[1]}")
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = parse_object((folder / "tokenizer.json").read_bytes())
+    if tokenizer := read.get("tokenizer.json"):
         vocabulary = tokenizer.get("model", {}).get("vocab", {})
         ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
         largest = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))], default=0)
@@ -149,10 +161,19 @@ def check_folder(folder: Path) -> None:
             raise ValueError(f"its tokenizer has the token {largest}, and its embeddings end at {rows - 1}")
 
 
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from error
+
+
 def _read_heads(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor. Raises: ValueError: a file is torn, or of another kind."""
     weights: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
+        if not file.is_file():  # a FIFO would be waited for without end
+            raise ValueError(f"{file.name} is no file")
         with file.open("rb") as stream:  # begins with the size of its head in 8 bytes, then the head as JSON
             size = int.from_bytes(stream.read(8), "little")
             if not 0 < size <= file.stat().st_size - 8:

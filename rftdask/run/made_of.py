@@ -164,7 +164,8 @@ def _source_files(stage: Config, modules: Iterable[str]) -> Iterator[tuple[str, 
     folders = stage.explorer.plugin_dirs
     for folder in folders:
         for file in sorted(Path(folder).expanduser().glob("*.py")):
-            yield file.stem, file
+            if file.is_file():  # a FIFO would be waited for without end
+                yield file.stem, file
     names = set(modules)
     for use in named_parts(stage):
         if use.registered is None:

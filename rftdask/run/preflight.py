@@ -143,10 +143,15 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
                 inputs.fingerprints[config.name] = taskset.fingerprint
             load_plugin_folders(folders)
             samples = taskset.samples()
-            for name in sorted({task.workflow for task in samples}):
-                inputs.modules.add(find_workflow(name).module)
-            for name in sorted({task.reward_fn for task in samples} - {""}):
-                inputs.modules.add(module_of(get_reward(name)))
+            modules = {f"workflow {name}": find_workflow(name).module for name in {task.workflow for task in samples}}
+            rewards = {task.reward_fn for task in samples} - {""}
+            modules |= {f"reward function {name}": module_of(get_reward(name)) for name in rewards}
+            for name in sorted(name for name, module in modules.items() if module == "__main__"):
+                raise UserError(
+                    f"{name} is defined in a script or notebook, where no worker finds it; move it to a module on "
+                    "PYTHONPATH or in a folder of explorer.plugin_dirs"
+                )
+            inputs.modules.update(modules.values())
             tasks += samples
     if not problems:  # what cannot be found cannot be tried
         with _noted(problems, unchecked):
@@ -277,7 +282,7 @@ def _check_model_folder(path: str, key: str) -> None:
         raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
     try:
         check_folder(folder)
-    except ValueError as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # all but the first: JSON of another shape
         raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import yaml
 from hostile import assert_mendable, refused_run
 
+from rftdask.config import load_config
+from rftdask.run.made_of import MadeOf
 from tests.integration.run_cases import call_cli, write_config
 
 TASKSET = "buffer.explorer_input.taskset"
@@ -208,6 +211,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "tokenizer.json torn": lambda path: (path / "tokenizer.json").write_text('{"version"'),
     "tokenizer.json missing": lambda path: (path / "tokenizer.json").unlink(),
     "tokenizer.json empty": lambda path: (path / "tokenizer.json").write_text(""),
+    "tokenizer.json of another shape": lambda path: (path / "tokenizer.json").write_text('{"model": ["a"]}'),
+    "tokenizer_config.json nests": lambda path: (path / "tokenizer_config.json").write_text("[" * DEEP + "]" * DEEP),
+    "generation_config.json nests": lambda path: (path / "generation_config.json").write_text("[" * DEEP + "]" * DEEP),
+    "weights are a FIFO": lambda path: ((path / "model.safetensors").unlink(), fifo(path / "model.safetensors"))[0],
     "tokenizer_config.json torn": lambda path: (path / "tokenizer_config.json").write_text("{"),
     "weights missing": lambda path: (path / "model.safetensors").unlink(),
     "weights empty": lambda path: (path / "model.safetensors").write_bytes(b""),
@@ -229,10 +236,20 @@ def edit(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 @pytest.mark.timeout(120)
 def test_a_model_that_is_damaged(damage: Callable[[Path], None], toy_model: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(toy_model, tmp_path / "policy")
     damage(tmp_path / "policy")
     config = write_config(tmp_path)
     real = ("explorer.rollout_model.engine_type=transformers", "trainer.trainer_type=torch")
     refused_run(config, f"model.model_path={tmp_path / 'policy'}", *real, words=("policy",))
+
+
+@pytest.mark.parametrize("name", ["x.py", "_x.py"])
+@pytest.mark.timeout(60)
+def test_a_fifo_among_plugins_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "plugins").mkdir()
+    fifo(tmp_path / "plugins" / name)
+    settings = (f"explorer.plugin_dirs=[{tmp_path}/plugins]", "algorithm.policy_loss_fn=ppoo")
+    assert_mendable(call_cli("run", str(config), *settings), "plugins/x.py" if name == "x.py" else "ppoo")
+    found = MadeOf.of(load_config(config, settings[:1]), (), {}, is_first=True)
+    assert not found.sources

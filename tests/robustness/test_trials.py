@@ -6,12 +6,15 @@ What may be the fault of the answer alone is a warning, and what is not installe
 import json
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from hostile import refused_run
 
 from rftdask.config import load_config
+from rftdask.data.task import Task
+from rftdask.errors import ConfigError
 from rftdask.run.preflight import check_inputs
 from tests.integration.run_cases import call_cli, write_config
 
@@ -144,3 +147,16 @@ def test_each_of_the_rows_ways_is_tried(config: Path) -> None:
     (config.parent / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
     ways = (settings[0], f"{TASKSET}.default_reward_fn_type=exact_reward", f"{TASKSET}.format.reward_fn_key=how")
     refused_run(config, *ways, words=("tried on row 2 of taskset_0",))
+
+
+def test_what_a_script_defines_is_refused_also_if_it_says_that_it_runs_in_process(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scored(response: str, truth: str, task: Task) -> float:
+        return 1.0
+
+    scored.in_process = True  # type: ignore[attr-defined]
+    scored.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "scored", scored, raising=False)
+    with pytest.raises(ConfigError, match=r"1 problem:\n.*reward function __main__.scored is defined in a script"):
+        check_inputs([load_config(config, [f"{TASKSET}.default_reward_fn_type=__main__.scored"])])

@@ -91,7 +91,7 @@ class DataSelectorConfig(Section):
 class TasksetConfig(Section):
     """`taskset`, an item of `tasksets` or of `eval_tasksets`: where tasks come from and how they are run."""
 
-    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=r"^[^/\\]+$")
+    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
     """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
     storage_type: Literal["file", "sql"] = "file"
     """What `path` is. sql: the rows of a table, in the order of its primary key."""

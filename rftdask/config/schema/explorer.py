@@ -141,7 +141,7 @@ class SandboxConfig(Section):
 class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
-    name: str = Field(default="explorer", pattern=r"^[^/\\]+$")
+    name: str = Field(default="explorer", pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
     """Name in file names and metrics."""
     min_workers: Count | None = None
     """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
@@ -159,7 +159,7 @@ class ExplorerConfig(Section):
     """Seconds for one attempt at one rollout."""
     max_retry_times: Natural = 2
     """Further attempts after a failed one."""
-    env_vars: dict[str, str] = no_items()
+    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = no_items()
     """Environment of the explorer's processes. No secrets: they would be written beside the run."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders whose modules are imported where rollouts run, for the workflows and rewards they register."""

@@ -95,7 +95,7 @@ class LogConfig(Section):
 class StageConfig(Section):
     """An item of `stages`: what it sets is merged, field by field, over the rest of the file; lists are replaced."""
 
-    stage_name: str = Field(pattern=r"^[^/\\.][^/\\]*$")
+    stage_name: str = Field(pattern=r"^[^/\\.\x00-\x1f\x7f-\x9f][^/\\\x00-\x1f\x7f-\x9f]*$")
     """The stage's run is `<name>/<stage_name>`. Unique."""
     mode: Literal["both", "explore", "train", "bench", "serve", "colocate"] | None = None
     """Mode of the stage. None: the file's."""

@@ -26,7 +26,7 @@ class CriticConfig(Section):
 class TrainerConfig(Section):
     """`trainer`: optimizer steps and checkpoints. Intervals are optimizer steps."""
 
-    name: str = Field(default="trainer", pattern=r"^[^/\\]+$")
+    name: str = Field(default="trainer", pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
     """Name in file names and metrics."""
     trainer_type: Annotated[
         str,
