@@ -64,6 +64,7 @@ class ScaleRule:
             reachable = num_workers + max(OPEN_REQUESTS, num_workers)
             asked = max(self.target, min(wanted, reachable))
             return replace(self, asked=asked, needed=0, since_s=at_s, seen_s=at_s)
+        # The most that was of use in the whole time, not what is of use this moment.
         needed = max(self.needed, wanted)
         if at_s - self.since_s < self.idle_s:
             return replace(self, asked=self.target, needed=needed, seen_s=at_s)

@@ -64,6 +64,7 @@ class ChosenTasks:
 
         Args: learned_from: last explore step whose results had a part in the choice.
         """
+        # Numbers alone: a task is found again by its place in its taskset.
         rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
         tree = {"step": step, "learned_from": learned_from, "tasks": rows}
         self._storage.put_new(self.path(step), json.dumps(tree).encode())
@@ -129,6 +130,7 @@ class LearnedOrder:
             if len(done_units(name for name, _ in tables)) < self._config.units_per_step:
                 return False
             rates = pass_rates(first_copies(tables), self._config.algorithm.repeat_times)
+            # In the order of the rows, since floating-point sums over tasks depend on it.
             rows, values = torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
             self._state = self._selector.updated(self._state, rows, values)
             self._folded = step

@@ -89,6 +89,7 @@ class EvaluationQueue:
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 units.setdefault(name.explore_step, set()).add(name.unit)
+            # Rounded up: the last unit has what is left of the tasks.
             num_units = -(-self._sizes[number] // self._tasks_per_unit[number])
             for version in sorted(version for version, indices in units.items() if len(indices) == num_units):
                 self._done.add((version, number))
@@ -104,6 +105,7 @@ class EvaluationQueue:
             tasks = [TaskRef(number, 0, index) for index in range(self._sizes[number])]
             size, taskset = self._tasks_per_unit[number], self._tasksets[number]
             parts = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+            # From here on it is under way, so that the next look does not add it again.
             self._num_open[version, number] = len(parts)
             weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
             for unit_index, part in enumerate(parts):
@@ -179,6 +181,7 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
     by_name = {metric: [[values.get(metric, 0.0) for values in task] for task in rollouts] for metric in sorted(names)}
     num_rollouts = sum(map(len, rollouts))
     means = {metric: sum(map(sum, values)) / max(1, num_rollouts) for metric, values in by_name.items()}
+    # A reward without a verdict of its own is taken for one.
     means.setdefault("accuracy", means["reward"])
     means |= {metric: total / num_turns for metric, total in turn_sums.items()}
     means["num_rollouts"] = float(num_rollouts)
@@ -214,5 +217,6 @@ def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict
 def expected_best(values: Sequence[float], k: int) -> float:
     """Expected largest of k values drawn with replacement: sum_i x_(i) * ((i / n)^k - ((i - 1) / n)^k), ascending."""
     count = len(values)
+    # The probability that all k drawn values are among the `rank` smallest.
     shares = [(rank / count) ** k for rank in range(count + 1)]
     return sum(value * (shares[i + 1] - shares[i]) for i, value in enumerate(sorted(values)))

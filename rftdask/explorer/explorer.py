@@ -179,10 +179,12 @@ class Explorer:
 
         Raises: RoleError: a unit failed for good, or workers are lost whatever they run; FencedError; UserError.
         """
+        # Before any unit is sent: its worker looks for this file.
         self._config_fingerprint = record_config(self._storage, self._config)
         self._read_log()
         self._evals.read()
         self._look_for_weights()
+        # A run that is given more steps than it ended with has more to tell; its trainer trusts the seal.
         if self._complete < self._num_steps:
             self._log.unseal()
         # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
@@ -191,6 +193,7 @@ class Explorer:
         self._step_ended = time.monotonic()
         try:
             while not self._cancelled():
+                # Counted anew in each turn: workers come and go, and the window follows them.
                 workers = workers_of(self._client).values()
                 num_engines = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
                 window = math.ceil(1.5 * num_engines) + 1
@@ -231,11 +234,13 @@ class Explorer:
             self._client.cancel([future for _, future in self._under_way.values()], force=True)
             for writer in self._metrics.values():
                 writer.flush()
+        # Also after a cancelled loop: what is complete is complete, and the trainer need not wait for more.
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
 
     def wake(self, version: int = 0) -> None:
         """Look again, for something happened: `version` was published. From any thread."""
+        # Two threads may write it; the older of two numbers costs one look at the pointer.
         self._newest = max(self._newest, version)
         self._ended.put("")
 
@@ -264,6 +269,7 @@ class Explorer:
         # The first unit that is neither committed nor begun; None: there is none, or the trainer wants no more.
         if self._follows_trainer and self._trainer_ended_at() is not None:
             return None
+        # It moves on only; `_read_log` sets it back when units have to run again.
         step, unit_index = self._cursor
         while step <= self._num_steps and ((step, unit_index) in self._done or (step, unit_index) in self._begun):
             unit_index += 1
@@ -291,6 +297,7 @@ class Explorer:
         tasks = self._order.tasks(step, known=steps_needed if fixed else self._complete)
         if tasks is None:
             return None
+        # The last unit of a step may be smaller: a slice beyond the end is short.
         size = self._config.tasks_per_unit
         part = tasks[unit_index * size : (unit_index + 1) * size]
         return self._make_unit("experiences", step, unit_index, part, self._config.algorithm.repeat_times, weights)
@@ -371,6 +378,7 @@ class Explorer:
             pure=False,
             retries=0,
         )
+        # Before the callback is added: a task that has ended already calls it at once, from another thread.
         self._under_way[key] = (unit, future)
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
@@ -389,6 +397,7 @@ class Explorer:
             except queue.Empty:
                 return
             timeout_s = 0.0
+            # "" from `wake`, or a task that was taken out before.
             if key not in self._under_way:
                 continue
             unit, future = self._under_way.pop(key)
@@ -436,6 +445,7 @@ class Explorer:
             return
         if not isinstance(error, RftError | OSError):
             raise RoleError(f"{name} failed: {cause}") from error  # a fault of code: it would fail again
+        # Storage or an engine that could not answer: it may at the next try, and the unit changed nothing.
         attempts = self._num_attempts[unit.key] = self._num_attempts.get(unit.key, 0) + 1
         if attempts >= MAX_ATTEMPTS:
             raise RoleError(f"{name} failed {attempts} times; the last time: {cause}") from error
@@ -448,6 +458,8 @@ class Explorer:
     def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
         if result.note:
             self._emit(Note(result.note))
+        # None where an attempt before had committed it, whose answer was lost: its shards count, its times are not
+        # known.
         if not unit.is_eval and result.num_rollouts:
             self._results.setdefault(unit.explore_step, []).append(result)
             self._backpressure.add(result.num_rollouts, result.num_bytes)
@@ -467,8 +479,10 @@ class Explorer:
             self._emit(Step("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
+        # The names of Trinity-RFT beside ours.
         prefixed = {f"bench/{name}": v for name, v in metrics.items()} if self._config.mode == "bench" else {}
         self._metrics["eval"].write(version, {**metrics, **prefixed}, taskset=taskset)
+        # At once: evaluations are rare, and somebody waits for each.
         self._metrics["eval"].flush()
         self._emit(Evaluated(version, taskset, metrics))
 
@@ -479,6 +493,7 @@ class Explorer:
         now, before = time.monotonic(), self._scale_rule
         if self._scale is None or now - before.seen_s < _SCALE_EVERY_S:
             return
+        # A unit that waits for weights on its worker keeps it busy, and more workers would not help.
         backlog = sum(unit.weights.version <= self._newest for unit, _ in self._under_way.values())
         backlog += len(self._retry) + self._evals.num_waiting
         upcoming = self._next_unit()
@@ -506,12 +521,14 @@ class Explorer:
         self._audited_s = time.monotonic()
         self._look_for_weights()
         if self._follows_trainer:
+            # Whatever a unit under way, a failed one, an evaluation or the next step may still load stays.
             in_use = [unit.weights.version for unit, _ in self._under_way.values()]
             in_use += [unit.weights.version for unit in self._retry]
             in_use += self._evals.versions_in_use(self._newest, self._trainer_ended_at())
             next_step = self._rules.weights_for(self._complete + 1).version
             remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))
             self._remove_old_shards()
+        # Set aside by the trainer, who reads the shards: their units count as not done, and are chosen again.
         num_quarantined = self._log.num_quarantined()
         if num_quarantined != self._num_quarantined:
             self._num_quarantined = num_quarantined
@@ -530,16 +547,19 @@ class UnitFuture(Protocol):
     """The part of a distributed.Future that the loop uses."""
 
     @property
-    def key(self) -> object: ...
+    def key(self) -> object:
+        """The key that the unit was submitted with."""
 
     @property
     def status(self) -> str | None:
         """pending, finished, error, cancelled or lost."""
         ...
 
-    def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> object: ...
+    def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> object:
+        """Call `callback` with the future once it is done, at once if it is; from another thread."""
 
-    def exception(self) -> BaseException | None: ...
+    def exception(self) -> BaseException | None:
+        """What the task raised; None: nothing."""
 
     def result(self, timeout: float) -> RolloutResult:
         """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
@@ -560,10 +580,14 @@ class DaskClient(AsksScheduler, Protocol):
         priority: int,
         pure: bool,
         retries: int,
-    ) -> UnitFuture: ...
+    ) -> UnitFuture:
+        """Run a unit on a worker that has the resources."""
 
-    def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object: ...
+    def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object:
+        """Cancel the tasks; what runs of them is told at its next look."""
 
-    def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object: ...
+    def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object:
+        """Call `handler` with (time, message) of what workers report on the topic, from Dask's thread."""
 
-    def unsubscribe_topic(self, topic: str, /) -> object: ...
+    def unsubscribe_topic(self, topic: str, /) -> object:
+        """Take no more reports on the topic."""

@@ -74,6 +74,7 @@ class Trial:
         if self.singles is None and self.num_tasks > 1:
             # One at a time, and not in halves: fewer states, for a few workers' time whenever a task is poisonous.
             return Trial(self.num_tasks, tuple(range(self.num_tasks)))
+        # It ran alone in its worker, so nothing else can have ended it.
         alone, *others = self.singles or (0,)
         return Trial(self.num_tasks, tuple(others), poisonous=(alone,))
 
@@ -126,6 +127,7 @@ class PoisonTracker:
 
     def begin(self, unit: RolloutTask) -> Trial:
         """Decide how a new unit runs: whole, unless tasks of it are known to be poisonous."""
+        # Known from another epoch: it would end a worker again before it is set aside.
         poisonous = tuple(slot for slot, task in enumerate(unit.tasks) if _identity(unit, task) in self._poisonous)
         if not poisonous or not self._can_be_parted(unit):
             return Trial(len(unit.tasks))
@@ -140,6 +142,7 @@ class PoisonTracker:
         """
         num_losses = self._num_losses[unit.key] = self._num_losses.get(unit.key, 0) + 1
         trial = self._trials.get(unit.key) or Trial(len(unit.tasks))
+        # A loss that says nothing of the tasks (preempted, lost with the result) is no strike.
         trial = trial.lost() if was_running else replace(trial, poisonous=())
         if num_losses >= MAX_LOSSES:
             raise RoleError(f"{num_losses} workers were lost that had work unit {unit.key}; the last time: {cause}")
@@ -162,6 +165,7 @@ class PoisonTracker:
     def set_aside(self, unit: RolloutTask, slots: tuple[int, ...]) -> None:
         """Remember these tasks as poisonous. Raises: RoleError: so many in a row that it cannot be the tasks."""
         new = {_identity(unit, unit.tasks[slot]) for slot in slots} - self._poisonous
+        # Tasks of different units in a row point to the machine, not to the tasks.
         self._num_in_a_row += len(new)
         self._poisonous |= new
         if self._num_in_a_row > MAX_IN_A_ROW:

@@ -67,6 +67,7 @@ class FixedOrder:
         )
 
     def tasks(self, step: int, known: int) -> list[TaskRef]:
+        """See TaskOrder; `known` plays no part."""
         return self._tasks_of(step)
 
 

@@ -71,6 +71,7 @@ class WorkerCache:
         """
         if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
+            # Other plug-ins, environment variables or models may be meant by the same names.
             self.drop_auxiliary()
             self._tokenizer = None
             self._tasksets = {}
@@ -160,6 +161,7 @@ class WorkerCache:
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
         """Remember how long the tasks of a step took."""
         self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
+        # The oldest steps are forgotten: their tasks were run by weaker weights, and took other times.
         for step in sorted(self._task_times_s)[:-_MAX_STEPS_REMEMBERED]:
             del self._task_times_s[step]
 

@@ -163,8 +163,10 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         # Dask runs a task again whose worker was lost after the commit and before the answer.
         committed = log.find_all(unit.explore_step, unit.unit_index)
         if done_units(committed):
+            # The weights that sampled it, from its name; the times of that attempt are lost.
             version = max(name.max_policy_version for name in committed)
             return RolloutResult(unit.key, tuple(name.text for name in committed), version, worker.address)
+        # Parts of the unit, by an attempt that was lost before it committed the rest.
         held = {slot for name in committed if name.part is not None for slot in name.part.slots}
         # All of them run again all the same: what an engine samples depends on what it samples beside it.
         slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
@@ -246,6 +248,7 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
         if published is None:
             raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
+    # Through the actor while it lives, else by looking at the pointer.
     handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s)
     timeout_s = config.synchronizer.sync_timeout
     if not unit.weights.exact:

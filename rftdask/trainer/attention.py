@@ -50,6 +50,7 @@ def packed_attention(
     split: the tokens given are this rank's part of those that `spans` tells of.
     Raises: ValueError: the layer asks for what packed rows cannot have: learned biases, sinks or capped scores.
     """
+    # Generating, or rows given one by one: then it is SDPA with the mask that transformers made.
     if spans is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
@@ -73,7 +74,9 @@ def packed_attention(
 def _by_kernel(
     query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: RowSpans, scaling: float | None, window: int | None
 ) -> Tensor:
+    # Rows lie from the longest to the shortest.
     longest = spans.lengths[0]
+    # The kernel counts the tokens before one and not the one itself; -1: no limit.
     left = -1 if window is None or window >= longest else window - 1
     out: Any = varlen_attn(
         query_S.contiguous(),
@@ -171,10 +174,12 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
     """
     body: Any = model.base_model
     usual = model.config._attn_implementation
+    # Sliding windows and chunks differ from full attention only in long rows, so they are known by name.
     if not set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= _LAYERS:
         return False
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
+    # Of different lengths, so that a state that crosses from one row to the next shows.
     tokens = [np.arange(3) % vocabulary, np.arange(7) % vocabulary, np.arange(1, 4) % vocabulary]
     rows = pack_rows(tokens, np.ones(3, np.int64), np.ones(3), model.device)
     alone = torch.cat([body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in _split(rows)])
@@ -185,6 +190,7 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
         packed = torch.full_like(alone, torch.nan)
     equal = bool((packed - alone).abs().max() <= _CLOSE * alone.abs().max())
     if not equal:
+        # As it was: the model is then trained row by row, slower and right.
         model.set_attn_implementation(usual)
     return equal
 

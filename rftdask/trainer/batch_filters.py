@@ -36,8 +36,12 @@ class AlgorithmFilter(BatchFilter):
         self.columns = ("metrics",) if self._operators else ()
 
     def reasons(self, table: pa.Table, step: int) -> list[str]:
+        """See BatchFilter; the baselines, then operators, then the advantage function, each on what the one before
+        left.
+        """
         reasons = [""] * len(table)
         if self._baseline_rollout is not None:
+            # The rollout numbered `repeat_times` was sampled at temperature 0: a baseline and no sample.
             greedy = table.column("rollout").to_numpy() == self._baseline_rollout
             groups = batch_from_table(table).groups
             there = np.isin(groups, groups[greedy])
@@ -52,6 +56,7 @@ class AlgorithmFilter(BatchFilter):
         return reasons
 
     def rewards(self, table: pa.Table) -> np.ndarray:
+        """See BatchFilter; those recorded, shaped by the operators that do so."""
         if not self._shaping:
             return super().rewards(table)
         shaped, _ = run_pipeline(self._shaping, table)
@@ -64,8 +69,11 @@ class AlgorithmFilter(BatchFilter):
 
     def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
         advantage = self._algorithm.advantage_fn
+        # Most drop nothing, and then no advantage is computed just to find that out.
         if advantage is None or advantage.without_drops() == advantage:
             return [DropReason.KEPT] * len(table)
+        # With the rewards that are trained: a flat group may not be flat any more once they were shaped, or the
+        # reverse.
         batch = batch_from_table(with_rewards(table, self.rewards(table)))
         inputs = PaddedRows(batch, torch.device("cpu")).advantage_inputs(step)
         return [int(code) for code in advantage(inputs).drops_N]

@@ -60,6 +60,7 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
     """
     for step in checkpoint_steps(storage):
         manifest = read_manifest(storage, checkpoint_folder(step))
+        # A folder without one is half written or half removed, and so no checkpoint to resume from.
         if manifest is not None:
             state = parse_object(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
             return ResumePoint(step, int(state["source"]["low"]))
@@ -92,6 +93,7 @@ def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
     """When each rank writes, by `trainer.save_strategy`; those of one turn write at once. hosts: of each rank."""
     if strategy == "unrestricted":
         return [0] * len(hosts)
+    # One turn for each machine, in the order of its first rank: its ranks share a disk, machines do not.
     if strategy == "single_node":
         order = list(dict.fromkeys(hosts))
         return [order.index(host) for host in hosts]
@@ -157,6 +159,7 @@ class Checkpoints:
             except BaseException as error:  # carried to the thread that trains, and raised there
                 self._failure = error
 
+        # Daemon: a process that must end ends, and without a manifest what was written so far is no checkpoint.
         self._thread = threading.Thread(target=write, name="saver", daemon=True)
         self._thread.start()
 
@@ -189,6 +192,7 @@ class Checkpoints:
                     if self.ranks.size == 1:
                         raise
                     report = {"error": f"{type(error).__name__}: {error}"}  # the others wait for this one's report
+        # Also the sign that all have written: the manifest below names files of every rank.
         reports = self._writers.all_gather(report)
         for rank, told in enumerate(reports):
             if "error" in told:
@@ -196,6 +200,7 @@ class Checkpoints:
         if not self.ranks.is_rank0:
             return
         all_entries = {name: FileEntry(**entry) for told in reports for name, entry in told["files"].items()}
+        # The state, then the manifest, then the pointer: a kill at any line leaves the checkpoint before as the newest.
         all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
         # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
         extra = {key: value for key, value in state.items() if key == "fingerprint"}
@@ -220,6 +225,7 @@ class Checkpoints:
 
         Raises: DamagedError: it went away, or is of another lineage.
         """
+        # Rank 0 reads every byte once; the others trust its choice, and each verifies the files that it takes.
         step = self.ranks.broadcast(newest_valid_checkpoint(self._storage) if self.ranks.is_rank0 else None)
         if step is None:
             return None
@@ -227,6 +233,7 @@ class Checkpoints:
         manifest = read_manifest(self._storage, folder)
         if manifest is None:
             raise DamagedError(f"{folder} lost its manifest while it was read")
+        # Step numbers of two lineages mean different weights; one must not resume from the other's.
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
         state = parse_object(read_file(self._storage, folder, manifest, STATE_FILE))
@@ -236,6 +243,7 @@ class Checkpoints:
 
     def _settle(self, newest: int) -> None:
         """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""
+        # Before anything is removed, so that the pointer never names a folder that is gone.
         move_pointer(self._storage, CHECKPOINT_POINTER, newest)
         older = [step for step in checkpoint_steps(self._storage) if step < newest]
         if self._max_to_keep > 0:

@@ -76,7 +76,8 @@ class DaskClient(AsksScheduler, Protocol):
         pure: bool,
         retries: int,
         priority: int,
-    ) -> Future[Ended]: ...
+    ) -> Future[Ended]:
+        """Run a supervisor on one of `workers`; its future."""
 
     def run(
         self,
@@ -85,9 +86,11 @@ class DaskClient(AsksScheduler, Protocol):
         *,
         workers: list[str] | None = None,
         on_error: Literal["raise", "ignore"] = "raise",
-    ) -> Mapping[str, T]: ...
+    ) -> Mapping[str, T]:
+        """Call the function in the worker processes, besides any task; its answers by address."""
 
-    def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None: ...
+    def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None:
+        """Cancel the tasks; a thread that runs one goes on until it looks."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class RankSpec:
 def free_address(dask_worker: Worker) -> str:
     """host:port, of this host and a port that is free now, on the worker that will run rank 0."""
     host = _host_of(dask_worker.address)
+    # Free at this moment, and perhaps taken when rank 0 listens: then the try is lost, and the next has another port.
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"
@@ -150,6 +154,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
     called_off = make_called_off()
     interface = interface_of(_host_of(address))
+    # A process of its own: a rank that crashes or is killed must not take the Dask worker with it.
     child = Child(
         RANK,
         asdict(spec),
@@ -176,6 +181,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
             if spec.rank == 0:  # the others have only signs of life to give
                 worker.log_event(TOPIC, message)
     except RoleError as error:
+        # Of the same class, since the driver decides by it; now with where it happened.
         raise type(error)(f"rank {spec.rank} on worker {worker.name} ({address}): {error}") from error
     finally:
         child.close()
@@ -217,6 +223,8 @@ class Gang:
                 with tempfile.TemporaryDirectory(prefix="rftdask-ranks-", ignore_cleanup_errors=True) as folder:
                     rendezvous = self._meeting_place(addresses, folder)
                     generation = f"trainer-{num_losses}-{time.time_ns()}"  # in keys, of which none is used again
+                    # All at once: ranks wait for each other when they start, so one alone would only run into its
+                    # deadline.
                     futures = [
                         self.client.submit(
                             supervise,
@@ -238,12 +246,14 @@ class Gang:
                         self._call_off(futures)
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1
+                # Counted over the whole stage and not in a row: ranks that are lost again and again are no chance.
                 if num_losses > self.max_restarts or self.cancelled():
                     raise RoleError(f"the trainer failed {num_losses} times; the last time: {loss}") from loss
                 self.note(f"trainer restarts from its newest checkpoint ({num_losses} of {self.max_restarts}): {loss}")
 
     def _meeting_place(self, addresses: Sequence[str], folder: str) -> str:
         """Where ranks meet: `folder` on one machine, else a port of the first worker's."""
+        # Loopback addresses: all workers are of this machine.
         if all(_host_of(address).startswith("127.") for address in addresses):
             return folder
         try:
@@ -298,6 +308,7 @@ class Gang:
 
         Raises: ProcessLostError: one still runs after 30 s.
         """
+        # Dask cannot end a running thread: the supervisor sees that its task is cancelled, ends its child and returns.
         self.client.cancel(futures, force=True)
         keys = {str(future.key) for future in futures}
         deadline = time.monotonic() + _CALL_OFF_S
@@ -320,6 +331,7 @@ class Gang:
             if self.stopping():
                 return []
             workers = workers_of(self.client)
+            # By address, so that ranks of one machine are neighbors, who exchange the most.
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
             if len(able) >= self.spec.world_size:
                 return able[: self.spec.world_size]
@@ -341,6 +353,7 @@ def _error(rank: int, future: Future[Ended]) -> BaseException:
         return ProcessLostError(f"rank {rank} on worker {lost.name} ({lost.address}) was lost with its worker")
     if isinstance(error, FencedError | UserError | StorageError | ProcessLostError):
         return error
+    # Of our own errors the text says it all; of others the class is half of what there is to know.
     text = str(error) if isinstance(error, RftError) else f"rank {rank} failed: {type(error).__name__}: {error}"
     if isinstance(error, _LOSSES):
         return ProcessLostError(text)

@@ -91,6 +91,7 @@ def _check_head(model: PreTrainedModel, model_path: str) -> None:
     """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
     seen: dict[str, Any] = {}
     head = model.get_output_embeddings()
+    # By two hooks in one forward pass: what leaves the body must be what enters the head, and its output the logits.
     hooks = [
         model.base_model.register_forward_hook(lambda _, __, out: seen.update(hidden=out["last_hidden_state"].clone())),
         head.register_forward_hook(lambda _, args, out: seen.update(head_in=args[0].clone(), head_out=out.clone())),
@@ -128,6 +129,7 @@ def token_logprobs(
     hidden_QH = hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
     causal: Any = model
     head = causal.get_output_embeddings()
+    # Logits are the largest tensor by far, tokens times vocabulary: a chunk of them at a time bounds the memory.
     size = max(1, max_logits // head.weight.shape[0])
     wanted = statistic or with_entropy
     if len(hidden_QH) <= size:
@@ -256,6 +258,7 @@ def export_hf(
         tensors: the weights, tied ones once; None takes those of the model.
         dtype: to write them in; None: as they are, and then they come back bit for bit.
     """
+    # Floating point alone is converted: masks and counters keep their type.
     if dtype not in (None, model.dtype):
         tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor

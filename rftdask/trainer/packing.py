@@ -94,13 +94,16 @@ def pack_rows(
     if int(prompt_lengths_B.min()) < 1:
         raise ValueError("a row has no prompt, so nothing predicts its first token; give it at least one prompt token")
     lengths_B = np.array([len(row) for row in tokens])
+    # Stable: rows of one length lie as they were given, so the same micro-batch gives the same sequence and bits.
     order = np.argsort(-lengths_B, kind="stable")
+    # [B + 1] in the packed order; `start_B` in the order given.
     ends = np.concatenate([[0], np.cumsum(lengths_B[order])])
     start_B = np.empty_like(lengths_B)
     start_B[order] = ends[:-1]
     response_B = lengths_B - prompt_lengths_B
     row_Q = np.repeat(np.arange(len(tokens)), response_B)
     column_Q = _counted(response_B)
+    # Where a row begins, past its prompt, then one place for each token of the response.
     place_Q = (start_B + prompt_lengths_B)[row_Q] + column_Q
     size = 1 if sequence is None else sequence.size
     # Rows of one token, of no consequence: every rank has a token, without which models fail.
@@ -118,6 +121,7 @@ def pack_rows(
     held = slice(0, len(tokens_S)) if split is None else split.own
     own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
+    # Greedy tokens have no distribution of their own: they are scored as if sampled at 1.
     temperature_B = np.where(temperature_B == 0, 1.0, temperature_B)
 
     def put(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -26,6 +26,7 @@ class ProcessRanks(Ranks):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def broadcast(self, message: Any) -> Any:
+        """See Ranks; two messages, since the others must know how many bytes to take."""
         data = json.dumps(message).encode() if self.is_rank0 else b""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.group)
@@ -34,12 +35,15 @@ class ProcessRanks(Ranks):
         return json.loads(_as_bytes(content))
 
     def all_gather(self, message: Any) -> list[Any]:
+        """See Ranks; as JSON, whose floats are the shortest text that gives the same number again."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(message).encode())]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """See Ranks; costs `size` times the longest part, because gloo gathers tensors of one size."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         longest = max(int(size) for size in sizes)
+        # Filled up with zeros to the longest, and cut again by the sizes that were told before.
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -47,22 +51,27 @@ class ProcessRanks(Ranks):
         return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See Ranks; by NCCL where the tensor is on a GPU."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See Ranks; by one exchange."""
         found = rows.new_empty((sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(found, rows.contiguous(), list(receive), list(send), group=self.group)
         return found
 
     def neighbors(self, size: int) -> Ranks:
+        """See Ranks; makes a process group for each gang."""
         if size == self.size:
             return self
         members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        # Every rank makes every group, in the same order: torch demands it also of those that are in none of them.
         groups = [dist.new_group(list(members[first : first + size])) for first in range(0, self.size, size)]
         return ProcessRanks(groups[self.rank // size])
 
     def across(self, size: int) -> Ranks:
+        """See Ranks; makes a process group for each gang."""
         members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
         groups = [dist.new_group(list(members[place::size])) for place in range(size)]
         return ProcessRanks(groups[self.rank % size])
@@ -77,6 +86,7 @@ def all_ranks() -> Ranks:
 def lost_peer(error: RuntimeError) -> PeerLostError | None:
     """The error in our words, if torch raised it because another rank does not answer; else None."""
     text = str(error)
+    # By their words: torch has no class for what gloo and NCCL say of a broken connection.
     if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
         return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}")
     return None

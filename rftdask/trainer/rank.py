@@ -65,6 +65,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
 
     spec: the fields of `gang.RankSpec`. Raises: PeerLostError: another rank does not answer; what the trainer raises.
     """
+    # Before any tensor: torch would take all cores for each of the ranks that share this machine.
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"], was_checked=True)
     rank, size = spec["rank"], spec["world_size"]
@@ -83,6 +84,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 config, storage, spec["total_steps"], metrics, lambda event: channel.send(CODEC.encode(event))
             )
             ended = trainer.run()
+    # Where a peer has died torch raises a bare RuntimeError. Told apart, this rank is not taken for the cause.
     except RuntimeError as error:
         lost = lost_peer(error)
         if lost is None:
@@ -99,6 +101,7 @@ def meeting_place(rendezvous: str, rank: int, size: int) -> Any:
     if size == 1:
         return stores.HashStore()
     timeout = timedelta(seconds=_RENDEZVOUS_S)
+    # All ranks are on one machine: a folder of the user alone, and no port that others could reach.
     if os.path.isabs(rendezvous):
         store = stores.FileStore(os.path.join(rendezvous, "store"), size)
         store.set_timeout(timeout)
@@ -120,6 +123,7 @@ def build_trainer(
     """
     ranks = all_ranks()
     lineage, parent = lineage_of(storage), read_parent(storage)
+    # First: parts that do not go together are told before any model is loaded.
     algorithm = build_algorithm(config)
     limit = config.train_step_limit(total_steps)
     planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
@@ -131,6 +135,7 @@ def build_trainer(
     looked_s, stop_found = 0.0, False
 
     def publish_due(step: int, published: int) -> bool:
+        # From storage at each question, since the explorer may ask for newer weights at any time.
         asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
         return rules.publish_due(step, published, asked)
 
@@ -138,6 +143,7 @@ def build_trainer(
         # Asked before every batch, several times a second: a look at a remote storage each time would cost more.
         nonlocal looked_s, stop_found
         now = time.monotonic()
+        # Once found it stays found: who put the file may take it away for the next start.
         if not stop_found and now - looked_s > _LOOK_EVERY_S:
             looked_s, stop_found = now, storage.exists(STOP_FILE)
         return stop_found
@@ -158,6 +164,7 @@ def build_trainer(
         section=config.trainer,
         total_steps=limit,
         lineage=lineage,
+        # Nobody explores with what a dataset or the replay of another lineage makes.
         publish_due=publish_due if algorithm.schema == "experience" and parent is None else None,
         should_stop=should_stop,
         emit=emit,
@@ -175,6 +182,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
     section, schema = config.buffer.trainer_input.experience_buffer, config.algorithm.schema_type
     source: BatchSource
     if schema != "experience":
+        # One row of a dataset is one sequence, or two for a pair: "chosen" and "rejected" are trained in one batch.
         dataset, read = build_reader(section, schema, config, load_tokenizer(config))
         source = DatasetSource(
             read,
@@ -190,6 +198,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)
         # A finished log is read in order, whatever style made it: the same files, the same batches.
         in_order = rules.style is SyncStyle.FIXED or (config.mode == "train" and log.sealed_at() is not None)
+        # Beside an explorer the bound is the one that its style keeps; a trainer alone has only what was asked for.
         rule = SampleRule(
             groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
             tasks_per_step=config.buffer.batch_size,
@@ -217,6 +226,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         )
     if parent is None:
         return source
+    # `source` then only reads: which rows a step trains is what the parent has written down.
     return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
 
 

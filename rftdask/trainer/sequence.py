@@ -42,6 +42,7 @@ class SequenceSplit:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank; they differ by one at most."""
+        # By multiplication, so that the parts of all ranks meet without a word between them.
         ends = [self.num_tokens * number // self.ranks.size for number in range(self.ranks.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
@@ -61,6 +62,7 @@ class SequenceSplit:
         size = self.ranks.size
         if query.shape[1] % size:
             raise ValueError(f"{query.shape[1]} attention heads cannot be split over {size} ranks")
+        # Fewer heads of keys than ranks: each is given to as many ranks as use it.
         times = size // math.gcd(size, keys_and_values[0].shape[1])
         tensors = [query, *(t.repeat_interleave(times, 1) if times > 1 else t for t in keys_and_values)]
         # [ranks, s, numbers for that rank]: what goes to one rank lies together.

@@ -54,9 +54,11 @@ Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
 class MetricsSink(Protocol):
     """Where rank 0 writes the numbers of each step; `flush` makes them durable."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the row of a step; a step that is written again replaces its row."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Make the rows durable. Raises: StorageError."""
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Trainer:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
+        # A checkpoint exists when its manifest is written, which is in the thread of the saver and after `_save`
+        # returned.
         self.checkpoints.on_commit = lambda step: self.emit(CheckpointSaved(step))
         # Of the weights after a step.
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
@@ -99,6 +103,7 @@ class Trainer:
 
         Raises: WaitTimeout: a batch did not come; what the engine, the source or the storage raise.
         """
+        # Every rank loads; rank 0 alone says which checkpoint is the newest valid one.
         step = self._resume()
         self.emit(Started(step))
         began = time.perf_counter()
@@ -106,6 +111,8 @@ class Trainer:
             # What all ranks do now. While rank 0 waits for data the message comes several times a second, so that no
             # rank runs into the deadline of the process group.
             action, entry_json = self.ranks.broadcast(self._next_turn(step) if self.ranks.is_rank0 else None)
+            # Whoever supervises takes a rank that says nothing for half an hour for hung, and only rank 0 has steps to
+            # tell.
             if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
                 self._spoke_s = time.monotonic()
                 self.emit(Alive())
@@ -118,6 +125,7 @@ class Trainer:
             if action != "train":
                 continue
 
+            # Out of the message and not from storage: where a new file shows up late, ranks would not see the same.
             entry = LedgerEntry.from_json(entry_json.encode())
             try:
                 batch = read_together(entry, self.ranks, self.source.read)
@@ -136,11 +144,14 @@ class Trainer:
                 self._publish(step)
             published = time.perf_counter()
 
+            # By the number of the step, which all ranks know: saving is a call of all of them.
             if self.section.save_interval and step % self.section.save_interval == 0:
                 self._save(step, last=self._is_last(step))
             saved = time.perf_counter()
 
             if self.ranks.is_rank0:
+                # All of rank 0, in seconds. wait_s counts from the end of the step before; tokens_per_s is over all of
+                # the step.
                 times = {
                     "wait_s": got - began,
                     "train_s": trained - got,
@@ -151,6 +162,8 @@ class Trainer:
                 }
                 row = {**metrics, **batch_metrics(step, entry, batch), **times}
                 log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
+                # After the checkpoint: a step that is made again after a crash writes its row again, and the newer row
+                # wins.
                 self.metrics.write(step, row)
                 self.emit(Step("trainer", step, row))
             self.checkpoints.check()  # raises what the writing in the background has raised
@@ -162,6 +175,7 @@ class Trainer:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
         if self._is_last(step):
             return "end", ""
+        # Before a batch is formed: one that is in the ledger has to be trained, by this life or the next.
         if self.should_stop():
             return "stop", ""
         try:
@@ -184,10 +198,12 @@ class Trainer:
             return 0
         step, state, files = found
         self.engine.load_state_files(files)
+        # The cursor goes with the weights: entries after it are replayed from the ledger, before any new one is formed.
         self.source.load_state_dict(state["source"])
         log.info("resumes from checkpoint %d", step)
         self._saved = step
         self._published = min(step, state["published"])
+        # A kill between manifest and pointer leaves the pointer behind, and explorers would wait for what is there.
         mends = self.ranks.is_rank0 and self.publish_due is not None and self._published > 0
         if mends and not restore_pointer(self.storage, self._published):
             self._published = 0  # what was published is damaged: publish as if it never was
@@ -201,6 +217,7 @@ class Trainer:
             return
         published = publish_weights(self.storage, step, weights, self.lineage, fingerprint)
         if self.max_weights_to_keep:
+            # Explorers that are other commands read these at their own pace; only their number bounds what lies here.
             kept = published_versions(self.storage)[-self.max_weights_to_keep :]
             remove_weights_below(self.storage, kept[0])
         self.emit(Published(step, published.content_hash))
@@ -213,6 +230,7 @@ class Trainer:
 
     def _save(self, step: int, last: bool) -> None:
         """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
+        # A copy of the state: the next step changes the weights while these bytes are still being written.
         files = self.engine.state_files()
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):
             files.update(self._export())
@@ -227,11 +245,13 @@ class Trainer:
 
     def _finish(self, step: int) -> None:
         """Publish the last weights and save a last checkpoint, also after a stop on request."""
+        # Whatever the interval says: who explores or evaluates after the end is to have the last weights.
         if self.ranks.broadcast(self.publish_due is not None and self._published < step):
             self._publish(step)
         unsaved = step > self._saved
         if unsaved:
             self._save(step, last=True)
+        # Durable before the trainer says that it has ended, for then nobody waits for it any more.
         self.checkpoints.flush()
         if not unsaved and step and self.section.save_hf_checkpoint == "last":
             exported = self._export()  # the step was saved before it was known to be the last
@@ -245,6 +265,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     """What the rows of a batch say by themselves: rewards and lengths of rollouts, each once, whatever its turns;
     staleness of rows, against the weights that were trained (version step - 1).
     """
+    # Version v is what optimizer step v leaves behind, so step s trains the weights of version s - 1.
     staleness = step - 1 - batch.min_policy_versions
     metrics = {
         "num_rows": float(len(batch)),
@@ -266,6 +287,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
         )
         if len(rewards) > len(stds):  # a lone rollout has nothing to differ from
             metrics["flat_groups"] = float((stds == 0.0).mean())
+    # Of the notes those that are counts, such as num_missing_groups of a partial batch.
     metrics.update({name: value for name, value in entry.notes.items() if name.startswith("num_")})
     for rows in entry.drop:
         key = f"num_dropped_{rows.reason.partition(':')[0]}"  # "skipped", without the user's words
@@ -283,10 +305,12 @@ def places_of(entry: LedgerEntry, rank: int, size: int) -> range:
     """The places in an entry that a rank reads: a run of neighbors, who often lie in the same shard, and whole groups,
     each of which is one item of `use`. Rows of a dataset may be parted anywhere.
     """
+    # Where a cut may be: after each group of rollouts, and after each single row of a dataset.
     ends = [0]
     for rows in entry.use:
         last = ends[-1]
         ends += [last + 1 + i for i in range(len(rows.rows))] if rows.of_dataset else [last + len(rows.rows)]
+    # The last such place at or before an even share. Two neighbors compute the same place, so none is read twice.
     first, after = (ends[bisect_right(ends, ends[-1] * part // size) - 1] for part in (rank, rank + 1))
     return range(first, after)
 
@@ -301,6 +325,7 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
     """
     if ranks.size == 1:
         return read(entry, None)
+    # Read once by somebody, not by everybody: storage serves each shard about once, however many ranks there are.
     places = places_of(entry, ranks.rank, ranks.size)
     # An entry without rows is read by rank 0, for the shapes of nothing.
     nothing = not any(rows.rows for rows in entry.use)

@@ -101,6 +101,7 @@ def audit_log(
     readable = {*present}
     repeated = [name for name in repeated_shards(shards) if name in readable]
     dropped[REPEAT] += _num_repeats(log, repeated, used, settled, tasks_per_unit, problems)
+    # By the names, which say how many rows each has; nothing of them has to be there any more.
     committed = sum(name.num_rows for name in shards)
     waiting = committed - trained - dropped.total()
     problems += _broken_limits(used, set_aside, {name.text: name.num_rows for name in shards}, max_uses)

@@ -70,6 +70,7 @@ class Backpressure:
         """True if a work unit may begin before which the schedule has so many groups."""
         if self._limit is None:
             return True
+        # Of what this explorer has committed; a resumed one begins without, and lets units begin until it knows.
         mean_bytes = self._num_bytes / max(1, self._num_rollouts)
         # What was settled when the ledger was last read may be enough, and saves another look.
         if self._limit.admits((num_groups - self._num_settled) * self._repeat_times, mean_bytes):

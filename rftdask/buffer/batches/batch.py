@@ -109,6 +109,7 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     Groups and rollouts are numbered by first appearance. No Python loop runs over tokens.
     Args: baselines: rows whose rewards are the baselines of their groups; of a group, its last row counts.
     """
+    # Lists as Arrow has them: flat values and lengths, which is the form of the batch, too.
     tokens = _array(table.column("tokens"))
     lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
@@ -163,6 +164,7 @@ def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.n
     for name in names:
         codes = _array(table.column(name)).dictionary_encode()
         if len(codes.dictionary) > 1:  # else it tells no two rows apart
+            # Two numbers as one: the value so far in the high part, this column's in the low.
             pairs = numbers * len(codes.dictionary) + codes.indices.to_numpy()
             numbers = pa.array(pairs).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
     return numbers
@@ -192,6 +194,7 @@ def supervised_batch(
     """
     lengths = np.array([len(tokens) for tokens, _, _ in rows], dtype=np.int64)
     prompts = np.array([prompt for _, prompt, _ in rows], dtype=np.int64)
+    # Only responses have masks and logprobs; the prompt is context.
     responses = lengths - prompts
     masks = [np.ones(r, bool) if m is None else np.asarray(m) for (_, _, m), r in zip(rows, responses, strict=True)]
     count = len(rows)

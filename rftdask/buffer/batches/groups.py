@@ -55,6 +55,7 @@ def _group_starts(table: pa.Table) -> np.ndarray:
     changes[:1] = True
     for name in GROUP_KEY:
         codes = table.column(name).combine_chunks().dictionary_encode().indices.to_numpy()
+        # A group ends where any of the columns changes from one row to the next.
         changes[1:] |= codes[1:] != codes[:-1]
     return np.flatnonzero(changes)
 
@@ -69,6 +70,7 @@ def group_numbers(table: pa.Table) -> np.ndarray:
 def group_slots(table: pa.Table, name: ShardName, tasks_per_unit: int) -> np.ndarray:
     """[N] int64 place of each row's group in its explore step, as in `groups_of_shard`."""
     numbers = group_numbers(table)
+    # A part says in its name which tasks of the unit its groups are of.
     slots = numbers if name.part is None else np.asarray(name.part.slots, np.int64)[numbers]
     return slots + name.unit * tasks_per_unit
 

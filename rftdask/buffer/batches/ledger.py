@@ -129,6 +129,7 @@ class Ledger:
             raise DamagedError(
                 f"{self.path(step)} is damaged ({error}); restore it from a backup or fork before it"
             ) from error
+        # A checksum proves the content and not the name: a copied file would be another step's batch.
         if (entry.step, entry.lineage) != (step, self.lineage):
             raise DamagedError(f"{self.path(step)} says step {entry.step} of lineage {entry.lineage}: files were moved")
         return entry.skipped(self.skips[step]) if step in self.skips else entry
@@ -161,6 +162,7 @@ class Ledger:
 
         Killed before: the step has no batch, and the next life forms one. Killed after: the next life replays it.
         """
+        # Create-only, which is what fences two trainers: of two that form the same step one is refused.
         if not self._storage.put_new(self.path(entry.step), entry.to_json()):
             raise FencedError(
                 f"{self.path(entry.step)} was written by somebody else: another trainer works on lineage "

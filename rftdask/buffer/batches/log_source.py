@@ -92,10 +92,13 @@ class LogSource(BatchSource):
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
+        """See BatchSource; the log is listed whole at the next look."""
         self._cursor = Cursor.from_state_dict(state)
         self._looked = False
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
+        """See BatchSource; with replay it first folds the uses that this process has not seen."""
+        # What the ledger has is replayed. None: it is this trainer's to form.
         entry = self._fence.read(step)
         if self.replay is not None:
             # Uses before `step` that this process has not seen: after a resume, those of the newest entries.
@@ -111,13 +114,16 @@ class LogSource(BatchSource):
             entry = self._form_entry(step, selection)
             self.ledger.write(entry)  # from here on it is the batch of this step, whatever becomes of this process
         if self.replay is not None:
+            # Also an entry that was replayed: the next batch must know what was used so far.
             self._uses.fold(entry, self._reader.min_policy_version)
+        # Trained or dropped, it is settled, and in no later batch as a fresh group.
         for position in entry.positions:
             self._waiting.pop(position, None)
         self._cursor.settle(entry.positions, self.rule.tasks_per_step)
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+        """See BatchSource; forgets the shards that neither wait nor are in the entry."""
         # Also on a rank that forms no entry, and so never settles one.
         in_use = {group.source for group in self._waiting.values()} | {rows.source for rows in entry.use}
         self._reader.forget_all_but(in_use)
@@ -134,6 +140,7 @@ class LogSource(BatchSource):
         rule, slots = self.rule, range(self.rule.tasks_per_step)
         reuses_alone = self.replay is not None and self.replay.after_the_end
         began = time.monotonic()
+        # The caller comes back several times a second while it waits.
         if self._asked_s[0] != step:
             self._asked_s = (step, began)  # the deadline holds over all calls for one step
         deadline = self._asked_s[1] + self.max_read_timeout_s
@@ -181,6 +188,7 @@ class LogSource(BatchSource):
         """The groups of batch `step` (`count` in place of a whole batch's), of what is there now."""
         if self.replay is None:
             return select_groups(self._waiting, self._cursor, step - 1, self.rule, count)
+        # Policy version step - 1 is about to be trained.
         used = self._uses.ready(step - 1, self.clock())
         return select_with_reuse(self._waiting, used, self._cursor, step - 1, self.rule, self.replay, count)
 
@@ -235,11 +243,13 @@ class LogSource(BatchSource):
                 by_reason[next(reasons)].append(row)
             for reason, numbers in by_reason.items():
                 (drop if reason else use).append(Rows(group.source, tuple(numbers), reason))
+        # After the fresh ones, and past the filter: its rows were found good when the group was fresh.
         use.extend(Rows(group.source, group.rows) for group in selection.reuse)
         if self.demonstrations is not None:
             use.append(self.demonstrations.rows(step))
 
         notes: dict[str, float] = {}
+        # Noted only where it is not 0, so that an entry of a usual batch has no notes.
         missing = self.rule.groups_per_batch - len(selection.settled) - len(selection.reuse)
         if missing > 0:
             notes[MISSING_NOTE] = missing
@@ -277,6 +287,7 @@ class EntryReader:
         """
         rollouts: list[Rows] = []
         shown: list[tuple[Rows, Sequence[int]]] = []  # rows of a dataset, and which of them
+        # `places` counts through all parts of `use`; each part takes the slice that is its own.
         begin = 0
         for part in entry.use:
             end = begin + len(part.rows)
@@ -336,6 +347,7 @@ class EntryReader:
 
     def forget_all_but(self, sources: Collection[str]) -> None:
         """Free the memory of all other shards."""
+        # Shards of settled groups: nobody reads them again but a replay.
         for source in [source for source in self._tables if source not in sources]:
             self._num_bytes -= self._tables.pop(source).nbytes
 

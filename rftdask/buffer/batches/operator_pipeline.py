@@ -82,6 +82,7 @@ def filter_experiences(
     baseline_rollout: number of the greedy rollouts, which are no samples. Raises: OperatorError.
     """
     result = list(experiences)
+    # Failed rollouts have no reward to look at, and the greedy one is the baseline of the others.
     places = [i for i, e in enumerate(experiences) if e.status.trainable and e.rollout != baseline_rollout]
     if not operators or not places:
         return result

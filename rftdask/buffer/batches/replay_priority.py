@@ -69,6 +69,7 @@ class LinearDecay(PriorityFunction):
     """Policy versions that a use costs."""
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """See PriorityFunction; [N] version - decay * uses."""
         return versions_N - self.decay * uses_N
 
 
@@ -85,9 +86,11 @@ class DecayLimitRandomization(LinearDecay):
 
     @property
     def max_uses(self) -> int | None:
+        """See PriorityFunction."""
         return self.use_count_limit
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """See PriorityFunction; [N] version - decay * uses, with noise of `sigma` versions."""
         values_N = super().priorities(versions_N, uses_N, random)
         return values_N + self.sigma * random.standard_normal(len(values_N)) if self.sigma > 0 else values_N
 

@@ -92,6 +92,7 @@ class Cursor:
     def settle(self, positions: Iterable[Position], tasks_per_step: int) -> None:
         """Take these as settled; whole steps leave `beyond`."""
         self.beyond.update(p for p in positions if p[0] >= self.low)
+        # Whole steps leave from the front alone, so what is kept is as long as the gap is wide.
         while all((self.low, slot) in self.beyond for slot in range(tasks_per_step)):
             self.beyond.difference_update((self.low, slot) for slot in range(tasks_per_step))
             self.low += 1
@@ -253,6 +254,7 @@ def select_groups(
     size = rule.groups_per_batch if count is None else count
     if len(waiting) < size:
         return None
+    # Sorted where nothing is prescribed: a strategy is given the oldest first.
     positions = next_positions(cursor, size, rule.tasks_per_step) if rule.ordered else sorted(waiting)
     if any(position not in waiting for position in positions):
         return None

@@ -104,6 +104,10 @@ class ReplayedSource(BatchSource):
         self._rows = rows
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
+        """See BatchSource; the parent's entry under this lineage's name. Raises: FencedError: this lineage trained
+        others.
+        """
+        # None at its end: the replay trains what the parent has, and not a step more.
         original = self._parent.read(step)
         if original is None:
             return None
@@ -119,6 +123,7 @@ class ReplayedSource(BatchSource):
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+        """See BatchSource."""
         return self._rows.read(entry, places)
 
 
@@ -169,6 +174,7 @@ class Demonstrations:
 
     def rows(self, step: int) -> Rows:
         """The rows of a step, to be written into the ledger."""
+        # A function of the step: a resumed run goes on at the same row without any cursor.
         first = (step - 1) * self._per_batch
         return Rows(self.source, tuple(self._order.at(place) for place in range(first, first + self._per_batch)))
 
@@ -215,11 +221,13 @@ class DatasetSource(BatchSource):
         return {"source": self._rows.source}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
+        """See BatchSource. Raises: DataError: the dataset is another one now."""
         now = self._rows.source
         if state["source"] != now:
             raise DataError(f"the dataset has changed since the checkpoint: was {state['source']}, is {now}")
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
+        """See BatchSource; never waits: the rows of a step are known from its number."""
         entry = self._fence.read(step)
         if entry is None and step <= self._num_steps:
             entry = LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))

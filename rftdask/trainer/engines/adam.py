@@ -31,11 +31,14 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int | None
         )
     warmup = optimizer.lr_warmup_steps
     if warmup < 0:
+        # Negative: a share of the steps that are planned.
         warmup = int(optimizer.lr_warmup_steps_ratio * (total_steps or 0))
     if step <= warmup:
+        # From 1: the first step has a rate above 0, step `warmup` the whole one.
         return optimizer.lr * step / warmup
     if total_steps is None or optimizer.lr_scheduler_type == "constant":
         return optimizer.lr
+    # A run that goes on beyond its planned end keeps the lowest rate.
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * shape)
@@ -91,6 +94,7 @@ class Adam:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+        # Also where the step was skipped: a gradient that is not finite must not be added to the next.
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped_in_a_row = 0 if finite else self._num_skipped_in_a_row + 1
         if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -102,7 +106,9 @@ class Adam:
 
     def state_files(self, name: str) -> dict[str, bytes]:
         """Its state by names of parameters, as `save_tensors` does. Called by all ranks."""
+        # By names of parameters and not by their numbers, which depend on how they are sorted here.
         states: Mapping[int, Mapping[str, Tensor]] = self._optimizer.state_dict()["state"]
+        # A resumed run counts on: else a crash every few steps would hide that none of them is taken.
         tensors = {_NUM_SKIPPED: torch.tensor(self._num_skipped_in_a_row)}
         for index, parameter in enumerate(self._trained):
             tensors |= {f"{parameter}/{key}": value for key, value in states.get(index, {}).items()}

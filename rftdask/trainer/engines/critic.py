@@ -36,6 +36,7 @@ class ValueModel(torch.nn.Module):
         super().__init__()
         self.body = body
         self.head = torch.nn.Linear(hidden_size, 1)
+        # Values begin at 0, so that the first advantages are the returns and no noise of an untrained head.
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
@@ -57,6 +58,7 @@ class Critic:
         strategy: Strategy,
     ) -> None:
         """policy: a model whose body it begins with. optimizer: that of the policy, which gives all but the rate."""
+        # The language model without its head: what it says of a position goes to a head of one number.
         body: Any = policy.base_model
         self._model = ValueModel(body, policy.config.hidden_size).to(device=policy.device, dtype=policy.dtype)
         self._cliprange_value = section.cliprange_value
@@ -76,6 +78,7 @@ class Critic:
 
         Raises: RoleError: the loss or its gradient is not finite.
         """
+        # A mean over the trained tokens of the whole batch; parts of it add up over passes and ranks.
         weights_NT = rows.loss_mask_NT / rows.loss_mask_NT.sum().clamp(min=1)
         total = 0.0
         for members in passes.own:

@@ -27,21 +27,26 @@ class FakeTrainEngine(TrainEngine):
         self._digest = b"start"
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """Fold the step and its batch into the digest; the loss is 0."""
         content = "\n".join(batch.uids).encode() + batch.tokens.tobytes() + batch.rewards.tobytes()
         self._digest = hashlib.sha256(self._digest + str(step).encode() + content).digest()
         return {"loss": 0.0}
 
     def weights(self) -> Mapping[str, bytes]:
+        """The digest, as a safetensors file."""
         return {MODEL_FILE: self._bytes()}
 
     def _bytes(self) -> bytes:
         return save({"digest": np.frombuffer(self._digest, np.uint8).copy()}, {"format": "np"})
 
     def state_files(self) -> dict[str, bytes]:
+        """The digest alone: there is neither optimizer nor random state."""
         return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
     def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        """Go on with the digest of a checkpoint."""
         self._digest = load(files[CHECKPOINT_MODEL_FILE])["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
+        """As `weights`; no model, so no folder that transformers would read."""
         return self.weights()

@@ -51,6 +51,7 @@ class PaddedRows:
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
         """[N, T], or [N, T, K], float32 of what `score` says of every response token, given `model_inputs` of one part
         at a time."""
+        # Rows that are in no part stay 0, so that the sum over the ranks has each row once.
         values_NT = torch.zeros_like(self.rollout_logprobs_NT)
         for members in parts:
             values_BT = score(**self.model_inputs(members))
@@ -110,6 +111,7 @@ class Passes:
         """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
         idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
         values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
+        # What several ranks computed alike is counted once.
         return self.ranks.all_reduce(values if self.counts else torch.zeros_like(values))
 
     def add_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -142,14 +144,17 @@ def plan_passes(
     """
     size = 1 if group is None else group.size
     cut: list[list[np.ndarray]] = []
+    # Every rank deals for all of them, by lengths alone, and so knows how many passes the others make.
     for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
         rows = rows_of_units(units, unit)
+        # Within a rank by cost, too: passes of about the same cost keep the peak of the memory low.
         costs = unit_costs(lengths[rows], hidden_size)
         parts = micro_batches(lengths[rows], max_tokens=max_tokens, max_rows=max_rows, unit=unit, costs=costs)
         cut.append([rows[part] for part in parts])
     own = cut[ranks.rank // size]
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
+    # The cheapest unit of the batch, which every rank knows.
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
     return Passes(ranks, group is None or group.is_rank0, own, num_idle, rows_of_units(shortest, unit))
 
@@ -173,8 +178,10 @@ def micro_batches(
     costs_U = (lengths if costs is None else costs).reshape(-1, unit).sum(axis=1)
     num_units = len(tokens_U)
     max_units = num_units if max_rows is None else max(1, max_rows // unit)
+    # A lower bound on the number of passes by rows and by tokens; packing them may take more.
     fewest = max(1, math.ceil(num_units / max(1, max_units)), math.ceil(tokens_U.sum() / max_tokens))
     tries = (deal(costs_U, number, tokens_U, max_tokens, max_units) for number in range(fewest, num_units))
+    # The first number of passes into which all fit; at the worst each unit alone.
     parts = next(filter(None, tries), [np.array([unit]) for unit in range(num_units)])
     return [rows_of_units(part, unit) for part in parts]
 
@@ -193,6 +200,7 @@ def deal(
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     cost_P, tokens_P, units_P = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts, int)
+    # Greedy, the dearest first: near the optimum, and, ties going by number, the same on every rank.
     for unit in np.argsort(-costs_U, kind="stable"):
         tokens = 0 if tokens_U is None else tokens_U[unit]
         fits_P = (units_P == 0) | ((tokens_P + tokens <= max_tokens) & (units_P < max_units))

@@ -71,16 +71,20 @@ _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int]]]]
 class _NoFolder:
     """What PyTorch asks of a storage with a path, where there is nothing to do."""
 
-    def reset(self, checkpoint_id: object = None) -> None: ...
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Nothing is open."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
+        """This rank's plan as PyTorch made it."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """The plans of all ranks as PyTorch made them."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """False: there is no path by which PyTorch could choose this storage."""
         return False  # there is no path to find it by
 
 
@@ -156,9 +160,12 @@ class SavedTensors(_NoFolder, StorageReader):
     # ---- what PyTorch calls
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Sizes and parts of all tensors, which `__init__` has gathered from the heads of the files."""
         return Metadata(dict(self._tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # A file is parsed once, whatever is asked of it: parsing one reads all of it.
+        """Fill what this rank asked for, file by file, the one that is in memory first."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._file_of[item.storage_index], []).append(item)
@@ -171,7 +178,8 @@ class SavedTensors(_NoFolder, StorageReader):
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
 
     # ----
 
@@ -188,6 +196,7 @@ class SavedTensors(_NoFolder, StorageReader):
         head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         placed = json.loads(head[_SHARDING]) if _SHARDING in head else None
         self._held = (file, load(data))
+        # A file without places in its head holds whole tensors, each beginning at 0.
         chunks = []
         for name, tensor in self._held[1].items():
             offsets = [0] * tensor.dim() if placed is None else list(placed[name][_OFFSETS])
@@ -203,6 +212,7 @@ class _Writer(_NoFolder, StorageWriter):
         self.files: dict[str, bytes] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Make this rank's file of the parts that the plan gives it."""
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, dict[str, list[int]]] = {}
         for item in plan.items:
@@ -216,9 +226,11 @@ class _Writer(_NoFolder, StorageWriter):
         return _done([])  # what was written is for `finish` alone
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: there is no index beside the heads of the files."""
         pass  # the manifest of the checkpoint makes its files exist
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
 
 
 def _done(value: Any) -> Future[Any]:

@@ -69,6 +69,7 @@ class Scorer(torch.nn.Module):
         self.model = model
 
     def forward(self, **inputs: Any) -> Scores:
+        """([B, T] logprobs, [B, T] entropies or None) of the packed rows; arguments as of `token_logprobs`."""
         return token_logprobs(self.model, **inputs)
 
 
@@ -79,7 +80,9 @@ class TorchEngine(TrainEngine):
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
+        """See TrainEngine; the strategy is the one that the section and the number of ranks ask for."""
         trainer, device = config.trainer, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # One rank; or whole copies; or, below, weights in parts. At most one of these, by the checks of the config.
         strategy: Strategy = Strategy(ranks) if ranks.size == 1 else DDP(ranks)
         if (size := trainer.tensor_parallel_size) > 1:
             strategy = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
@@ -109,6 +112,7 @@ class TorchEngine(TrainEngine):
         self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
         self._strategy = strategy or Strategy(Ranks())
         self._ranks, self._sequence = self._strategy.ranks, sequence
+        # Adapters are drawn when they are made, on every rank the same.
         torch.manual_seed(config.seed)
         torch.use_deterministic_algorithms(config.deterministic)
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
@@ -117,6 +121,7 @@ class TorchEngine(TrainEngine):
         self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
         trusted = config.model.trust_remote_code
+        # In float32, whatever the files have: these are the weights that the optimizer moves.
         self._load = partial(
             load_policy, dtype="float32", device=device, trust_remote_code=trusted, num_splits=self._num_splits
         )
@@ -152,6 +157,7 @@ class TorchEngine(TrainEngine):
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Score the batch, make its advantages, then one update of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
+        # The batch is whole on every rank; what a rank computes of it is in `passes`.
         rows = PaddedRows(batch, device, self._sequence)
         passes = plan_passes(
             batch.lengths,
@@ -176,6 +182,7 @@ class TorchEngine(TrainEngine):
                 given = replace(rows.advantage_inputs(step), **more_inputs)
                 result = algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
                 metrics |= {name: float(value) for name, value in result.metrics.items()}
+                # Before the weights of the tokens are made: a token that was taken out is in no denominator.
                 if result.keep_NT is not None:
                     rows.loss_mask_NT &= result.keep_NT.to(device)
                 advantages_NT = result.advantages_N[:, None] if result.advantages_NT is None else result.advantages_NT
@@ -190,6 +197,7 @@ class TorchEngine(TrainEngine):
                     step=step,
                 )
                 sums: dict[str, Tensor] = {}
+                # Gradients are added pass by pass; nothing moves before `Adam.step`.
                 for members in passes.own:
                     inputs = self._loss_inputs(rows, members, weights_NT, scores.get("ref_logprobs_NT"), advantages_NT)
                     loss, more = algorithm.compute_loss(inputs)
@@ -198,7 +206,10 @@ class TorchEngine(TrainEngine):
                         more |= _mismatch(inputs)
                     for name, value in more.items():
                         sums[name] = sums[name] + value if name in sums else value
+                # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient of 0.
                 passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
+                # Sums over passes and ranks: every loss weighs its tokens by the whole batch, so sums are the batch's
+                # means.
                 of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
                 if "mismatch_kl" in of_ranks:
                     of_ranks["mismatch_kl"] /= max(of_ranks.pop("mismatch_tokens"), 1.0)
@@ -207,6 +218,7 @@ class TorchEngine(TrainEngine):
                 assert returns_NT is not None
                 metrics |= self._critic.update(rows, passes, scores["values_NT"], returns_NT, step)
         if "kl" in metrics:
+            # For the step after this one, from numbers that are the same on all ranks.
             measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
             self._kl_coefs[0] = algorithm.kl_loss_fn.next_coef(float(self._kl_coefs[0]), measured, len(batch))
         if "kl_penalty" in metrics:
@@ -242,6 +254,7 @@ class TorchEngine(TrainEngine):
         """One forward pass of the policy, and of the batch what belongs to its rows."""
         part = torch.from_numpy(members).to(self._device)
         policy_BT, entropy_BT = self._policy(**rows.model_inputs(members), with_entropy=self._algorithm.use_entropy)
+        # A micro-batch is as wide as its own longest response, the tensors of the batch as its longest of all.
         width = policy_BT.shape[1]
         # One update per batch: the weights before it are the current ones.
         current_BT = policy_BT.detach()
@@ -263,6 +276,8 @@ class TorchEngine(TrainEngine):
         )
 
     def weights(self) -> Mapping[str, bytes]:
+        """See TrainEngine; bytes on rank 0 alone. Adapters keep the names of PEFT's file."""
+        # All ranks make this call, since bringing spread weights together takes each of them; rank 0 has the result.
         tensors = self._strategy.full_state(self._model, self._adapter or None)
         if not self._ranks.is_rank0:
             return {}
@@ -278,6 +293,7 @@ class TorchEngine(TrainEngine):
         sequences = fixed_sequences(self._model.config.get_text_config().vocab_size)
         rows = pack_rows(
             [np.array(sequence) for sequence in sequences],
+            # One token is the prompt, so that every other one is scored; temperature 1.
             np.ones(len(sequences), np.int64),
             np.ones(len(sequences), np.float32),
             self._device,
@@ -286,11 +302,13 @@ class TorchEngine(TrainEngine):
         self._model.eval()  # an engine has no dropout
         logprobs_BT, _ = self._policy(rows=rows)
         self._model.train()
+        # Where weights are brought together in bfloat16 their rounding is in the logprobs, and the engine is told so.
         bfloat16 = self._strategy.sharded and self._device.type == "cuda"
         logprobs = tuple(tuple(row) for row in logprobs_BT.cpu().tolist())
         return Fingerprint(sequences, logprobs, "bfloat16" if bfloat16 else "float32")
 
     def state_files(self) -> dict[str, bytes]:
+        """See TrainEngine; weights and coefficients by rank 0, the optimizer's state by all ranks."""
         files = self._adam.state_files(_OPTIMIZER)
         if self._critic is not None:
             files |= self._critic.state_files()
@@ -301,6 +319,7 @@ class TorchEngine(TrainEngine):
         return files
 
     def load_state_files(self, files: Mapping[str, bytes]) -> None:
+        """See TrainEngine. Raises: RoleError: the files are of another model or version."""
         name, own = CHECKPOINT_MODEL_FILE, distinct_state(self._model)
         if self._adapter:
             name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
@@ -309,9 +328,13 @@ class TorchEngine(TrainEngine):
         self._adam.load_state_files(_OPTIMIZER, files)
         if self._critic is not None:
             self._critic.load_state_files(files)
+        # What an adaptive controller has learned so far; else the coefficients of the config.
         self._kl_coefs = load(files[_COEFS])["kl"]
 
     def export_files(self) -> Mapping[str, bytes]:
+        """See TrainEngine; adapters merged into a copy of the model, and all of it in the data type of the model's
+        files.
+        """
         tensors = self._strategy.full_state(self._model, self._adapter or None)
         if not self._ranks.is_rank0:
             return {}
@@ -353,6 +376,7 @@ class TorchEngine(TrainEngine):
         return self._prepared(model)
 
     def _prepared(self, model: PreTrainedModel) -> Scorer:
+        # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
         scorer = Scorer(model)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         return scorer
@@ -364,6 +388,7 @@ def _mismatch(inputs: LossInputs) -> dict[str, Tensor]:
     whose mean estimates KL(sampler, trainer) and is never negative (Schulman, "Approximating KL Divergence", 2020);
     and mismatch_tokens, their number.
     """
+    # Demonstrations were sampled by nobody here, so nothing can differ.
     mask_BT = inputs.loss_mask_BT
     if inputs.expert_mask_B is not None:
         mask_BT = mask_BT & ~inputs.expert_mask_B[:, None]

@@ -18,7 +18,9 @@ class DDP(Strategy):
     """Weights are the same everywhere from the start: same files, same seed, same sums."""
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
+        """See Strategy; bucket by bucket in the order of the parameters, so that sums repeat to the bit."""
         for bucket in _buckets(parameters):
+            # A parameter that this rank's rows did not touch may have a gradient on another rank.
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
             for parameter, total in zip(bucket, _sums(self.ranks, gradients), strict=True):
                 parameter.grad = total.view_as(parameter)

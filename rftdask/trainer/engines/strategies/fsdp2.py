@@ -40,11 +40,14 @@ class FSDP2(Strategy):
         self._offload = CPUOffloadPolicy() if section.offload_policy and device.type != "cpu" else OffloadPolicy()
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        """See Strategy; each layer by itself, then what is outside of the layers."""
         for layer in layers:
             self._shard(layer, self._section.reshard_after_forward)
+        # Last, and not put apart again after the forward pass: its weights are needed first in the backward pass.
         self._shard(module, False)
         for number, layer in enumerate(layers if self._section.prefetch_layers else ()):
             assert isinstance(layer, FSDPModule)
+            # While a layer computes, the weights of the next ones travel; in the backward pass those before it.
             ahead = layers[number + 1 : number + 1 + self._section.prefetch_layers]
             behind = layers[max(0, number - self._section.prefetch_layers) : number][::-1]
             layer.set_modules_to_forward_prefetch([other for other in ahead if isinstance(other, FSDPModule)])

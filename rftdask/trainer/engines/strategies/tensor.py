@@ -56,7 +56,9 @@ class TensorParallel(Strategy):
         apply_tensor_parallelism(model, self._mesh, {n: style for n, style in plan.items() if style in _CUT})
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
+        """See Strategy; over the neighbors what each has only its part of, then everything over the groups."""
         for parameter in parameters:
+            # All ranks give the same tensors to the sums below, so one without a gradient gives zeros.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 gradient = gradient.redistribute(placements=parameter.placements)
@@ -65,12 +67,14 @@ class TensorParallel(Strategy):
         add_up(self._across, [local(_gradient(p)) for p in parameters])
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> float:
+        """See Strategy; of a cut weight each rank has some of the squares, of a whole one every rank has all."""
         gradients = [_gradient(p) for p in parameters]
         cut = [local(g) for g in gradients if _is_cut(g)]
         whole = [local(g) for g in gradients if not _is_cut(g)]
         squares = self._group.all_reduce(torch.nn.utils.get_total_norm(cut).square())
         norm = (squares + torch.nn.utils.get_total_norm(whole).square()).sqrt()
         if torch.isfinite(norm):
+            # As clip_grads_with_norm_ of PyTorch does, which cannot mix cut tensors and whole ones.
             torch._foreach_mul_(cut + whole, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return float(norm)
 
@@ -101,6 +105,7 @@ def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
                 f"{name} has {key} {getattr(config, key)}, which {num_parts} ranks cannot share evenly; "
                 f"lower trainer.tensor_parallel_size {num_parts}"
             )
+    # A weight with two places in the model (embeddings and head) would have to be cut in two ways.
     places = list(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for _, parameter in places)
     shared = {replace_layer_number_by_wildcard(n.rpartition(".")[0]) for n, p in places if uses[id(p)] > 1}
