@@ -11,13 +11,16 @@
     |-- FencedError          somebody else owns this run or lineage; this process must stop
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
-        |-- WeightsError     an engine does not compute what the trainer computed with the weights it was given
+        |-- EngineError      an engine says why it fails, or ended before it had work: no task is to blame
+        |   `-- WeightsError     it does not compute what the trainer computed with the weights it was given
         |-- ProcessLostError a child process, its worker or its node is gone or hangs; another try may succeed
         |   `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
         `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
 All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
 """
+
+import signal
 
 
 class RftError(Exception):
@@ -74,12 +77,31 @@ class RoleError(RftError):
     """A role failed for good: a trainer rank, an engine, a workflow."""
 
 
-class WeightsError(RoleError):
+class EngineError(RoleError):
+    """An engine says why it fails, or ended before it was asked for anything: no task is to blame."""
+
+
+class WeightsError(EngineError):
     """An engine has loaded weights and computes something else than the trainer did with them."""
 
 
 class ProcessLostError(RoleError):
-    """A child process, its worker or its node is gone or hangs. What it did can be done again."""
+    """A child process, its worker or its node is gone or hangs. What it did can be done again.
+
+    exit_code: of the process, or minus the signal that ended it; None: not known.
+    """
+
+    def __init__(self, text: str, exit_code: int | None = None) -> None:
+        super().__init__(text, exit_code)
+        self.exit_code = exit_code
+
+    @property
+    def was_killed(self) -> bool:
+        """True if somebody else ended it, such as a user, a batch system or the kernel for want of memory."""
+        return self.exit_code in (None, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class PeerLostError(ProcessLostError):

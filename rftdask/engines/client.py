@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,8 +25,17 @@ from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines import server
-from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.errors import DamagedError, NotFoundError, RftError, RoleError, StorageError, WaitTimeout
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.errors import (
+    DamagedError,
+    EngineError,
+    NotFoundError,
+    ProcessLostError,
+    RftError,
+    RoleError,
+    StorageError,
+    WaitTimeout,
+)
 from rftdask.processes.child import Child
 from rftdask.storage import Storage
 from rftdask.weights.manifest import check_file
@@ -54,10 +63,17 @@ class EngineSpec:
     """File that its process prints to; None: a temporary one."""
     plugin_dirs: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    sampling: tuple[SamplingParams, ...] = field(default=(), compare=False)
+    """The ways in which the run samples: the engine answers a short request of each before it is ready."""
 
     def to_plain(self) -> dict[str, Any]:
         """The spec as msgpack carries it to the process; the threads and the environment go another way."""
-        return {"section": plain(self.section), "model": plain(self.model), "plugin_dirs": self.plugin_dirs}
+        return {
+            "section": plain(self.section),
+            "model": plain(self.model),
+            "plugin_dirs": self.plugin_dirs,
+            "sampling": [asdict(params) for params in self.sampling],
+        }
 
 
 class EngineClient:
@@ -97,13 +113,15 @@ class EngineClient:
         self._turn = threading.Lock()
         """Held by one caller at a time that loads weights."""
         self._ready = self._asked[0] = Future[Any]()
-        """Set by the first message, which the engine sends unasked once its model is loaded."""
+        """Set by the first message, which the engine sends unasked once it works."""
+        self._has_work = False
+        """True once it was asked for something on behalf of a task."""
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
 
     def wait_ready(self) -> None:
-        """Wait until the model is loaded. Raises: RoleError, UserError: why it cannot be, and the engine is closed."""
+        """Wait until the model is loaded and has answered. Raises: RoleError, UserError: why not; it is closed then."""
         try:
             self._ready.result(LOAD_TIMEOUT_S)
         except TimeoutError:
@@ -126,6 +144,7 @@ class EngineClient:
             return []
         futures = [Future[Any]() for _ in requests]
         with self._lock:
+            self._has_work = True
             numbers = [self._register(future) for future in futures]
             numbered = (server.NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
             self._outbox.put(server.Generate(tuple(numbered)))
@@ -151,6 +170,7 @@ class EngineClient:
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
         """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
+        self._has_work = True
         return list(self._ask(lambda number: server.Score(number, tuple(pairs)), timeout_s).logprobs)
 
     def _ask(self, message: Callable[[int], server.FromClient], timeout_s: float) -> Any:
@@ -192,12 +212,22 @@ class EngineClient:
             except WaitTimeout:
                 continue  # whoever asked has a deadline
             except RftError as error:
-                self._fail(error)
+                self._fail(self._blamed(error))
                 return
             with self._lock:
                 future = self._asked.pop(0 if isinstance(message, server.Ready) else message.number, None)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message.generation if isinstance(message, server.Generated) else message)
+
+    def _blamed(self, error: RftError) -> RftError:
+        # The error of the process, as one that says whether a task may be to blame: only for a loss while it worked.
+        if isinstance(error, ProcessLostError):
+            if self._has_work:
+                return error
+            # Killed by somebody else, it may do better the next time.
+            return RoleError(str(error)) if error.was_killed else EngineError(str(error))
+        # The first line is the reason; the log has its traceback.
+        return EngineError(str(error).partition("\n")[0]) if type(error) is RoleError else error
 
     def _fail(self, error: RftError) -> None:
         with self._lock:

@@ -3,6 +3,9 @@
 Requests enter the engine as they come, and each is answered when it is finished. Anything else that is asked waits
 until those before it are answered, and those after it wait for it. It knows neither versions' files on storage nor
 rollouts; what both sides say is defined here.
+
+Invariant: before it says that it is ready, and once more before it says that it has loaded its first weights, the
+engine has answered requests of the run's own kind. So one that cannot work ends before it has work.
 """
 
 from __future__ import annotations
@@ -10,20 +13,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rftdask.config.plugins import find_part, load_plugin_folders
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
-from rftdask.engines.base import Engine, GenerateRequest, Generation
+from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.processes.child import Channel
 from rftdask.processes.messages import Codec
 from rftdask.weights.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
 """Entry of an engine's child process, as `processes.child` takes it."""
+
+_SMOKE_TOKENS = 2
+"""Tokens that are sampled to see whether an engine works: one from the prompt, and one from the token before it."""
+_SHORT_PROMPT = 8
+"""Tokens of a prompt whose length does not matter."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +88,7 @@ FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights)
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded; the first message of all."""
+    """The model is loaded and has answered; the first message of all."""
 
     pid: int
 
@@ -113,7 +121,12 @@ FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded)
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
     engine = _make_engine(spec)
+    # A model beside the policy may have less room than the policy's longest prompt takes.
+    engine.generate(_smoke_requests(spec, longest=spec["section"]["model_path"] is None))
+    log.info("%s has answered, and is ready", engine)
     channel.send(FROM_SERVER.encode(Ready(os.getpid())))
+    again = _smoke_requests(spec, longest=False)
+    """What is asked once more, when it has loaded its first weights or adapters."""
     message: FromClient | None = None
 
     def try_receive() -> FromClient | None:
@@ -147,6 +160,8 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
             else:
                 engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
+                engine.generate(again)
+                again = []
                 log.info("serves policy version %d", engine.policy_version)
                 answer = Loaded(message.number, engine.policy_version)
             channel.send(FROM_SERVER.encode(answer))
@@ -167,5 +182,19 @@ def _make_engine(spec: Mapping[str, Any]) -> Engine:
     if section.dtype == "auto":
         section = section.model_copy(update={"dtype": "bfloat16" if device == "cuda" else "float32"})
     engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
-    log.info("engine %s is ready on %s in %s", engine, device, section.dtype)
+    log.info("%s is loaded on %s in %s", engine, device, section.dtype)
     return engine
+
+
+def _smoke_requests(spec: Mapping[str, Any], longest: bool) -> list[GenerateRequest]:
+    """A request of each kind that the run has, for very few tokens; longest: after the longest prompt it may have."""
+    model = ModelConfig.model_validate(spec["model"])
+    room = min(model.max_prompt_tokens, model.max_model_len - _SMOKE_TOKENS)
+    prompt = (0,) * max(1, room if longest else min(room, _SHORT_PROMPT))  # every vocabulary has a token 0
+    requests = []
+    for plain in spec["sampling"]:
+        sampling = SamplingParams(**plain)
+        max_tokens = min(sampling.max_tokens, _SMOKE_TOKENS)
+        short = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+        requests.append(GenerateRequest(prompt, short, seed=0))
+    return requests

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ENGINE_PID = "RFTDASK_ENGINE_PID"
 """Environment variable of vLLM's processes: the engine's process, with which they end."""
+CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
+"""Environment variable of vLLM's processes: the file for the first error that ends one of them."""
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0; below it vLLM samples at this one instead."""
 _LOOK_S = 0.005
@@ -129,6 +131,8 @@ class VllmEngine(Engine):
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-")
+        self._cause_file = Path(self._folder.name) / "cause"
+        os.environ[CAUSE_FILE] = str(self._cause_file)
         self._num_requests = self._num_adapters = 0
         self._adapter: Any = None
         self._llm: Any = None
@@ -304,6 +308,7 @@ class VllmEngine(Engine):
         except ImportError as error:
             raise UserError(f"engine_type vllm needs vLLM: pip install 'rftdask[vllm]' ({error})") from error
         self._stop()
+        self._cause_file.unlink(missing_ok=True)
         try:
             args = AsyncEngineArgs(model=model_path, **self._args)
         except TypeError as error:
@@ -315,7 +320,7 @@ class VllmEngine(Engine):
         try:
             self._llm = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise DataError(f"vLLM cannot serve model {model_path}: {error}") from error
+            raise DataError(f"vLLM cannot serve model {model_path}: {self._cause() or error}") from error
         if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
             raise RoleError(f"{self} has a sampler that is not vLLM 0.32's, so its logprobs cannot be trusted")
 
@@ -334,7 +339,15 @@ class VllmEngine(Engine):
         except RoleError:
             raise
         except Exception as error:  # of vLLM's many kinds, all mean that this engine has failed
-            raise RoleError(f"{self} failed on {what}: {type(error).__name__}: {error}") from error
+            cause = self._cause() or f"{type(error).__name__}: {error}"
+            raise RoleError(f"{self} failed on {what}: {cause}") from error
+
+    def _cause(self) -> str:
+        # What ended vLLM's processes, of which it tells this one no more than that they ended; "": it is not known.
+        try:
+            return self._cause_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
 
     def _stop(self) -> None:
         async def shut_down(llm: Any) -> None:

@@ -1,11 +1,15 @@
 """Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, a watch
-on the engine's process. vLLM imports this module by name and mixes `WeightWorker` into its worker class.
+on the engine's process, a note of why they fail. vLLM imports this module by name and mixes `WeightWorker` into its
+worker class.
 
 It knows neither versions nor requests.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +19,12 @@ from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
 
-from rftdask.engines.vllm import end_with_engine
+from rftdask.engines.vllm import CAUSE_FILE, end_with_engine
 
 _GREEDY_BELOW = 1e-5
 """Temperature that vLLM takes for greedy."""
+_WHERE_PROCESSES_END = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
+"""Modules of vLLM that log what ends a worker or the engine core; others log errors with which it goes on."""
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
@@ -93,5 +99,21 @@ def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
                     yield head, other
 
 
+class CauseHandler(logging.Handler):
+    """Writes the first exception that it sees logged into the engine's CAUSE_FILE. A worker of vLLM logs what it fails
+    on; what the engine hears of it is "see stack trace (above)".
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Does nothing with a record that has no exception, or after another one."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            with contextlib.suppress(OSError), open(os.environ[CAUSE_FILE], "x", encoding="utf-8") as file:
+                file.write(f"{type(error).__name__}: {error}")
+
+
+if CAUSE_FILE in os.environ:
+    for _name in _WHERE_PROCESSES_END:
+        logging.getLogger(_name).addHandler(CauseHandler(logging.ERROR))
 # On import, which is long before the first call: the engine may be killed while the model is loaded.
 end_with_engine()

@@ -125,6 +125,11 @@ class PoisonTracker:
         with self._lock:
             return on not in self._leaving and self._running.get(on, key) == key
 
+    def was_told_to_end(self, key: str) -> bool:
+        """True if the worker that began the Dask task was told to end: what fails there then says nothing."""
+        with self._lock:
+            return any(self._running.get(worker) == key for worker in self._leaving)
+
     def begin(self, unit: RolloutTask) -> Trial:
         """Decide how a new unit runs: whole, unless tasks of it are known to be poisonous."""
         # Known from another epoch: it would end a worker again before it is set aside.

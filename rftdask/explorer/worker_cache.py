@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from rftdask.config import Config, fill_from_environment
+from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
-from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
@@ -194,7 +196,28 @@ def attempt_timeout_s(
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine of `section`, the policy's or that of an auxiliary model."""
     env = tuple(sorted({**fill_from_environment(config.explorer.env_vars), LOG_LEVEL: config.log.level}.items()))
-    return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env)
+    if section.model_path is not None:  # a frozen model beside the policy
+        samplings = [SamplingParams(config.model.max_response_tokens, config.model.temperature)]
+    else:
+        source = config.buffer.explorer_input
+        samplings = [sampling_params(each, config) for each in (*source.train_tasksets, *source.eval_tasksets)]
+        if config.algorithm.greedy_baseline:
+            samplings += [replace(each, temperature=0.0) for each in samplings]
+    kinds = tuple(dict.fromkeys(samplings))
+    return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env, kinds)
+
+
+def sampling_params(taskset: TasksetConfig, config: Config) -> SamplingParams:
+    """How the policy samples for tasks of the taskset."""
+    arguments, model = taskset.rollout_args, config.model
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_tokens=model.min_response_tokens,
+        repetition_penalty=model.repetition_penalty,
+    )
 
 
 def remote_models(config: Config) -> dict[str, str]:

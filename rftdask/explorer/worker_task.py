@@ -27,10 +27,16 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.engines.base import SamplingParams
 from rftdask.engines.client import EngineClient
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
-from rftdask.explorer.worker_cache import WorkerCache, engine_spec, remote_model, remote_models, text_engine
+from rftdask.explorer.worker_cache import (
+    WorkerCache,
+    engine_spec,
+    remote_model,
+    remote_models,
+    sampling_params,
+    text_engine,
+)
 from rftdask.processes.dask_task import make_called_off
 from rftdask.rollouts.attempt import RolloutTimes
 from rftdask.rollouts.policy.base import POLICY
@@ -290,14 +296,7 @@ def _roll_out(
         explorer = explorer.model_copy(update={"max_timeout": _cache.timeout_s(unit.explore_step)})
     source = config.buffer.explorer_input
     sampling = {
-        taskset.name: SamplingParams(
-            max_tokens=taskset.rollout_args.max_tokens,
-            temperature=taskset.rollout_args.temperature,
-            top_p=taskset.rollout_args.top_p,
-            top_k=taskset.rollout_args.top_k,
-            min_tokens=model.min_response_tokens,
-            repetition_penalty=model.repetition_penalty,
-        )
+        taskset.name: sampling_params(taskset, config)
         for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
     }
 

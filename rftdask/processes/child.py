@@ -214,7 +214,7 @@ class Child:
         with contextlib.suppress(OSError):
             tail = self._log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
             text += "; its last lines:\n" + "\n".join(f"  | {line}" for line in tail)
-        return ProcessLostError(text)
+        return ProcessLostError(text, self._process.returncode)
 
 
 class Channel:

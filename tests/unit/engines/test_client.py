@@ -1,5 +1,6 @@
 """Promises of an engine's process: it answers each request when it is finished, also those that come meanwhile; what is
-asked of it is done in its order; and when it dies or hangs, whoever waits is told so.
+asked of it is done in its order; and when it dies or hangs, whoever waits is told so. It has answered a request of each
+kind that the run has before it is ready, and after its first weights; what fails in that is no task's fault.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import pytest
 
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.client import EngineClient
 from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import (
@@ -35,8 +36,9 @@ from rftdask.engines.server import (
     Scored,
     serve,
 )
-from rftdask.errors import RoleError, WaitTimeout
+from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
 from tests.unit.engines.engine_contract import engine_spec
+from tests.unit.engines.plugins.broken_engine import CAUSE
 
 DEADLINE_S = 120.0
 
@@ -88,6 +90,38 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     assert generations == [*FakeEngine().generate([request(n) for n in (1, 2, 3)]), generations[3]]
 
 
+class CountedEngine(FakeEngine):
+    """Remembers what it was asked, and with which weights."""
+
+    asked: ClassVar[list[tuple[int, GenerateRequest]]] = []
+
+    def serve(self, take: Take, give: Give) -> None:
+        def look() -> Sequence[tuple[int, GenerateRequest | None]]:
+            taken = take()
+            self.asked.extend((self.policy_version, each) for _, each in taken if each is not None)
+            return taken
+
+        super().serve(look, give)
+
+
+def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the_first_weights(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    kinds = (SamplingParams(32, temperature=0.7, top_p=0.9, min_tokens=5), SamplingParams(1, temperature=0.0))
+    spec = replace(engine_spec(f"{__name__}.CountedEngine"), sampling=kinds)
+    loads = (LoadWeights(number, number, (str(file),), None) for number in (1, 2))
+    CountedEngine.asked.clear()
+    parent = Parent(*loads, asks(3))
+    serve(spec.to_plain(), parent)  # type: ignore[arg-type]
+    assert [type(answer) for answer in parent.answers] == [Ready, Loaded, Loaded, Generated], "and no other answer"
+    short = [replace(kinds[0], max_tokens=2, min_tokens=2), kinds[1]]
+    assert CountedEngine.asked == [
+        *((0, GenerateRequest((0,) * 32, each, 0)) for each in short),
+        *((1, GenerateRequest((0,) * 8, each, 0)) for each in short),
+        (2, request(3)),
+    ]
+
+
 # ---- both sides
 
 
@@ -106,6 +140,32 @@ def slow_client(seconds_per_step: float) -> EngineClient:
     client = EngineClient(replace(engine_spec("SlowEngine"), plugin_dirs=(folder,), env=env))
     client.wait_ready()
     return client
+
+
+def broken_client(how: str, at: str) -> EngineClient:
+    folder = str(Path(__file__).parent / "plugins")
+    env = (("TEST_BROKEN_AT", at), ("TEST_BROKEN_HOW", how))
+    spec = replace(engine_spec("BrokenEngine"), plugin_dirs=(folder,), env=env, sampling=(SamplingParams(3),))
+    return EngineClient(spec)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", EngineError), ("killed", RoleError)])
+def test_an_engine_that_ends_before_it_has_work_says_why_and_blames_no_task(how: str, kind: type[RoleError]) -> None:
+    client = broken_client(how, "any")
+    with pytest.raises(RoleError, match="ended with code -9" if how == "killed" else CAUSE) as raised:
+        client.wait_ready()
+    assert type(raised.value) is kind
+    assert not client.alive()
+
+
+@pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", ProcessLostError)])
+def test_an_engine_that_ends_at_its_work_blames_a_task_unless_it_says_why(how: str, kind: type[RoleError]) -> None:
+    client = broken_client(how, "long")
+    client.wait_ready()
+    error = client.submit([request()])[0].exception(DEADLINE_S)
+    assert type(error) is kind and CAUSE in str(error)
+    assert not isinstance(error, ProcessLostError) or (error.exit_code == 3 and not error.was_killed)
+    client.close()
 
 
 def test_everybody_gets_the_answer_to_what_was_asked(client: EngineClient) -> None:

@@ -7,6 +7,7 @@
 - a worker that is lost after its unit had ended, before the result was fetched, is no failure of the unit;
 - nor is one that was told to end, however often that happens to one unit;
 - an error of an engine is no loss of one;
+- engines that fail twice for one reason, and no unit ends between them, end the run; no task is blamed;
 - one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task.
 """
 
@@ -21,7 +22,7 @@ import pytest
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.errors import ProcessLostError, RoleError, StorageError
+from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.poison import STRIKES
 from rftdask.explorer.worker_task import RolloutResult, RolloutTask
@@ -115,6 +116,61 @@ def test_a_lost_engine_is_a_suspicion_and_an_error_of_an_engine_is_none() -> Non
     assert failed.endswith(f"runs again (1 of {MAX_ATTEMPTS}): RoleError: logits that are not numbers")
     with pytest.raises(RoleError, match=f"failed {MAX_ATTEMPTS} times; the last time: RoleError: logits"):
         explore(FakeClient(then=raises(RoleError("logits that are not numbers"))), "failing-engine")
+
+
+HEADS = "engine 'vllm' failed on request {}: RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+ENDED = "engine-vllm (pid {}) ended with code {}; its last lines:"
+
+
+def fails(error: Exception) -> Outcome:
+    """The unit's engine failed with this error."""
+    return lambda client, key, unit: error
+
+
+def finished(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
+    """The unit ended well, with rollouts."""
+    return RolloutResult(unit.key, ("shard",), 0, WORKER, num_rollouts=4)
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        # Before it had work, or with a reason: the same unit again is enough.
+        [EngineError(HEADS.format(1)), EngineError(HEADS.format(2))],
+        # In its work: of two units.
+        [ProcessLostError(ENDED.format(7, -11), -11), ProcessLostError(ENDED.format(8, -11), -11)],
+    ],
+)
+def test_two_engines_that_fail_for_one_reason_end_the_run(errors: list[Exception]) -> None:
+    config = stage(f"unable-{type(errors[0]).__name__}", "buffer.batch_size=4")
+    client = FakeClient(*map(fails, errors))
+    with pytest.raises(RoleError, match="two failed for the same reason") as raised:
+        run_stage(client, config)
+    assert str(errors[1]) in str(raised.value)
+    assert not ParquetLog(open_storage(f"memory://explorer-loop/{config.name}")).shards(), "nothing is set aside"
+
+
+def test_engines_that_fail_for_other_reasons_or_not_in_a_row_are_no_reason_to_end() -> None:
+    first, second = EngineError(HEADS.format(1)), EngineError("engine 'vllm' failed on request 1: out of memory")
+    kills = [ProcessLostError(ENDED.format(pid, -9), -9) for pid in (7, 8)]
+    client = FakeClient(fails(first), fails(second), finished, fails(first), *map(fails, kills), then=finished)
+    run_stage(client, stage("able", "buffer.batch_size=4", "buffer.total_steps=3"))
+    assert client.submitted[-1].explore_step == 3
+
+
+def test_one_unit_whose_engines_end_by_themselves_runs_task_by_task() -> None:
+    client = FakeClient(*[fails(ProcessLostError(ENDED.format(7, -11), -11))] * STRIKES)
+    assert "task by task" in explore(client, "crashing")[-1]
+
+
+def test_engines_of_workers_that_were_told_to_end_do_not_count() -> None:
+    def fails_leaving(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
+        told_to_end(client, key, unit)
+        return EngineError(HEADS.format(1))
+
+    client = FakeClient(*[fails_leaving] * (MAX_ATTEMPTS - 1))
+    explore(client, "leaving-engines")
+    assert len(client.submitted) == MAX_ATTEMPTS
 
 
 # ---- the window of units under way

@@ -10,7 +10,7 @@ import pytest
 
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError
-from rftdask.explorer.worker_cache import WorkerCache
+from rftdask.explorer.worker_cache import WorkerCache, engine_spec
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 
@@ -55,6 +55,17 @@ def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storag
     with pytest.raises(DataError):
         cache.open(storage, "0" * 32)
     assert cache.open(storage, fingerprint) is first
+
+
+def test_an_engine_knows_each_way_in_which_the_run_samples() -> None:
+    evals = "buffer.explorer_input.eval_tasksets=[{name: a, path: a.jsonl, rollout_args: {temperature: 0.0}}]"
+    judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
+    run = config(evals, judge, "model.temperature=0.7", "model.max_response_tokens=8")
+    policy, auxiliary = (engine_spec(section, run, 1, None).sampling for _, section in run.explorer.engines())
+    assert [(each.max_tokens, each.temperature) for each in policy] == [(8, 0.7), (8, 0.0)]
+    assert [(each.max_tokens, each.temperature) for each in auxiliary] == [(8, 0.7)]
+    baseline = config("algorithm.algorithm_type=remax", "model.max_response_tokens=8")
+    assert [e.temperature for e in engine_spec(baseline.explorer.rollout_model, baseline, 1, None).sampling] == [1, 0]
 
 
 def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> None:
