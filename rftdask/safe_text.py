@@ -78,7 +78,9 @@ def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
         if end > reached:
             parts += [text[reached : max(start, reached)], _MASK if start >= reached else ""]
             reached = end
-    return "".join([*parts, text[reached:]])
+    masked = "".join([*parts, text[reached:]])
+    # What was masked may have hidden where the next one begins.
+    return text if masked == text else mask(masked, environment)
 
 
 def printable(text: str, keep: str = "") -> str:

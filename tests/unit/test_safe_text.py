@@ -9,7 +9,7 @@ import re
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftdask.safe_text import find_secret, is_left_to_environment, is_secret_name, mask, printable, safe
@@ -92,6 +92,7 @@ PIECES = st.one_of(
 ENVIRONMENT = {"MY_SECRET": "a value of mine", "API_KEY": "0123456789abcdef"}
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join))
 def test_masked_text_holds_no_secret_and_safe_text_nothing_raw(text: str) -> None:
     assert find_secret(mask(text, ENVIRONMENT), ENVIRONMENT) == ""
