@@ -15,7 +15,7 @@ import numpy as np
 
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import Dataset
-from rftdask.data.tokenizer import Tokenizer
+from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special
 from rftdask.errors import DataError
 from rftdask.storage.checked_json import parse_json
 
@@ -49,8 +49,9 @@ class SftRows:
 
     def _tokenize(self, number: int, row: Mapping[str, Any]) -> Row:
         fmt = self._format
+        hidden: dict[str, str] = {}
         if self._is_chat:
-            pieces = self._chat_pieces(number, row)
+            pieces, hidden = self._chat_pieces(number, row)
         else:
             prompt = _text(number, row, fmt.prompt_key)
             pieces = [(prompt, False), (_text(number, row, fmt.response_key), True)]
@@ -58,7 +59,7 @@ class SftRows:
         learned: list[bool] = []
         # Each piece is tokenized by itself, so that no token spans what is learned and what is not.
         for text, is_learned in pieces:
-            part = self._tokenizer.encode(text, add_special_tokens=False)
+            part = encode_hidden(self._tokenizer, text, hidden)
             tokens.extend(part)
             learned.extend([is_learned] * len(part))
         if not self._is_chat and self._tokenizer.eos_token_id is not None:
@@ -74,8 +75,8 @@ class SftRows:
         mask = learned[prompt_length:]
         return tokens, prompt_length, None if all(mask) else mask
 
-    def _chat_pieces(self, number: int, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        """The rendered chat, cut where what is learned begins and ends."""
+    def _chat_pieces(self, number: int, row: Mapping[str, Any]) -> tuple[list[tuple[str, bool]], dict[str, str]]:
+        """The rendered chat, cut where what is learned begins and ends, and what is hidden in it (`hide_special`)."""
         fmt = self._format
         if self._has_messages:
             messages = read_messages(number, row, fmt)
@@ -93,6 +94,8 @@ class SftRows:
             raise DataError(
                 f"row {number}: column {column!r} holds {type(tools).__name__}, a list of JSON schemas is needed"
             )
+
+        (messages, tools), hidden = hide_special(self._tokenizer, (messages, tools))
 
         def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
             more = {} if tools is None else {"tools": tools}
@@ -116,7 +119,7 @@ class SftRows:
                 )
             pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
             done = end
-        return pieces
+        return pieces, hidden
 
 
 def read_messages(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> list[dict[str, Any]]:

@@ -1,18 +1,35 @@
-"""Tokenizer: what the package uses of one, and the policy's own with the chat template the configuration gives it."""
+"""Tokenizer: what the package uses of one, and the policy's own with the chat template the configuration gives it.
+
+Invariant of a chat (`hide_special`, then the template, then `encode_hidden`): special tokens are the template's own.
+What a task, a user or the policy wrote is text, also where it spells one; else the ids are those of `encode`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
 
 from rftdask.config import Config
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 
+T = TypeVar("T")
+
+_STAND_INS = range(0xF0000, 0xFFFFE)
+"""Private characters: no template and no vocabulary gives them a meaning."""
+
 
 class Tokenizer(Protocol):
     """The methods of a transformers tokenizer that the package uses."""
+
+    def __hash__(self) -> int:
+        """By identity."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -41,6 +58,76 @@ class ByteTokenizer:
 
     def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
         return "\n".join(str(message["content"]) for message in messages)
+
+
+def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
+    """A chat, its tools or a text, for the template: with a private character in place of each special token that a
+    text in it spells, and what those characters stand for. {}: nothing spells one, and `chat` is as it was.
+    """
+    special, _ = _special_tokens(tokenizer)
+    texts = list(_texts(chat))
+    spelled = sorted({found for text in texts for found in special.findall(text)}) if special else []
+    if special is None or not spelled:
+        return chat, {}
+    used = set("".join(texts))
+    stand_ins = dict(zip(spelled, (chr(code) for code in _STAND_INS if chr(code) not in used), strict=False))
+
+    def hide(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {hide(key): hide(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return type(part)(hide(item) for item in part)
+        if isinstance(part, np.ndarray):  # a list in a row of Parquet
+            return hide(part.tolist())
+        return special.sub(lambda match: stand_ins[match[0]], part) if isinstance(part, str) else part
+
+    return hide(chat), {character: text for text, character in stand_ins.items()}
+
+
+def show_hidden(text: str, hidden: Mapping[str, str]) -> str:
+    """A rendered text as it reads, with what `hide_special` took out of it."""
+    return text.translate({ord(character): spelled for character, spelled in hidden.items()})
+
+
+def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) -> list[int]:
+    """The token ids of a rendered text: special tokens in it are special, what `hide_special` took out is text."""
+    special, ids = _special_tokens(tokenizer)
+    # Text between two special tokens is tokenized by itself anyway, so such a stretch can be encoded in another way.
+    parts = re.split(f"({special.pattern})", text) if hidden and special else [text]
+    tokens: list[int] = []
+    for is_hostile, stretch in groupby(parts, lambda part: not hidden.keys().isdisjoint(part)):
+        joined = show_hidden("".join(stretch), hidden)
+        if not is_hostile:
+            tokens += tokenizer.encode(joined, add_special_tokens=False) if joined else []
+            continue
+        assert special is not None
+        found = cast(Any, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
+        if not ids.isdisjoint(found):
+            # A vocabulary of whole words finds it all the same; cut in two, nobody does.
+            cuts = [0, *(match.start() + 1 for match in special.finditer(joined)), len(joined)]
+            pieces = [joined[start:end] for start, end in pairwise(cuts)]
+            found = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+        tokens += found
+    return tokens
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _texts(part))
+    elif isinstance(value, list | tuple | np.ndarray):
+        yield from (text for part in value for text in _texts(part))
+
+
+@lru_cache(maxsize=16)
+def _special_tokens(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, frozenset[int]]:
+    """What finds the special tokens in a text, the longest first, and their ids; None: the tokenizer has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = {token.content: number for number, token in added if token.special}
+    if not special:
+        return None, frozenset()
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))), frozenset(special.values())
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

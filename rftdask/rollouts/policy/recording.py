@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from rftdask.config.schema.model import ModelConfig
-from rftdask.data.tokenizer import Tokenizer
+from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special, show_hidden
 from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
@@ -118,14 +118,16 @@ class RecordingModel(PolicyHandle):
             if method == "logprobs":
                 return await _logprobs(model, **arguments)
             options = dict(arguments)
-            prompt = _render(model.tokenizer, options) if method == "chat" else options.pop("prompt")
-            return await self._generate(name, model, prompt, options)
+            prompt, hidden = _render(model.tokenizer, options) if method == "chat" else (options.pop("prompt"), {})
+            return await self._generate(name, model, prompt, hidden, options)
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
-    async def _generate(self, name: str, model: ServedModel, prompt: str, sampling: Mapping[str, Any]) -> Response:
+    async def _generate(
+        self, name: str, model: ServedModel, prompt: str, hidden: Mapping[str, str], sampling: Mapping[str, Any]
+    ) -> Response:
         turn, seed = self._next_turn(name)
-        tokens, truncated = _encode(model, prompt)
+        tokens, truncated = _encode(model, prompt, hidden)
         if not tokens:
             raise ValueError("the prompt is empty")
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
@@ -139,7 +141,7 @@ class RecordingModel(PolicyHandle):
         )
         if name == POLICY:
             counts = len(request.prompt_tokens), len(generation.tokens)
-            self._calls[turn] = Call(prompt, truncated, request, generation, response, *counts)
+            self._calls[turn] = Call(show_hidden(prompt, hidden), truncated, request, generation, response, *counts)
         return response
 
     async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
@@ -172,19 +174,20 @@ class RecordingModel(PolicyHandle):
 async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
     if model.logprobs_batch is None:
         raise RuntimeError("this engine gives no logprobs of given tokens")
-    prompt_tokens, _ = _encode(model, prompt)
-    tokens = model.tokenizer.encode(response, add_special_tokens=False)
+    prompt_tokens, _ = _encode(model, prompt, {})
+    tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
     if not prompt_tokens or not tokens:
         raise ValueError("logprobs needs a prompt and a response, of at least one token each")
     [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
     return logprobs
 
 
-def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> str:
-    # Render a chat as text, and leave the sampling in its `options`. A last message of the assistant is continued.
-    messages = [dict(message) for message in options.pop("messages")]
+def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    # Render a chat as text, with what is hidden in it (`hide_special`), and leave the sampling in its `options`. A last
+    # message of the assistant is continued.
+    chat = [dict(message) for message in options.pop("messages")], options.pop("tools", None)
+    (messages, tools), hidden = hide_special(tokenizer, chat)
     continues = messages[-1]["role"] == "assistant"
-    tools = options.pop("tools", None)
     text: str = tokenizer.apply_chat_template(
         messages,
         tokenize=False,
@@ -192,7 +195,7 @@ def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> str:
         continue_final_message=continues,
         **({"tools": tools} if tools else {}),
     )
-    return text
+    return text, hidden
 
 
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
@@ -213,9 +216,9 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
 
 
-def _encode(model: ServedModel, prompt: str) -> tuple[list[int], bool]:
-    # A chat template has written the special tokens already, and a plain text is meant as it stands.
-    tokens = model.tokenizer.encode(prompt, add_special_tokens=False)
+def _encode(model: ServedModel, prompt: str, hidden: Mapping[str, str]) -> tuple[list[int], bool]:
+    # A chat template has written the special tokens already, and a prompt without a template is meant as it stands.
+    tokens = encode_hidden(model.tokenizer, prompt, hidden)
     limit = model.limits.max_prompt_tokens
     if limit is None or len(tokens) <= limit:
         return tokens, False
