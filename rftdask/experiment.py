@@ -36,7 +36,7 @@ from rftdask.run.made_of import check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
-from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, read_run_config, record_run
+from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, stages_of
@@ -131,14 +131,16 @@ class Experiment:
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = plan_cluster(self.config, stages)
-        record_run(storage, self.config)
-        note_begin(storage)
-        logs = LogFolder(storage)
-        setup_logging("driver", self.config.log.level, logs.path)
+        with private_files(storage, self.config):
+            record_run(storage, self.config)
+            note_begin(storage)
+            logs = LogFolder(storage)
+            setup_logging("driver", self.config.log.level, logs.path)
         folders: list[Stage] = []
         status, error, model_path = "failed", "", ""
         try:
             with (
+                private_files(storage, self.config),
                 ProgressView.create(progress) as view,
                 _stopping_on_interrupt(self, view),
                 start_cluster(self.config, layout, storage) as cluster,

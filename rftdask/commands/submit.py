@@ -78,6 +78,8 @@ class Submission:
         others of the submission are cancelled then.
         """
         slurm.forget_restarts()
+        if self.config.private:
+            self.storage.make_private()
         self.folder.make()
         # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)

@@ -306,6 +306,8 @@ def _check_storage(stage: Config) -> Storage:
     url = stage.checkpoint_job_dir
     try:
         storage = open_storage(url)
+        if stage.private:
+            storage.make_private()  # before anything is in it
         storage.put(_PROBE, b"probe")
         storage.remove(_PROBE)
     except StorageError as error:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -50,6 +51,7 @@ _FREE_KEYS = {
     "log",
     "mode",
     "monitor",
+    "private",
     "stages",
     "buffer.explorer_input.eval_tasksets",
     "buffer.total_epochs",
@@ -136,6 +138,22 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
             + "\n".join(f"  - {line}" for line in differing)
         )
     return config
+
+
+@contextmanager
+def private_files(storage: Storage, config: Config) -> Iterator[None]:
+    """What this process writes in the block, and every process that it starts there, only its owner may read, if the
+    config says so; the run folder first of all.
+    """
+    if not config.private:
+        yield
+        return
+    storage.make_private()
+    before = os.umask(0o077)  # for what goes by no storage: logs, databases, trackers
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def record_run(storage: Storage, config: Config) -> None:

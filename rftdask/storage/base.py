@@ -27,6 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from rftdask.errors import UserError
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -87,6 +89,13 @@ class Storage(ABC):
 
     url: str
     """Absolute URL or path of the root; `open_storage(storage.url)` opens the same tree."""
+
+    def make_private(self) -> None:
+        """Let only the owner read the tree, what is written later included; the root is made if it is missing.
+
+        Raises: UserError: this storage knows no owners.
+        """
+        raise UserError(f"private: {self.url} is no folder; who may read it is said by those who keep it")
 
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:

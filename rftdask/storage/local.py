@@ -116,7 +116,17 @@ class Posix:
         """Let it pass, before what failed is tried again."""
         time.sleep(seconds)
 
+    def restrict(self, path: str) -> None:
+        """Leave a file or folder to its owner: mode 0600 or 0700, whatever the umask."""
+        os.chmod(path, 0o700 if os.path.isdir(path) else 0o600)
+
     # ---- what only looks
+
+    def is_restricted(self, path: str) -> bool:
+        """Whether a folder is there that only its owner may enter."""
+        with suppress(OSError):
+            return not stat.S_IMODE(os.stat(path).st_mode) & 0o077
+        return False
 
     def read(self, path: str) -> bytes:
         # Without O_NONBLOCK the opening of a FIFO would wait for somebody to write to it.
@@ -148,9 +158,19 @@ class LocalStorage(Storage):
         self.url = os.path.abspath(os.path.expanduser(root))
         self._posix = posix or Posix()
         self._synced: set[tuple[str, int]] = set()
+        self._is_private: bool | None = None
+        """Whether only the owner may enter the root, which all below it follows; None: not looked yet."""
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[str, Posix]]:
         return LocalStorage, (self.url, self._posix)
+
+    def make_private(self) -> None:
+        def restrict() -> None:
+            self._make_folders(self.url)
+            self._posix.restrict(self.url)
+
+        self._call("make_private", self.url, restrict)
+        self._is_private = True
 
     def put(self, path: str, data: bytes) -> None:
         self._write("put", path, data)
@@ -229,6 +249,7 @@ class LocalStorage(Storage):
                     self._make_folders(folder)
                     descriptor = self._posix.create(tmp)
                 try:
+                    self._restrict(tmp)
                     self._posix.write(descriptor, data)
                     # Before the name is given: a power loss after it would leave the name with torn bytes.
                     self._posix.sync(descriptor)
@@ -292,7 +313,17 @@ class LocalStorage(Storage):
         self._make_folders(parent)  # from the top down: a folder is never durable below one that is not
         with suppress(FileExistsError):  # another process was faster; if it is a file, the write says ENOTDIR
             self._posix.make_folder(folder)
+            if folder.startswith(f"{self.url}/"):
+                self._restrict(folder)
         self._posix.sync_folder(parent)
+
+    def _restrict(self, path: str) -> None:
+        """What is new follows the root, so that no process needs a setting to know."""
+        if self._is_private is None:
+            self._is_private = self._posix.is_restricted(self.url)
+        if self._is_private:
+            with suppress(OSError):  # a file system that keeps no modes; nobody else enters the root
+                self._posix.restrict(path)
 
     def _sync_folder(self, folder: str) -> None:
         """Make the names in `folder` durable, and once per folder those of its parents.

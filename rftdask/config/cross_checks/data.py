@@ -58,6 +58,12 @@ def _log_has_a_place(config: Config) -> Iterator[Problem]:
         yield at, "required: a database file cannot lie on remote storage; give postgresql://user@host/name"
 
 
+@RULES.reading("private", "checkpoint_root_dir")
+def _modes_are_of_folders(config: Config) -> Iterator[Problem]:
+    if config.private and "://" in config.checkpoint_job_dir.removeprefix("file://"):
+        yield "private", f"{config.checkpoint_root_dir} is no folder; who may read it is said by those who keep it"
+
+
 @RULES.reading("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
     """Of datasets with storage_type sql."""

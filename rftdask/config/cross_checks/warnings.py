@@ -14,6 +14,8 @@ from rftdask.config.yaml_source import Problem
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
 """Moving the default is not worth a warning."""
 
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
 
 def warn(config: Config) -> Iterator[Problem]:
     """(path, message) of what is accepted and may surprise."""
@@ -39,6 +41,9 @@ def warn(config: Config) -> Iterator[Problem]:
     if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
         why = f"{wanted} is not a multiple of explorer_sync_interval {config.synchronizer.explorer_sync_interval}"
         yield "explorer.eval_interval", f"{why}: evaluated every {interval} steps"
+    if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
+        told = f"{page}: Dask's dashboard has no password, and whoever reaches the port sees it"
+        yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
     if config.model.critic_model_path and not config.algorithm.trains_critic:

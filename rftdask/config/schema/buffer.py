@@ -23,7 +23,8 @@ class FormatConfig(Section):
 
     prompt_type: Literal["messages", "plaintext"] = "messages"
     """sft: messages (a chat in `messages_key`) or plaintext (`prompt_key` and `response_key`). dpo: the same, with
-    `chosen_key` and `rejected_key` in place of the response. cpt: plaintext in `prompt_key`, whatever is set here."""
+    `chosen_key` and `rejected_key` in place of the response. cpt: plaintext in `prompt_key`, whatever is set here.
+    A special token that a message spells is text; in plaintext, which no template renders, it is special."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "response"
@@ -119,7 +120,8 @@ class TasksetConfig(Section):
     rollout_args: RolloutArgs = RolloutArgs()
     """Sampling of this taskset."""
     workflow_args: Free = no_items()
-    """Arguments of the workflow."""
+    """Arguments of the workflow. ${oc.env:NAME} in them, and in those of any other part, is completed where they are
+    used and never written down."""
     reward_fn_args: Free = no_items()
     """Arguments of the reward function."""
     data_selector: DataSelectorConfig = DataSelectorConfig()

@@ -160,7 +160,7 @@ class ExplorerConfig(Section):
     max_retry_times: Natural = 2
     """Further attempts after a failed one."""
     env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = no_items()
-    """Environment of the explorer's processes. No secrets: they would be written beside the run."""
+    """Environment of the explorer's processes. A secret is given as ${oc.env:NAME}, never written down."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders whose modules are imported where rollouts run, for the workflows and rewards they register."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -128,6 +128,9 @@ class Config(Section):
     """Last part of the run's folder."""
     checkpoint_root_dir: str = Field(default="./runs", min_length=1)
     """Where runs live: a local path or any fsspec URL."""
+    private: bool = False
+    """Only its owner may read the run: its folder has mode 0700 and its files 0600, whatever the umask. For folders:
+    who may read a bucket is said there."""
     continue_from_checkpoint: bool = True
     """True: continue the run found in the folder. False: begin a new one beside it when the folder is not empty."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42

@@ -339,6 +339,7 @@ OUR_KEYS = {
     "data_processor.experience_pipeline.stage",
     "seed",
     "deterministic",
+    "private",
     "cluster.type",
     "cluster.options",
     "cluster.num_cpus",

@@ -139,3 +139,12 @@ def test_what_an_older_start_wrote_down_is_read(monkeypatch: pytest.MonkeyPatch)
     assert load_config(tree, was_checked=True)
     with pytest.raises(ConfigError, match="does not belong"):
         replace(config(grpo()), {"name": TOKEN})
+
+
+def test_a_dashboard_that_others_reach_is_warned_of() -> None:
+    assert config(grpo()).cluster.dashboard_address is None, "it has no password"
+    for address in ("127.0.0.1:8787", "localhost:8787", "[::1]:8787"):
+        assert config(grpo(), f"cluster.dashboard_address='{address}'").warnings == ()
+    for address in (":8787", "0.0.0.0:8787", "10.0.0.7:8787"):
+        (warning,) = config(grpo(), f"cluster.dashboard_address='{address}'").warnings
+        assert "has no password" in warning and address in warning
