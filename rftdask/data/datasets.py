@@ -11,8 +11,10 @@ import importlib
 import importlib.metadata
 import io
 import json
+import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from hashlib import blake2b
 from itertools import accumulate, chain
 from typing import Any, Protocol
@@ -30,6 +32,8 @@ from rftdask.storage.checked_json import parse_json
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
+ANSWER_TIMEOUT_S = 30.0
+"""For what a server says first of a dataset: is it there? A client's own patience is minutes."""
 
 
 class Dataset(Protocol):
@@ -97,9 +101,12 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
         filesystem, root = fsspec.core.url_to_fs(fill_from_environment(path))
     except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
         raise DataError(f"dataset {path}: {error}") from error
-    if filesystem.isdir(root):
+    # By its name a file, first: a web server would send all of it to tell whether it is a folder.
+    if path.endswith(SUFFIXES) and _answer(path, lambda: filesystem.isfile(root)):
+        return _read_files(filesystem, [root], path)
+    if _answer(path, lambda: filesystem.isdir(root)):
         return _open_folder(filesystem, root, path, split, subset_name)
-    if filesystem.exists(root):
+    if _answer(path, lambda: filesystem.exists(root)):
         return _read_files(filesystem, [root], path)
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
@@ -107,6 +114,30 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
     if is_hub_name and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
         return _open_hub(path, split, subset_name)
     raise DataError(f"dataset {path} does not exist{_neighbors(filesystem, root)}")
+
+
+def _answer(path: str, ask: Callable[[], Any]) -> Any:
+    """What `ask` gives. Raises: DataError: the server of `path` says nothing; what `ask` raises."""
+    if "://" not in path:
+        return ask()
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # raised again where it is waited for
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="dataset-answer", daemon=True).start()
+    try:
+        return answer.result(ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        if answer.done():  # the client's own
+            raise
+        raise DataError(
+            f"dataset {path}: its server has not answered for {ANSWER_TIMEOUT_S:.0f} s; is it the right address, and "
+            "can this machine reach it?"
+        ) from None
 
 
 class RowsDataset:

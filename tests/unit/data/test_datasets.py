@@ -3,6 +3,7 @@ that say where.
 """
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rftdask.data import datasets
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.errors import DataError
 
@@ -157,3 +159,12 @@ class TestReasoningGym:
             open_dataset("reasoning-gym:chain_sums")
         with pytest.raises(DataError, match="sizes"):
             open_dataset("reasoning-gym:chain_sum", dataset_args={"sizes": 3})
+
+
+@pytest.mark.parametrize("name", ["tasks.jsonl", "folder"])
+def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "ANSWER_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/{name}"
+        with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; is it the right"):
+            open_dataset(url)
