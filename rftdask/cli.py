@@ -173,8 +173,8 @@ def submit(
     from rftdask.run.preflight import check_inputs
 
     stages = checked.stage_configs()
-    check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
-    for job in submission.submit():
+    made_of = check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
+    for job in submission.submit(made_of):
         _say(f"submitted {job.name} as job {job.job_id}")
     _say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 

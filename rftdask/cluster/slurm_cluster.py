@@ -5,6 +5,8 @@ It knows partitions, so a layout that they cannot hold is refused before anythin
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +16,7 @@ from rftdask.cluster.base import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.jobqueue import JobQueueCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
+from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError
 
@@ -54,6 +57,7 @@ class SlurmCluster(JobQueueCluster):
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
         job: JobConfig = getattr(config.cluster.slurm, role)
+        submitted = os.environ.get(SUBMITTED, "")
         return {
             **cls.common_options(config, role, folder),
             # The job's number is in the name, because a name that is still known is refused; so is that of its start.
@@ -71,7 +75,11 @@ class SlurmCluster(JobQueueCluster):
                 f"--output={log_path}/{name}-%j.log",
                 *job.directives,
             ],
-            "job_script_prologue": list(job.prologue),
+            # Said again, for sites that pass no environment on to jobs.
+            "job_script_prologue": [
+                *job.prologue,
+                *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
+            ],
         }
 
 

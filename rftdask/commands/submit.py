@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm_cluster import SlurmCluster, check_chain
 from rftdask.cluster.slurm_script import asks_for, batch_script, driver_shell
 from rftdask.config import Config, make_plan, replace
+from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import FencedError, UserError
+from rftdask.run.made_of import MadeOf
 from rftdask.run.run_folder import check_run
+from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
 from rftdask.storage import Storage, open_storage
 
 WARNING_S = 180
@@ -73,9 +77,11 @@ class Submission:
         parts += [f"# sbatch, by the controller ({script.name})\n{script.text}" for script in self.worker_scripts]
         return "\n".join(parts)
 
-    def submit(self) -> list[JobRecord]:
-        """Write the scripts to the run's private folder and submit them. Raises: RoleError: SLURM refuses one, the
-        others of the submission are cancelled then.
+    def submit(self, made_of: Sequence[MadeOf] = ()) -> list[JobRecord]:
+        """Write the scripts and copies of the user's sources to the run's private folder and submit them.
+
+        made_of: what each stage is made of. Raises: RoleError: SLURM refuses a script, the others of the submission are
+        cancelled then.
         """
         slurm.forget_restarts()
         if self.config.private:
@@ -90,6 +96,9 @@ class Submission:
             return path
 
         write(self.folder.path / CONFIG_FILE, self.config.to_yaml())
+        sources = {name: file for stage in made_of for name, file in stage.files.items()}
+        folders = [name for stage in self.config.stage_configs() for name in stage.explorer.plugin_dirs]
+        copy_for_jobs(sources, folders, self.folder.path / SOURCES_FOLDER)
         log_folder(self.storage, self.folder).mkdir(parents=True, exist_ok=True)
         jobs: dict[str, JobRecord] = {}
         try:
@@ -150,8 +159,9 @@ def plan_submission(
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
     """The job that drives the run."""
     run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    shell = [_takes_sources(folder), *driver_shell(folder, run)]
     logs, job = log_folder(storage, folder), config.cluster.slurm.controller
-    return batch_script(config, _CONTROLLER, job, logs, driver_shell(folder, run), (_WARNING,))
+    return batch_script(config, _CONTROLLER, job, logs, shell, (_WARNING,))
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
@@ -167,7 +177,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
             f"srun --het-group={len(steps) + 1} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
             f"--open-mode=append bash -c {shlex.quote(prologue)} &"
         )
-    shell = driver_shell(folder, _rftdask("run", path, *_DRIVER_OPTIONS), steps)
+    shell = [_takes_sources(folder), *driver_shell(folder, _rftdask("run", path, *_DRIVER_OPTIONS), steps)]
     text = batch_script(config, _CONTROLLER, config.cluster.slurm.controller, logs, shell, (_WARNING,), asks)
     return Script(_CONTROLLER, _CONTROLLER, text)
 
@@ -201,15 +211,21 @@ def offline_scripts(
         # Each round explores on to a later step of the same run.
         run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
         drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
-        shell = [*help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
+        shell = [_takes_sources(folder), *help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
         array = f"--array=0-{explore_jobs - 1}"
         text = batch_script(config, f"explore-{number}", explore, logs, shell, (array, _WARNING), number="%A_%a")
         after = f"train-{number - 1}" if number > 1 else None
         scripts.append(Script(f"explore-{number}", "explore", text, after))
         learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
-        text = batch_script(config, f"train-{number}", train, logs, driver_shell(folder, learn), (_WARNING,))
+        shell = [_takes_sources(folder), *driver_shell(folder, learn)]
+        text = batch_script(config, f"train-{number}", train, logs, shell, (_WARNING,))
         scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
     return tuple(scripts)
+
+
+def _takes_sources(folder: PrivateFolder) -> str:
+    """Shell by which a job and what it starts import the sources that were submitted, whatever became of them since."""
+    return f"export {SUBMITTED}={shlex.quote(str(folder.path / SOURCES_FOLDER))}"
 
 
 def _workers_of(layout: Layout) -> list[tuple[str, int]]:

@@ -29,6 +29,14 @@ from typing import Any
 
 from rftdask.errors import NotInstalledError, UserError
 
+SUBMITTED = "RFTDASK_SUBMITTED"
+"""Environment variable of a submitted run's processes: the folder with copies of the user's sources (run/sources.py),
+which are imported in place of those that may have changed since."""
+PLUGINS, MODULES = "plugins", "modules"
+"""What is there: the modules of plug-in folders, and those of elsewhere on sys.path."""
+if SUBMITTED in os.environ:
+    sys.path[:0] = [os.path.join(os.environ[SUBMITTED], part) for part in (PLUGINS, MODULES)]
+
 # ---- finding a part by its name
 
 
@@ -88,10 +96,9 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
     Raises: UserError: a folder is not there, or a module raises, with its file and line.
     """
     importlib.invalidate_caches()  # for what was written a moment ago
-    for folder in folders:
-        path = Path(folder).expanduser().resolve()
+    for path in plugin_folders(folders):
         if not path.is_dir():
-            raise UserError(f"plugin folder {folder!r} does not exist or is no folder (plugin_dirs)")
+            raise UserError(f"plugin folder {str(path)!r} does not exist or is no folder (plugin_dirs)")
         if str(path) not in sys.path:
             sys.path.append(str(path))
         for file in sorted(path.glob("[!_]*.py")):
@@ -102,6 +109,13 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
                 )
             if module not in _plugin_modules:
                 _plugin_modules.append(module)
+
+
+def plugin_folders(folders: Sequence[str]) -> list[Path]:
+    """The folders, resolved; in a job of a batch system the one with the copies that were submitted."""
+    if folders and SUBMITTED in os.environ:
+        folders = [os.path.join(os.environ[SUBMITTED], PLUGINS)]
+    return [Path(folder).expanduser().resolve() for folder in folders]
 
 
 _plugin_modules: list[ModuleType] = []

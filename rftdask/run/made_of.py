@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,12 @@ from typing import Any, Protocol
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.config import Config
-from rftdask.config.parts import named_parts
-from rftdask.config.plugins import find_part, module_of
-from rftdask.errors import DataError, UserError
+from rftdask.errors import DamagedError, DataError
 from rftdask.models.hub import is_model_name, local_model
 from rftdask.run.run_folder import RUN_FILE, read_run
+from rftdask.run.sources import find_sources, git_states
 from rftdask.storage import Storage, open_storage
-from rftdask.storage.base import numbers_in
+from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
 
 _ACCEPTED = "control/accepted-{}.json"
@@ -38,7 +36,10 @@ _MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", 
 _WHOLE_BYTES = 16 << 20
 """Longest file of a model that is read whole; of a longer one, `_NUM_PIECES` spread over it."""
 _NUM_PIECES, _PIECE_BYTES = 16, 1 << 18
-_GIT_TIMEOUT_S = 5.0
+_EVALUATES = "eval/"
+"""Beginning of the names of tasksets that only evaluate."""
+
+log = logging.getLogger(__name__)
 
 
 class Inputs(Protocol):
@@ -56,7 +57,7 @@ class MadeOf:
     """What one start of a stage found."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of the file of each module that the config or a task names, and of each in a plug-in folder."""
+    """sha256 of the file of each module of the user's (sources.py)."""
     tasksets: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints by the name of the taskset; of a supervised dataset as "dataset"."""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class MadeOf:
             tasksets: their fingerprints.
             is_first: False: its model is what an earlier stage makes.
         """
-        files = dict(_source_files(stage, modules))
+        files = find_sources(stage, modules)
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
         found = {"model.critic_model_path": stage.model.critic_model_path}
         for number, model in enumerate(stage.explorer.auxiliary_models):
@@ -84,9 +85,9 @@ class MadeOf:
         return cls(hashes, tasksets, models, files)
 
     def to_json(self) -> dict[str, Any]:
-        """As `run.json` has it, with the machine and the state of the working directory's git."""
+        """As `run.json` has it, with the machine and the state of the user's git repositories."""
         compared = {kind: dict(getattr(self, kind)) for kind in _COMPARED}
-        return {**compared, "host": socket.gethostname(), "git": _git()}
+        return {**compared, "host": socket.gethostname(), "git": git_states(self.files.values())}
 
 
 def copy_sources(storage: Storage, made_of: MadeOf) -> None:
@@ -110,15 +111,18 @@ def check_made_of(stages: Sequence[Config], inputs: Sequence[Inputs], *, accept:
 def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
     was = _last_made_of(storage)
     changes = [text for kind in _COMPARED for text in _changes(kind, was.get(kind, {}), getattr(made_of, kind))]
+    refused = [text for text in changes if not text.startswith(f"taskset {_EVALUATES}")]
     if not changes:
         return
-    if not accept:
+    if refused and not accept:
         raise DataError(
             f"{storage.url} was made of something else; put it back (copies of sources are in {storage.url}/sources), "
             "choose another name, or accept the change with --accept-changes, which is written down:\n"
-            + "\n".join(f"  - {text}" for text in changes)
+            + "\n".join(f"  - {text}" for text in refused)
         )
-    number = max(numbers_in(storage.list("control"), "accepted-", ".json"), default=0) + 1
+    for text in (text for text in changes if text not in refused):
+        log.warning("%s: what is evaluated from now on does not compare with what was; written down", text)
+    number = next_number(storage.list("control"), "accepted-", ".json")
     copy_sources(storage, made_of)
     said = {"changes": changes, "after_step": Ledger(storage).last_step(), "time_s": time.time(), **made_of.to_json()}
     if not storage.put_new(_ACCEPTED.format(number), json.dumps(said, indent=1).encode()):
@@ -126,22 +130,33 @@ def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
 
 
 def accepted_changes(storage: Storage) -> list[str]:
-    """What was accepted, in its order: "after step 12: source my_reward changed"."""
-    lines = []
-    for number in sorted(numbers_in(storage.list("control"), "accepted-", ".json")):
-        said = parse_object(storage.get(_ACCEPTED.format(number)))
-        lines += [f"after step {said.get('after_step')}: {text}" for text in said.get("changes") or ()]
-    return lines
+    """What was accepted, in its order: "after step 12: source my_reward changed". Raises: DamagedError."""
+    return [f"after step {said.get('after_step')}: {text}" for said in _accepted(storage) for text in said["changes"]]
+
+
+def _accepted(storage: Storage) -> list[dict[str, Any]]:
+    paths = [_ACCEPTED.format(n) for n in sorted(numbers_in(storage.list("control"), "accepted-", ".json"))]
+    return [_told(storage, path, storage.get(path)) for path in paths]
+
+
+def _told(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[str, Any]:
+    """What was found, as it was written down. Raises: DamagedError: it has another shape."""
+    try:
+        said = {"changes": [], **(parse_object(data) if isinstance(data, bytes) else data)}
+        texts = [*said["changes"], *(text for kind in _COMPARED for text in dict(said.get(kind) or {}).values())]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("it holds something else than texts")
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"{storage.url}/{path} is damaged: {error}") from error
+    return said
 
 
 def _last_made_of(storage: Storage) -> dict[str, dict[str, str]]:
     """What the run was made of at last, by kind; nothing of a run that did not write it down."""
     if not storage.exists(RUN_FILE):
         return {}
-    told, found = [read_run(storage).get("made_of") or {}], dict[str, dict[str, str]]()
-    for number in sorted(numbers_in(storage.list("control"), "accepted-", ".json")):
-        told.append(parse_object(storage.get(_ACCEPTED.format(number))))
-    for each in told:
+    found = dict[str, dict[str, str]]()
+    for each in (_told(storage, RUN_FILE, read_run(storage).get("made_of") or {}), *_accepted(storage)):
         for kind in _COMPARED:
             found.setdefault(kind, {}).update(each.get(kind) or {})
     return found
@@ -157,26 +172,6 @@ def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Itera
             yield f"source {name}: another content (sha256 {was[name][:12]}, now {now[name][:12]})"
         else:
             yield f"{name}: another content (was {was[name]:.40}, is {now[name]:.40}; bytes and hash)"
-
-
-def _source_files(stage: Config, modules: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """(module, file) of the plug-ins; those of this package have its version."""
-    folders = stage.explorer.plugin_dirs
-    for folder in folders:
-        for file in sorted(Path(folder).expanduser().glob("*.py")):
-            if file.is_file():  # a FIFO would be waited for without end
-                yield file.stem, file
-    names = set(modules)
-    for use in named_parts(stage):
-        if use.registered is None:
-            try:
-                names.add(module_of(find_part(use.named.kind, use.name, use.named.registered(), folders)))
-            except UserError:
-                continue  # not installed on this machine, which was said
-    for name in sorted(names):
-        path = str(getattr(sys.modules.get(name), "__file__", None) or "")
-        if path.endswith(".py") and name.partition(".")[0] != "rftdask":
-            yield name, Path(path)
 
 
 def _model_files(path: str | None) -> Iterator[tuple[str, str]]:
@@ -201,16 +196,3 @@ def _content_hash(file: Path) -> str:
                 opened.seek((size - _PIECE_BYTES) * piece // (_NUM_PIECES - 1))
                 digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
-
-
-def _git() -> dict[str, Any] | None:
-    """Commit of the working directory, and whether files that git knows differ from it; None: it is in no git."""
-
-    def ask(*words: str) -> str:
-        told = subprocess.run(["git", *words], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-        return told.stdout.strip()
-
-    try:
-        return {"commit": ask("rev-parse", "HEAD"), "is_dirty": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

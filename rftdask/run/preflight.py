@@ -56,7 +56,7 @@ class Inputs:
     sizes: dict[str, int] = field(default_factory=dict)
     """Rows by the name of the taskset; of a supervised dataset as "dataset"."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Content hashes of what is trained on, by the same names."""
+    """Content hashes by the same names, with "eval/" before what only evaluates."""
     modules: set[str] = field(default_factory=set)
     """Names of those that have the workflows and rewards."""
 
@@ -139,8 +139,8 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
             if make_selector(config.data_selector, tuple(folders)).features:
                 taskset.numbers(config.data_selector.feature_keys)
             sizes[config.name] = len(taskset)
-            if config in source.train_tasksets:  # another start may evaluate otherwise
-                inputs.fingerprints[config.name] = taskset.fingerprint
+            kind = "" if config in source.train_tasksets else "eval/"
+            inputs.fingerprints[f"{kind}{config.name}"] = taskset.fingerprint
             load_plugin_folders(folders)
             samples = taskset.samples()
             modules = {f"workflow {name}": find_workflow(name).module for name in {task.workflow for task in samples}}

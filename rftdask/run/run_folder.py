@@ -26,7 +26,7 @@ from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
 from rftdask.safe_text import mask
 from rftdask.storage import Storage, open_storage
-from rftdask.storage.base import numbers_in
+from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
 
 RUN_FILE = "run.json"
@@ -314,10 +314,9 @@ class Lease:
         self._ended = threading.Event()
         self.lost = False
         """True once somebody else took the role over: stop at once."""
-        last = _last_lease(self._storage, self._role)
-        if last:
-            self._check_free(last)
-        self._number = last + 1
+        self._number = next_number(storage.list("control"), f"lease-{role}-", ".json")
+        if self._number > 1:
+            self._check_free(self._number - 1)
         if not storage.put_new(_lease_path(self._role, self._number), self._content(released=False)):
             raise FencedError(f"another process has just started as {role} of {storage.url}; this one stops")
         self._thread = threading.Thread(target=self._beat, name=f"lease-{role}", daemon=True)
@@ -408,8 +407,10 @@ def _parse_lease(data: bytes) -> dict[str, Any]:
     """Who holds a lease. Raises: ValueError: the file is torn, or somebody else's."""
     holder = parse_object(data)
     wanted = {"host": str, "pid": int, "started_s": float, "time_s": float, "released": bool}
-    if not all(isinstance(holder.get(key), kind) for key, kind in wanted.items()):
+    if not all(type(holder.get(key)) is kind for key, kind in wanted.items()):  # a bool is no number
         raise ValueError(f"a lease says {', '.join(wanted)}, and not {sorted(holder)}")
+    if holder["pid"] < 1:
+        raise ValueError(f"no process has the number {holder['pid']}")
     return holder
 
 

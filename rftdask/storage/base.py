@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from rftdask.errors import UserError
+from rftdask.errors import DamagedError, UserError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -72,6 +72,19 @@ def numbers_in(names: Iterable[str], prefix: str = "", suffix: str = "") -> list
     """
     number = re.compile(re.escape(prefix) + rf"([0-9]{{1,{_MOST_DIGITS}}})" + re.escape(suffix))
     return sorted(int(match[1]) for match in map(number.fullmatch, names) if match)
+
+
+def next_number(names: Iterable[str], prefix: str = "", suffix: str = "") -> int:
+    """One more than the largest of `numbers_in`; 1 where there is none.
+
+    Raises: DamagedError: somebody's file has the largest number there can be, so nothing could follow it.
+    """
+    last = max(numbers_in(names, prefix, suffix), default=0)
+    if len(str(last + 1)) > _MOST_DIGITS:
+        raise DamagedError(
+            f"{prefix}{last}{suffix} has a number that no run reaches, and none comes after it: remove it"
+        )
+    return last + 1
 
 
 class Storage(ABC):

@@ -36,7 +36,7 @@ LAYERS = (
     {"config", "storage", "processes", "models"},
     {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
     {"buffer", "synchronizer"},
-    {"run.run_folder", "engines"},
+    {"run.run_folder", "run.sources", "engines"},
     {"rollouts", "run.made_of"},
     {"explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.config import Config, load_config
-from rftdask.errors import DataError
+from rftdask.errors import DamagedError, DataError
 from rftdask.models.toy import build_toy_model
 from rftdask.run.made_of import MadeOf, accepted_changes, check_made_of, copy_sources
 from rftdask.run.preflight import Inputs, check_inputs
@@ -31,7 +31,8 @@ class World:
         self.module = f"own_{folder.name}".replace("-", "_")  # a module is imported once in a process
         self.reward = folder / "plugins" / f"{self.module}.py"
         self.reward.parent.mkdir()
-        self.reward.write_text(REWARD)
+        self.reward.write_text(f"import {self.module}_scale\n{REWARD}")
+        self.reward.with_name(f"{self.module}_scale.py").write_text("FACTOR = 1.0\n")
         self.tasks = folder / "tasks.jsonl"
         self.model = folder / "model"
         shutil.copytree(model, self.model)
@@ -72,19 +73,25 @@ def test_a_run_says_what_it_is_made_of(world: World) -> None:
     made_of = world.start()
     said = read_run(world.storage)["made_of"]
     assert said["host"] == socket.gethostname()
-    assert said["git"] is None or set(said["git"]) == {"commit", "is_dirty"}
-    assert said["sources"] == dict(made_of.sources) and list(said["sources"]) == [world.module]
-    assert list(said["tasksets"]) == ["taskset_0"], "what only evaluates may change"
+    assert all(set(state) == {"commit", "is_dirty"} for state in said["git"].values())
+    assert said["sources"] == dict(made_of.sources)
+    assert list(said["sources"]) == [world.module, f"{world.module}_scale"]
+    assert list(said["tasksets"]) == ["taskset_0", "eval/held_out"]
     size = (world.model / "model.safetensors").stat().st_size
     assert said["models"]["model.model_path/model.safetensors"].startswith(f"{size} ")
-    [copy] = world.storage.list("sources")
-    assert world.storage.get(f"sources/{copy}").decode() == REWARD
+    copy, _ = world.storage.list("sources")
+    assert world.storage.get(f"sources/{copy}").decode().endswith(REWARD)
     world.start()
     assert accepted_changes(world.storage) == []
 
 
 def rewarded_otherwise(world: World) -> None:
     world.reward.write_text(REWARD.replace("float(", "-float("))
+
+
+def imported_otherwise(world: World) -> None:
+    helper = world.reward.with_name(f"{world.module}_scale.py")
+    helper.write_text("FACTOR = 2.0\n")
 
 
 def reordered(world: World) -> None:
@@ -106,6 +113,7 @@ def tokenized_otherwise(world: World) -> None:
 
 CHANGES: dict[str, tuple[Callable[[World], None], str]] = {
     "a reward": (rewarded_otherwise, "source own_"),
+    "what a reward imports": (imported_otherwise, "_scale: another content"),
     "a taskset": (reordered, "taskset taskset_0: other rows, or another order"),
     "weights": (trained_further, "model.model_path/model.safetensors: another content"),
     "a file of the model": (tokenized_otherwise, "model.model_path/config.json: another content"),
@@ -133,10 +141,33 @@ def test_a_source_that_was_accepted_is_kept_beside_the_first(world: World) -> No
     world.start()
     rewarded_otherwise(world)
     world.start(accept=True)
-    assert len(world.storage.list("sources")) == 2
-    world.reward.write_text(REWARD)
+    assert len(world.storage.list("sources")) == 3
+    world.reward.write_text(f"import {world.module}_scale\n{REWARD}")
     with pytest.raises(DataError, match=f"source {world.module}"):
         world.start()
+
+
+def test_another_evaluation_goes_on_and_is_written_down(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.start()
+    held_out = world.path.parent / "held_out.jsonl"
+    held_out.write_text("".join(reversed(held_out.read_text().splitlines(keepends=True))))
+    world.start()
+    world.start()
+    assert caplog.text.count("what is evaluated from now on does not compare with what was") == 1
+    [line] = accepted_changes(world.storage)
+    assert line.startswith("after step 0: taskset eval/held_out: other rows, or another order")
+
+
+SHAPES = ("[]", "{", '{"sources": [1]}', '{"changes": 7}', '{"changes": [["a"]]}', '{"models": {"a": 7}}', "[" * 5000)
+
+
+@pytest.mark.parametrize("text", SHAPES, ids=[text[:20] for text in SHAPES])
+def test_what_was_accepted_in_another_shape_is_damage_that_is_named(text: str, world: World) -> None:
+    world.start()
+    world.storage.put("control/accepted-1.json", text.encode())
+    for ask in (world.start, lambda: accepted_changes(world.storage)):
+        with pytest.raises(DamagedError, match=r"control/accepted-1.json is damaged: "):
+            ask()
 
 
 def test_a_run_that_did_not_write_it_down_goes_on(world: World) -> None:

@@ -185,6 +185,22 @@ def test_a_lease_that_was_never_finished_is_nobodys(storage: Storage) -> None:
     assert names(storage)[-1] == "lease-trainer-5.json"
 
 
+@pytest.mark.parametrize("change", [{"pid": -5}, {"pid": True}, {"pid": 1e30}, {"time_s": "x"}, {"released": 0}])
+def test_a_lease_of_another_shape_is_nobodys(change: dict[str, object], storage: Storage) -> None:
+    plant(storage, **change)
+    assert lease_holder(storage, "trainer") is None
+    Lease(storage, "trainer").release()
+
+
+def test_a_lease_after_which_none_can_come_is_to_be_removed(storage: Storage) -> None:
+    for name in ("lease-trainer-99999999999999999999999.json", "lease-trainer-1e3.json", "lease-trainer--1.json"):
+        storage.put(f"control/{name}", b"{}")
+        Lease(storage, "trainer").release()
+    storage.put("control/lease-trainer-999999999999999.json", b"{}")
+    with pytest.raises(DamagedError, match=r"lease-trainer-999999999999999.json has a number .* remove it"):
+        Lease(storage, "trainer")
+
+
 def test_who_sees_a_higher_number_has_lost_and_leaves_it_alone(storage: Storage) -> None:
     lease = Lease(storage, "trainer", heartbeat_s=0.001)
     plant(storage, number=2, host="elsewhere")
