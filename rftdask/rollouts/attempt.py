@@ -25,6 +25,7 @@ from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import PromptTooLongError, Reward, Step, WorkflowFn, as_reward
+from rftdask.safe_text import mask
 from rftdask.weights.published import Published
 
 STOP_GRACE_S = 1.0
@@ -236,7 +237,8 @@ class Rollout:
         return replace(
             self._blank(0, attempt, self.sampling, seed),
             status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CalledOff)) else Status.FAILED,
-            error=" ".join(f"{text}{f' [state:{where}]' if where else ''}".split())[:_MAX_ERROR_LENGTH],
+            # It stays beside the run, and an error of an HTTP client quotes its URL.
+            error=mask(" ".join(f"{text}{f' [state:{where}]' if where else ''}".split()))[:_MAX_ERROR_LENGTH],
             prompt_text=self.task.prompt,
         )
 

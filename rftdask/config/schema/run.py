@@ -20,7 +20,7 @@ from rftdask.config.schema.cluster import ClusterConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
-from rftdask.config.yaml_source import escape, to_yaml
+from rftdask.config.yaml_source import escape, fill_from_environment, to_yaml
 
 MAX_TASKS_PER_UNIT = 64
 """Largest work unit by default: some seconds of work, and what a lost worker costs at most."""
@@ -223,7 +223,8 @@ class Config(Section):
         """
         buffers = self.buffer.trainer_input.auxiliary_buffers
         default = EXPERT_BUFFER if EXPERT_BUFFER in buffers else next(iter(buffers), EXPERT_BUFFER)
-        return str((self.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default))
+        given = (self.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default)
+        return str(fill_from_environment(given))
 
     def train_step_limit(self, planned: int | None) -> int | None:
         """The last train step; None: the trainer ends when the experiences do.

@@ -177,6 +177,14 @@ def test_a_failed_attempt_is_retried_with_the_same_seed_and_a_clean_record() -> 
     assert [call[0].seed for call in log] == [rollout_seed(42, "t/0/0", 0, turn) for turn in (0, 0, 1)]
 
 
+def test_what_is_kept_of_a_failure_has_no_secret() -> None:
+    async def asks_a_judge(task: Task, model: PolicyModel) -> float:
+        raise OSError("no answer from https://me:hunter2@judge/v1?token=abc")
+
+    [bad] = run([task(0, named(asks_a_judge))], replies("x"))
+    assert bad.error == "OSError: no answer from https://me:***@judge/v1?token=***"
+
+
 def test_the_last_failure_becomes_an_experience_without_reward_and_leaves_its_siblings_alone() -> None:
     async def fails_for_task_1(task: Task, model: PolicyModel) -> float:
         await model.generate("p")
