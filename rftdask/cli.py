@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 
 from rftdask.config import Config, check_plugins, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
+from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.safe_text import safe, safe_console
 
 
@@ -112,6 +113,8 @@ def validate(
     """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
     checked = load_config(config, overrides or [])
     check_plugins(checked)  # before the warnings: of a configuration with a mistake only that is told
+    for stage in checked.stage_configs():
+        check_bubblewrap(stage.explorer.sandbox)
     if data:
         from rftdask.run.preflight import check_inputs  # late: it reads datasets, and needs torch
 

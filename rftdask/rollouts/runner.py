@@ -208,6 +208,8 @@ class _Plan:
             plugin_dirs=explorer.plugin_dirs,
             max_memory_bytes=None if memory_gb is None else int(memory_gb * 2**30),
             env=tuple(sorted(fill_from_environment(explorer.env_vars).items())),
+            bubblewrap=explorer.sandbox.bubblewrap,
+            network=explorer.sandbox.bubblewrap_network or not explorer.sandbox.bubblewrap,
         )
         return cls(workflows, frozenset(sandboxed), spec)
 

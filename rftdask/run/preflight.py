@@ -32,6 +32,7 @@ from rftdask.models.hub import has_tokenizer, is_model_name, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.storage import Storage, open_storage
@@ -73,6 +74,8 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
     for stage in stages:
         with _noted(problems):
             check_plugins(stage, unchecked)
+        with _noted(problems, unchecked):
+            check_bubblewrap(stage.explorer.sandbox)
     with _noted(problems):
         _check_engines(stages)
     with _noted(problems):

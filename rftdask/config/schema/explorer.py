@@ -135,7 +135,12 @@ class SandboxConfig(Section):
     max_processes: Count = 128
     """Of one explorer worker at the same time; further rollouts wait their turn."""
     max_memory_gb: float | None = Field(default=4.0, gt=0)
-    """Memory of one process beyond what its imports take. None: no limit."""
+    """Memory of one rollout with all it starts, beyond what the imports take. None: no limit."""
+    bubblewrap: bool = False
+    """Run sandboxes under `bwrap`: they see the machine read-only, an empty /tmp, only their own processes and no
+    network; each rollout begins in an empty folder of its own."""
+    bubblewrap_network: bool = False
+    """Leave them the network."""
 
 
 class ExplorerConfig(Section):

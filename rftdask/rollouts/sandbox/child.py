@@ -20,6 +20,7 @@ import os
 import pickle
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -111,16 +112,17 @@ def _serve(control_fd: int) -> None:
         control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(problem)))
         return
     control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(messages.Imported())))
-    _ForkServer(control, spec.max_memory_bytes).run()
+    _ForkServer(control, spec).run()
 
 
 class _ForkServer:
     """The loop of the fork server: it forks, kills, and reports forks that have ended."""
 
-    def __init__(self, control: socket.socket, max_memory_bytes: int | None) -> None:
+    def __init__(self, control: socket.socket, spec: messages.SandboxSpec) -> None:
         self._pid = os.getpid()
         self._control = control
-        self._max_memory_bytes = max_memory_bytes
+        self._max_memory_bytes = spec.max_memory_bytes
+        self._has_folders = spec.bubblewrap
         self._inherited_bytes = _resident_bytes("self")
         self._living: dict[int, str] = {}
         """Forks by process id, and why they were killed; "": nobody said."""
@@ -193,6 +195,9 @@ class _ForkServer:
             os.dup2(source, fd)
         os.close(output_fd)
         os.close(null)
+        if self._has_folders:
+            os.mkdir(_folder(os.getpid()))
+            os.chdir(_folder(os.getpid()))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self._max_memory_bytes is not None:
             # On top of what the fork inherits: a plug-in's libraries reserve gigabytes that they never touch.
@@ -226,6 +231,8 @@ class _ForkServer:
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 _kill_group(dead.si_pid)
+                if self._has_folders:
+                    shutil.rmtree(_folder(dead.si_pid), ignore_errors=True)
                 _, status = os.waitpid(dead.si_pid, 0)
                 if dead.si_pid in self._living:
                     reason = self._living.pop(dead.si_pid)
@@ -235,6 +242,11 @@ class _ForkServer:
         # Sessions of their own, which came here when their fork ended; their children come next.
         for pid in _children() - self._living.keys() - self._own:
             os.kill(pid, signal.SIGKILL)
+
+
+def _folder(pid: int) -> str:
+    """Working directory of a fork under bubblewrap, where /tmp is the fork server's own."""
+    return f"/tmp/rollout-{pid}"
 
 
 def _children() -> set[int]:

@@ -34,10 +34,14 @@ class SandboxSpec:
     """Imported for what they register, or to have them ready."""
     plugin_dirs: tuple[str, ...] = ()
     max_memory_bytes: int | None = 4 << 30
-    """Memory of one attempt, on top of what the imports take; None: no limit."""
+    """Memory of one attempt with all it starts, on top of what the imports take; None: no limit."""
     max_output_bytes: int = 16 << 20
     """Most that one process may print."""
     env: tuple[tuple[str, str], ...] = ()
+    bubblewrap: bool = False
+    """The fork server runs under bwrap; see bubblewrap.py."""
+    network: bool = True
+    """With bubblewrap: it has the machine's network."""
 
 
 @dataclass(frozen=True)

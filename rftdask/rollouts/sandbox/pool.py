@@ -20,12 +20,14 @@ import logging
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -34,6 +36,7 @@ from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError
 from rftdask.rollouts.policy.base import PolicyHandle
 from rftdask.rollouts.sandbox import messages
+from rftdask.rollouts.sandbox.bubblewrap import bwrap_command
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
 
 START_TIMEOUT_S = 120.0
@@ -43,6 +46,8 @@ MAX_RECEIVED_BYTES = 256 << 20
 BEGIN_TIMEOUT_S = 60.0
 """Deadline of a fork to begin."""
 _EXIT_CODE_WAIT_S = 5.0
+_TAKE_WAIT_S = 5.0
+"""For a fork server whose socket is full; its forks wait with it."""
 _CLOSE_WAIT_S = 5.0
 """For the fork server and its guard to end all that is below them."""
 _TAIL_BYTES = 2000
@@ -64,18 +69,22 @@ class ForkServer:
     """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
 
     def __init__(self, spec: messages.SandboxSpec) -> None:
-        """Returns once the plug-ins are imported. Raises: UserError: one cannot be; RoleError: the process died."""
+        """Returns once the plug-ins are imported. Raises: UserError: one cannot be, or there is no bwrap; RoleError:
+        the process died."""
         self.spec = spec
         self.taken: dict[int, messages.Ended | None] = {}
         """Forks that somebody has, by process id, and how they ended; None: they run."""
         self._raised: Counter[str] = Counter()
         """Failures so far, by what and where."""
         self._spare: tuple[socket.socket, int] | None = None
+        path = tuple(path or os.getcwd() for path in sys.path)
+        read = (*path, *spec.plugin_dirs, os.getcwd())
+        wrapped = bwrap_command(read, network=spec.network) if spec.bubblewrap else ()
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
         with far:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rftdask.rollouts.sandbox.child", str(far.fileno())],
+                [*wrapped, sys.executable, "-m", "rftdask.rollouts.sandbox.child", str(far.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -83,7 +92,7 @@ class ForkServer:
                 env={**os.environ, **dict(spec.env)},
                 start_new_session=True,
             )
-        setup = messages.Setup(tuple(path or os.getcwd() for path in sys.path), spec)
+        setup = messages.Setup(path, spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
         reply: messages.FromForkServer | None = None
         try:
@@ -142,12 +151,11 @@ class ForkServer:
         near, far = socket.socketpair()
         output, far_output = os.pipe()
         try:
-            packet = msgpack.packb(messages.TO_FORK_SERVER.encode(messages.Fork()))
-            socket.send_fds(self._control, [packet], [far.fileno(), far_output])
-        except OSError as error:
+            self._send(messages.Fork(), (far.fileno(), far_output))
+        except SandboxLostError:
             near.close()
             os.close(output)
-            raise SandboxLostError(f"the process that starts sandboxes is gone: {error}") from error
+            raise
         finally:
             far.close()
             os.close(far_output)
@@ -155,13 +163,20 @@ class ForkServer:
 
     def kill(self, pid: int) -> None:
         """Kill a fork with all it started. Through the fork server, which alone knows whose number it is now."""
+        with contextlib.suppress(SandboxLostError):  # its forks died with it
+            self._send(messages.Kill(pid))
+
+    def _send(self, message: messages.ToForkServer, fds: Sequence[int] = ()) -> None:
+        """Raises: SandboxLostError: it is dead, or has taken nothing for seconds."""
+        packet = msgpack.packb(messages.TO_FORK_SERVER.encode(message))
         try:
-            self._control.send(msgpack.packb(messages.TO_FORK_SERVER.encode(messages.Kill(pid))))
-        except BlockingIOError:  # it has a great deal to do already
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        except OSError:
-            pass  # it is dead, and its forks died with it
+            try:
+                socket.send_fds(self._control, [packet], fds)
+            except BlockingIOError:  # it has a great deal to do already
+                select.select([], [self._control], [], _TAKE_WAIT_S)
+                socket.send_fds(self._control, [packet], fds)
+        except (OSError, ValueError) as error:  # ValueError: closed
+            raise SandboxLostError(f"the process that starts sandboxes is gone: {error}") from error
 
     def read_events(self) -> None:
         """Record how forks have ended."""
@@ -174,7 +189,8 @@ class ForkServer:
 
     def end(self) -> None:
         """Kill it, and with it all forks; `close` then is quick."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
 
     def close(self) -> None:

@@ -5,9 +5,12 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rftdask.data.task import Task
@@ -132,6 +135,27 @@ async def signals_its_fork_server(task: Task, model: PolicyModel) -> float:
     os.kill(os.getppid(), task.row["signal"])
     await asyncio.sleep(3600)
     return 1.0
+
+
+async def looks_around(task: Task, model: PolicyModel) -> Reward:
+    """Tell, as 1.0, what of the machine is closed to it, after it has used what is open."""
+
+    def is_refused(reach: Callable[[], Any]) -> bool:
+        try:
+            reach()
+        except OSError:
+            return True
+        return False
+
+    Path("made").write_text("here")
+    closed = {
+        "own_folder": os.listdir() == ["made"] and os.getcwd() == f"/tmp/rollout-{os.getpid()}",
+        "files": is_refused(lambda: Path(task.row["outside"]).write_text("changed")),
+        "tmp": not os.path.exists(task.row["in_tmp"]),
+        "network": is_refused(lambda: socket.create_connection(("127.0.0.1", task.row["port"]), 5).close()),
+        "processes": is_refused(lambda: os.kill(task.row["pid"], 0)) and os.getpid() < 1000,
+    }
+    return Reward(1.0, {**{name: float(found) for name, found in closed.items()}, "pid": float(os.getpid())})
 
 
 async def fills_memory_with_its_children(task: Task, model: PolicyModel) -> float:

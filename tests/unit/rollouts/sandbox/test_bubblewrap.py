@@ -1,0 +1,113 @@
+"""Promises of `explorer.sandbox.bubblewrap`: what a rollout may read, write and reach, and a clear word where it cannot
+be had. With the real bwrap where there is one, and with one that does nothing but run its command.
+"""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config.schema.explorer import SandboxConfig
+from rftdask.errors import NotInstalledError, UserError
+from rftdask.rollouts.sandbox.bubblewrap import bwrap_command, check_bubblewrap
+from tests.unit.rollouts.rollout_cases import replies, run, task
+
+ON = SandboxConfig(bubblewrap=True, max_processes=2)
+STAND_IN = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = STAND_IN) -> str:
+    program = folder / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return str(program)
+
+
+def look_around(folder: Path, sandbox: SandboxConfig) -> list[Experience]:
+    outside = Path.home() / ".rftdask-test-of-bubblewrap"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        row = {
+            "outside": str(outside),
+            "in_tmp": str(folder),
+            "port": server.getsockname()[1],
+            "pid": os.getpid(),
+            "does": "looks_around",
+        }
+        tasks = [task(index, "sandbox_workflows.whatever_the_row_says", row=row) for index in range(4)]
+        try:
+            return run(tasks, replies("4"), sandbox=sandbox)
+        finally:
+            outside.unlink(missing_ok=True)
+
+
+def test_the_command_makes_all_read_only_but_tmp_and_shows_there_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = stand_in(tmp_path, monkeypatch)
+    for name in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, name, "/usr")
+    (tmp_path / "code").mkdir()
+    code = str(tmp_path / "code")
+    shown = ["--ro-bind", code, code] if code.startswith("/tmp/") else []
+    command = bwrap_command(["/usr/lib", code, "/tmp/none-such"], network=False)
+    assert command == [
+        *(program, "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
+        *("--unshare-pid", "--unshare-ipc", "--cap-drop", "ALL", "--unshare-net", *shown, "--"),
+    ]
+    assert set(command) - set(bwrap_command([code], network=True)) == {"--unshare-net"}
+
+
+def test_where_it_cannot_be_had_it_is_refused_by_its_name_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_bubblewrap(SandboxConfig(mode="never"))
+    with pytest.raises(UserError, match=r"explorer\.sandbox\.bubblewrap: explorer\.sandbox\.mode never runs nothing"):
+        check_bubblewrap(SandboxConfig(mode="never", bubblewrap=True))
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        for needs_it in (lambda: check_bubblewrap(ON), lambda: look_around(tmp_path, ON)):
+            with pytest.raises(
+                NotInstalledError, match=r"explorer\.sandbox\.bubblewrap: .* install the package bubblewrap"
+            ):
+                needs_it()
+    stand_in(tmp_path, monkeypatch, "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="cannot make a sandbox on this machine: bwrap: No permissions"):
+        check_bubblewrap(ON)
+
+
+def test_each_rollout_begins_in_an_empty_folder_that_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch)
+    check_bubblewrap(ON)
+    before = set(Path("/tmp").glob("rollout-*"))
+    experiences = look_around(tmp_path, ON.model_copy(update={"max_memory_gb": 3.0}))  # a fork server of its own
+    assert [(e.status, e.metrics["own_folder"]) for e in experiences] == [(Status.OK, 1.0)] * 4
+    folders = [Path(f"/tmp/rollout-{e.metrics['pid']:.0f}") for e in experiences]
+    deadline = time.monotonic() + 10
+    while any(map(Path.exists, folders)):  # they end a moment after their reward is known
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for spare in set(Path("/tmp").glob("rollout-*")) - before:
+        shutil.rmtree(spare)  # of the next, which under the real one is gone with its /tmp
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed here")
+def test_a_rollout_reads_the_machine_and_changes_or_reaches_nothing_of_it(tmp_path: Path) -> None:
+    check_bubblewrap(ON)
+    told = {"own_folder", "files", "tmp", "network", "processes"}
+    experiences = look_around(tmp_path, ON)
+    assert [{name for name in told if not e.metrics[name]} for e in experiences] == [set()] * 4
+    connected = look_around(tmp_path, ON.model_copy(update={"bubblewrap_network": True}))
+    assert [{name for name in told if not e.metrics[name]} for e in connected] == [{"network"}] * 4
