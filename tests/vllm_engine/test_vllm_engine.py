@@ -1,5 +1,6 @@
 """Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
-what it loads it computes with, also where vLLM's own reload does not; a run with it is as sound as with any engine.
+what it loads it computes with, also where vLLM's own reload does not; a run with it is as sound as with any engine, and
+learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
 
 One engine, of tied embeddings, serves most tests: starting it takes a minute.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +31,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
-from tests.integration.run_cases import RunProcess, assert_sound
+from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.trainer.trainer_cases import engine_config
 from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
@@ -37,6 +39,8 @@ from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
 ROOT = Path(__file__).parents[2]
 RUN_DEADLINE_S = 900.0
 NUM_EVAL = 4
+NUM_GRPO = 8
+LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in ")
 # vLLM's imports warn of what they will change.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
 
@@ -254,7 +258,7 @@ def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: V
 
 
 def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
-    """Untied embeddings; last in the file, since `engine` is closed to make room."""
+    """Untied embeddings; from here on `engine` is closed, to make room."""
     engine.close()
     data = os.environ.get("RFTDASK_GSM8K")
     if not data:
@@ -292,3 +296,37 @@ def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine
     assert steps.staleness_max.tolist() == [0.0, 0.0, 0.0]
     assert (steps.grad_norm > 0).all(), "the weights moved, and the engine moved with them:"
     assert (steps.mismatch_kl.abs() < 1e-6).all()
+
+
+def test_the_quickstart_learns_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
+    """Half of its steps of GRPO, which is where it learns most."""
+    engine.close()
+    arguments = ("explorer.rollout_model.engine_type=vllm", f"stages[1].trainer.total_steps={NUM_GRPO}")
+    script = (str(ROOT / "examples" / "quickstart.py"),)
+    with RunProcess(*arguments, program=script, env={"RFTDASK_RUNS": str(tmp_path)}) as run:
+        ended = run.end(RUN_DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    last = LAST_LINE.match(ended.out.splitlines()[-1])
+    assert last is not None, ended.out[-500:]
+    before, after = map(float, last.groups())
+    assert after >= 0.5 and after >= 2 * before, last[0]
+    steps = Experiment.open(tmp_path / "rftdask" / "quickstart" / "grpo").metrics("trainer")
+    assert len(steps) == NUM_GRPO and (steps.mismatch_kl.abs() < 0.1).all(), "one step off policy, and no further"
+
+
+def test_a_model_that_vllm_loads_and_cannot_compute_ends_the_run_with_the_reason(
+    tmp_path: Path, engine: VllmEngine
+) -> None:
+    engine.close()
+    build_toy_model(tmp_path / "model", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    config = write_config(tmp_path)
+    arguments = (f"model.model_path={tmp_path}/model", "explorer.rollout_model.engine_type=vllm")
+    with RunProcess("run", str(config), *arguments, "--progress", "plain") as run:
+        ended = run.end(RUN_DEADLINE_S)
+        run.wait_for_no_survivors()
+    assert ended.code == 1, ended
+    assert "Unsupported CPU attention configuration: head_dim=16" in ended.err.splitlines()[-1], ended.err
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "runs again (1 of" in notes[0], notes
+    assert "poisoned" not in status_of(run_folder(config))["experiences"]
