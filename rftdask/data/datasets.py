@@ -32,6 +32,8 @@ from rftdask.storage.checked_json import parse_json
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
+_HASHED_ROWS = 1000
+"""At a time, to be held in memory."""
 ANSWER_TIMEOUT_S = 30.0
 """For what a server says first of a dataset: is it there? A client's own patience is minutes."""
 
@@ -166,9 +168,22 @@ class WrappedDataset:
     """Rows of a dataset object of another package."""
 
     def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str) -> None:
+        """fingerprint: empty: `rows` is a `datasets.Dataset`, and it is of all rows."""
         self._rows = rows
         self.columns = tuple(columns)
-        self.fingerprint = fingerprint
+        self._fingerprint = fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        if not self._fingerprint:  # when it is asked for: a worker that reads some rows does not need it
+            digest = blake2b(digest_size=16)
+            for table in self._rows.with_format("arrow").iter(_HASHED_ROWS):
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_stream(sink, table.schema) as stream:
+                    stream.write_table(table)
+                digest.update(sink.getvalue())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -305,7 +320,7 @@ def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
         raise DataError(
             f"dataset {path}: no such file, and it could not be loaded as a Hub dataset ({which}): {error}"
         ) from error
-    return _wrap(path, rows, rows.column_names, rows._fingerprint)  # the package has no public name for it
+    return _wrap(path, rows, rows.column_names)
 
 
 def _open_saved(path: str, split: str) -> Dataset:
@@ -319,10 +334,10 @@ def _open_saved(path: str, split: str) -> Dataset:
         if split not in rows:
             raise DataError(f"dataset {path}: no split {split!r}; it has {', '.join(rows)}")
         rows = rows[split]
-    return _wrap(path, rows, rows.column_names, rows._fingerprint)
+    return _wrap(path, rows, rows.column_names)
 
 
-def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str, arguments: object = None) -> Dataset:
+def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str = "", arguments: object = None) -> Dataset:
     if not len(rows):
         given = "" if arguments is None else f" (dataset_args {arguments})"
         raise DataError(f"dataset {path} has no rows{given}")

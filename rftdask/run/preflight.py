@@ -76,7 +76,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
             check_plugins(stage, unchecked)
         with _noted(problems, unchecked):
             check_bubblewrap(stage.explorer.sandbox)
-    with _noted(problems):
+    with _noted(problems, unchecked):
         _check_engines(stages)
     with _noted(problems):
         first = stages[0]  # later stages train what the one before makes
@@ -89,7 +89,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
     found = []
     for stage in stages:
         for check in (_check_algorithm, _check_staleness):
-            with _noted(problems):
+            with _noted(problems, unchecked):
                 check(stage)
         found.append(_check_data(stage, problems, unchecked))
     storage = _check_storage(stages[0])
@@ -265,7 +265,7 @@ def _check_engines(stages: list[Config]) -> None:
         for path, section in stage.explorer.engines() if stage.mode != "train" else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:
-                raise UserError(
+                raise NotInstalledError(
                     f"{path}.engine_type: {package} is not installed; pip install 'rftdask[{package}]' on a machine "
                     "with a GPU (docs/engines.md says how on a CPU), or use transformers"
                 )

@@ -34,7 +34,7 @@ from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
-from rftdask.errors import UserError
+from rftdask.errors import NotInstalledError, UserError
 from rftdask.monitor.events import CODEC, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
@@ -242,6 +242,8 @@ def build_algorithm(config: Config) -> Algorithm:
             plugin_dirs=config.explorer.plugin_dirs,
             **choices,
         )
+    except NotInstalledError as error:
+        raise NotInstalledError(f"algorithm: {error}") from error
     except UserError as error:
         raise UserError(f"algorithm: {error}") from error
 

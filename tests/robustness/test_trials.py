@@ -5,8 +5,10 @@ What may be the fault of the answer alone is a warning, and what is not installe
 
 import json
 import logging
+import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -160,3 +162,58 @@ def test_what_a_script_defines_is_refused_also_if_it_says_that_it_runs_in_proces
     monkeypatch.setattr(sys.modules["__main__"], "scored", scored, raising=False)
     with pytest.raises(ConfigError, match=r"1 problem:\n.*reward function __main__.scored is defined in a script"):
         check_inputs([load_config(config, [f"{TASKSET}.default_reward_fn_type=__main__.scored"])])
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_apart"), [("auto", True), ("always", True), ("never", False)], ids=["auto", "always", "never"]
+)
+@pytest.mark.timeout(60)
+def test_the_trial_runs_where_rollouts_will(config: Path, mode: str, is_apart: bool) -> None:
+    tell = "def scored(response, truth, task):\n    raise NameError(f\"{os.getpid()} {os.environ.get('OWN')}\")"
+    settings = own(config, "default_reward_fn_type", tell)
+    with pytest.raises(ConfigError, match=r"NameError: (\d+) " + ("yes" if is_apart else "None")) as caught:
+        check_inputs(
+            [load_config(config, (*settings, f"explorer.sandbox.mode={mode}", "explorer.env_vars={OWN: 'yes'}"))]
+        )
+    assert (f"NameError: {os.getpid()} " not in str(caught.value)) == is_apart
+
+
+@pytest.mark.timeout(60)
+def test_the_trial_has_the_limits_of_the_run(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    eat = "def scored(response, truth, task):\n    return float(len(bytearray(1 << 29)) > 0)"
+    settings = own(config, "default_reward_fn_type", eat)
+    check_inputs([load_config(config, (*settings, "explorer.sandbox.max_memory_gb=0.25"))])
+    assert "MemoryError" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+@pytest.mark.timeout(60)
+def test_a_trial_that_never_ends_is_broken_off(config: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    hang = "def scored(response, truth, task):\n    while True:\n        time.sleep(0.01)"
+    settings = own(config, "default_reward_fn_type", hang)
+    limits = (f"explorer.sandbox.mode={mode}", "explorer.max_timeout=1")
+    check_inputs([load_config(config, (*settings, *limits))])
+    assert "a rollout that ends like this one is failed" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["a loss", "an engine"])
+def test_a_part_that_is_not_on_a_login_node_is_said_to_be_unchecked(
+    config: Path, missing: str, toy_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = config.parent / "plugins"
+    folder.mkdir()
+    name = f"lossy_{abs(hash(folder))}"
+    (folder / f"{name}.py").write_text("import no_such_package")
+    settings = ["trainer.trainer_type=torch", f"model.model_path={toy_model}"]
+    if missing == "a loss":
+        settings += [f"explorer.plugin_dirs=[{folder}]", f"algorithm.policy_loss_fn={name}.Lossy"]
+    elif find_spec("vllm") is None:
+        settings += ["explorer.rollout_model.engine_type=vllm"]
+    else:
+        pytest.skip("vLLM is installed")
+    word = "no_such_package" if missing == "a loss" else "vllm"
+    stage = load_config(config, settings)
+    with pytest.raises(ConfigError, match=word):
+        check_inputs([stage])
+    check_inputs([stage], elsewhere=True)
+    assert "not checked here" in caplog.text and word in caplog.text

@@ -168,3 +168,13 @@ def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(name: str, mon
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/{name}"
         with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; is it the right"):
             open_dataset(url)
+
+
+def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> None:
+    saved = pytest.importorskip("datasets").Dataset
+    for name, rows in (("first", ROWS), ("again", ROWS), ("other", ROWS[::-1])):
+        saved.from_list(rows).save_to_disk(str(tmp_path / name))
+        state = json.loads((tmp_path / name / "state.json").read_text())
+        (tmp_path / name / "state.json").write_text(json.dumps({**state, "_fingerprint": "the same"}))
+    first, again, other = (open_dataset(str(tmp_path / name)).fingerprint for name in ("first", "again", "other"))
+    assert first == again != other
