@@ -7,7 +7,8 @@
     |   `-- NotInstalledError    a module or package is not on this machine; it may be where the run will be
     |-- StorageError         a storage operation failed after its retries
     |   |-- NotFoundError    the path does not exist (yet)
-    |   `-- DamagedError     bytes are there but fail their checksum or schema
+    |   |-- DamagedError     bytes are there but fail their checksum or schema
+    |   `-- StorageRefusedError    it is full, read-only or another user's: no further try helps
     |-- FencedError          somebody else owns this run or lineage; this process must stop
     |-- WaitTimeout          a deadline passed; the message names who did not come
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
@@ -63,6 +64,10 @@ class NotFoundError(StorageError):
 
 class DamagedError(StorageError):
     """The bytes are there, but they fail their checksum, their schema or their name."""
+
+
+class StorageRefusedError(StorageError):
+    """The storage refuses until somebody mends it: it is full, read-only, or not this user's. Trying again is vain."""
 
 
 class FencedError(RftError):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster.base import plan_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
-from rftdask.errors import DataError, RoleError, UserError
+from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.explain import WINDOW, warn_of_learning
 from rftdask.monitor.logs import LogFolder, setup_logging
@@ -185,12 +185,14 @@ class Experiment:
             raise
         finally:
             self._stop_requested = self._may_return = False
-            note_end(storage, status, error)
+            # Also of a run that failed: its curves and answers tell why. Where its disk is full, that is told already.
+            with contextlib.suppress(*((StorageError,) if error else ())):
+                note_end(storage, status, error)
+                if folders:
+                    found = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
+                    self.summary = found
+                    write_report(storage, found, stage_metrics(found, folders))
             logs.close()
-            # Also of a run that failed: its curves and answers tell why.
-            if folders:
-                self.summary = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
-                write_report(storage, self.summary, stage_metrics(self.summary, folders))
         assert self.summary is not None
         return self.summary
 

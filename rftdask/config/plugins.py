@@ -97,8 +97,10 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
     """
     importlib.invalidate_caches()  # for what was written a moment ago
     for path in plugin_folders(folders):
-        if not path.is_dir():
-            raise UserError(f"plugin folder {str(path)!r} does not exist or is no folder (plugin_dirs)")
+        if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
+            raise UserError(
+                f"plugin folder {str(path)!r} does not exist, is no folder or may not be read (plugin_dirs)"
+            )
         if str(path) not in sys.path:
             sys.path.append(str(path))
         for file in sorted(path.glob("[!_]*.py")):

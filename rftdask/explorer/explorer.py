@@ -41,7 +41,15 @@ from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_units
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
-from rftdask.errors import EngineError, FencedError, ProcessLostError, RftError, RoleError, UserError
+from rftdask.errors import (
+    EngineError,
+    FencedError,
+    ProcessLostError,
+    RftError,
+    RoleError,
+    StorageRefusedError,
+    UserError,
+)
 from rftdask.explorer.autoscale import ScaleRule
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
@@ -423,7 +431,7 @@ class Explorer:
         error: None: the worker was lost after the unit had ended, so nothing of the unit is to blame.
         """
         name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
-        if isinstance(error, UserError | FencedError):
+        if isinstance(error, UserError | FencedError | StorageRefusedError):
             raise error
         if isinstance(error, EngineError | ProcessLostError) and not self._poison.was_told_to_end(str(future.key)):
             self._check_engines(unit, error)

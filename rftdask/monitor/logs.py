@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
@@ -96,7 +97,14 @@ class LogFolder:
 
 
 class _File(RotatingFileHandler):
-    pass
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing where a disk is full: what a run logs must not end it, nor fill the terminal with tracebacks."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # for the same reason
+            super().close()
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

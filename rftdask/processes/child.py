@@ -280,14 +280,15 @@ def main(target: str, *modules: str) -> None:
         import traceback
 
         lines = traceback.format_exc().rstrip()
-        print(safe(lines), file=sys.stderr)
+        with contextlib.suppress(OSError):  # the disk of its log may be full
+            print(safe(lines), file=sys.stderr, flush=True)
         # Our own errors come without a traceback, which has the notes of others.
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
         told = {"kind": type(error).__name__, "text": "\n".join([str(error), *notes]), "traceback": lines}
         channel.send({"child_error": told})
-        sys.stderr.flush()
         os._exit(1)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(0)
 
 

@@ -32,7 +32,8 @@ _ACCEPTED = "control/accepted-{}.json"
 _COPY = "sources/{}-{}.py"
 """Of a module, by its name and the beginning of its hash."""
 _COMPARED = ("sources", "tasksets", "models")
-_MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
+"""Suffixes of the files that a model may be loaded from."""
 _WHOLE_BYTES = 16 << 20
 """Longest file of a model that is read whole; of a longer one, `_NUM_PIECES` spread over it."""
 _NUM_PIECES, _PIECE_BYTES = 16, 1 << 18
@@ -180,7 +181,7 @@ def _model_files(path: str | None) -> Iterator[tuple[str, str]]:
         return
     folder = Path(local_model(path) if is_model_name(path) else path).expanduser()
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.suffix in _MODEL_FILES and file.is_file():
+        if file.suffix in MODEL_FILES and file.is_file():
             stored = file.resolve()  # the Hub's cache: a link to blobs/<hash of the content>
             said = stored.name if file.is_symlink() and stored.parent.name == "blobs" else _content_hash(file)
             yield file.name, f"{stored.stat().st_size} {said}"

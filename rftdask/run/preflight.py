@@ -35,6 +35,7 @@ from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
+from rftdask.run.made_of import MODEL_FILES
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 
@@ -273,18 +274,26 @@ def _check_engines(stages: list[Config]) -> None:
 
 def _check_model_folder(path: str, key: str) -> None:
     folder = Path(path).expanduser()
-    if not folder.exists():
-        if is_model_name(path):
-            return require_model(path, key)
-        raise DataError(f"{key}: {path!r} does not exist; give a model folder or a name on the Hugging Face hub")
-    if not (folder / "config.json").is_file():
-        raise DataError(f"{key}: {path!r} has no config.json, so it is no model folder")
-    if not has_tokenizer(folder):
-        raise DataError(f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})")
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
     try:
+        if not folder.exists():
+            if is_model_name(path):
+                return require_model(path, key)
+            raise DataError(f"{key}: {path!r} does not exist; give a model folder or a name on the Hugging Face hub")
+        if not (folder / "config.json").is_file():
+            raise DataError(f"{key}: {path!r} has no config.json, so it is no model folder")
+        if not has_tokenizer(folder):
+            raise DataError(
+                f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})"
+            )
+        if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
+        for file in folder.iterdir():
+            if file.suffix in MODEL_FILES and file.is_file():
+                file.open("rb").close()
         check_folder(folder)
+    except PermissionError as error:
+        where = error.filename or folder
+        raise DataError(f"{key}: {where} cannot be read: {error.strerror}; check the owner and the mode") from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # all but the first: JSON of another shape
         raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
 

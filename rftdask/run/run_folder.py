@@ -7,6 +7,7 @@ of two that start at once one wins, and an owner that sees a higher number than 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -328,7 +329,8 @@ class Lease:
             self._ended.set()
             self._thread.join(_HEARTBEAT_S)
             if not self.lost:
-                self._storage.put(_lease_path(self._role, self._number), self._content(released=True))
+                with contextlib.suppress(StorageError):  # the run has ended, and a lease nobody renews is nobody's
+                    self._storage.put(_lease_path(self._role, self._number), self._content(released=True))
 
     def __enter__(self) -> Lease:
         return self

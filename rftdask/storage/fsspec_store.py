@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from rftdask.errors import NotFoundError, StorageError, UserError
+from rftdask.errors import NotFoundError, StorageError, StorageRefusedError, UserError
 from rftdask.storage.base import Patience, Storage, check_path, temporary_copy
 
 T = TypeVar("T")
@@ -154,7 +154,8 @@ class FsspecStorage(Storage):
         except Exception as error:  # a decision: what a client raises becomes our error, what we broke stays
             if not (isinstance(error, OSError) or _is_from_client(error)):
                 raise
-            raise StorageError(
+            kind = StorageError if _is_transient(error) else StorageRefusedError
+            raise kind(
                 f"{verb} {target} failed (tries: {patience.tries}): {type(error).__name__}: {error}; "
                 "check the network, the credentials and the permissions on the bucket"
             ) from error

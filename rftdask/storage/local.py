@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from rftdask.errors import NotFoundError, StorageError
+from rftdask.errors import NotFoundError, StorageError, StorageRefusedError
 from rftdask.storage.base import TMP_PREFIX, Patience, Storage, check_path
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ _TRANSIENT = (
 """What file systems over a network say while their server is away; it may be back soon."""
 
 _ADVICE = {
-    errno.ENOSPC: "free some space, or move the run to a larger disk",
-    errno.EDQUOT: "the quota is used up: free some space or ask for more",
+    errno.ENOSPC: "free some space, and the same command goes on; or move the run to a larger disk",
+    errno.EDQUOT: "the quota is used up: free some space or ask for more, and the same command goes on",
     errno.EROFS: "the file system is read-only: mount it writable or choose another folder",
     errno.EACCES: "check the owner and the mode of the folder",
     errno.EPERM: "check owner and mode; create-only writes also need hard links, which some file systems lack",
@@ -290,7 +290,8 @@ class LocalStorage(Storage):
         except OSError as error:
             advice = _ADVICE.get(error.errno or 0, "check that the file system is mounted and writable")
             tries = f" (tries: {patience.tries})" if patience.tries > 1 else ""
-            raise StorageError(f"{verb} {target} failed{tries}: {error.strerror or error}; {advice}") from error
+            kind = StorageError if is_transient(error) else StorageRefusedError
+            raise kind(f"{verb} {target} failed{tries}: {error.strerror or error}; {advice}") from error
 
     def _link(self, tmp: str, target: str) -> bool:
         """True if `target` is `tmp` now, by link(2): one winner, also on NFS, and unlike O_EXCL it never shows part."""

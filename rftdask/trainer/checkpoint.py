@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
-from rftdask.errors import DamagedError, RftError, StorageError
+from rftdask.errors import DamagedError, RftError, StorageError, StorageRefusedError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
@@ -191,12 +191,14 @@ class Checkpoints:
                 except RftError as error:
                     if self.ranks.size == 1:
                         raise
-                    report = {"error": f"{type(error).__name__}: {error}"}  # the others wait for this one's report
+                    # The others wait for this one's report.
+                    report = {"error": str(error), "refused": isinstance(error, StorageRefusedError)}
         # Also the sign that all have written: the manifest below names files of every rank.
         reports = self._writers.all_gather(report)
         for rank, told in enumerate(reports):
             if "error" in told:
-                raise StorageError(f"rank {rank} could not write its part of checkpoint {step}: {told['error']}")
+                kind = StorageRefusedError if told["refused"] else StorageError
+                raise kind(f"rank {rank} could not write its part of checkpoint {step}: {told['error']}")
         if not self.ranks.is_rank0:
             return
         all_entries = {name: FileEntry(**entry) for told in reports for name, entry in told["files"].items()}

@@ -30,6 +30,7 @@ from rftdask.errors import (
     RftError,
     RoleError,
     StorageError,
+    StorageRefusedError,
     UserError,
     WaitTimeout,
 )
@@ -244,6 +245,8 @@ class Gang:
                     finally:
                         # Also after success: a rank that still runs would meet those of the next stage.
                         self._call_off(futures)
+            except StorageRefusedError:
+                raise
             except (*_LOSSES, WaitTimeout) as loss:
                 num_losses += 1
                 # Counted over the whole stage and not in a row: ranks that are lost again and again are no chance.

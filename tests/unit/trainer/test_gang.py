@@ -22,6 +22,7 @@ from rftdask.errors import (
     RftError,
     RoleError,
     StorageError,
+    StorageRefusedError,
     WaitTimeout,
 )
 from rftdask.monitor.events import Ended
@@ -223,7 +224,9 @@ def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
     assert client.cancelled == [1, 1, 1]
 
 
-@pytest.mark.parametrize("error", [FencedError("another trainer"), DataError("the dataset has changed")])
+@pytest.mark.parametrize(
+    "error", [FencedError("another trainer"), DataError("the dataset has changed"), StorageRefusedError("it is full")]
+)
 def test_what_a_restart_cannot_mend_ends_the_run(error: RftError) -> None:
     client = FakeClient({"tcp://a": True}, [error], [Ended(1, False)])
     with pytest.raises(type(error), match=str(error)):
