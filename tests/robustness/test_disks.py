@@ -166,7 +166,7 @@ def test_what_a_process_raises_arrives_also_when_its_log_does_not_fit(
         "tests.unit.processes.child_targets:fail",
         {"kind": "other"},
         name="refused",
-        log_file=disk.folder / "refused.log",
+        log_file=log,
     )
     try:
         with pytest.raises(RoleError, match=f"No space left on device .log: {disk.folder}/refused.log"):
