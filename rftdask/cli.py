@@ -397,7 +397,7 @@ def view(
             raise UserError(f"--html {html}: {error.strerror}") from error
         _say(html)
     else:
-        serve(run, port, open_browser=browser, say=_say)
+        serve(run, port, open_browser=browser, say=typer.echo)  # what it says has a token, to be used
 
 
 @app.command()

@@ -18,7 +18,7 @@ from rftdask.run.run_folder import note_end, read_end
 from rftdask.run.summary import RunSummary, SampleAnswer, print_summary
 from rftdask.safe_text import safe_console
 from rftdask.storage import open_storage
-from tests.integration.run_cases import call_cli, finish, write_config
+from tests.integration.run_cases import RunProcess, call_cli, finish, write_config
 
 HOSTILE = (
     "a\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r\x7f\u202egpj.exe\u2066 [bold red]b[/] [/nothing] [link=file:///x]c[/link]"
@@ -111,7 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"question": f"{i}{HOSTILE}", "answer": f"{HOSTILE}{SECRET}"} for i in range(16)]
     name = "tasks\x1b[31m\u202e[bold].jsonl"
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    taskset = tree["buffer"]["explorer_input"]["taskset"] | {"path": str(folder / name), "name": f"n{HOSTILE[:12]}"}
+    taskset = tree["buffer"]["explorer_input"]["taskset"] | {"path": str(folder / name)}
     held_out = tree["buffer"]["explorer_input"]["eval_tasksets"][0] | {"path": str(folder / name)}
     tree["buffer"]["explorer_input"] |= {"taskset": taskset, "eval_tasksets": [held_out]}
     tree["checkpoint_root_dir"] = str(folder / "ru\x1b[31m\u202ens")
@@ -149,6 +149,11 @@ def test_no_command_obeys_what_a_run_says(run: Path, tmp_path: Path, monkeypatch
         log.write(f"{HOSTILE} {SECRET}\n")
     found = call_cli("experiences", str(run), "--json", "--sql", "select uid from experiences limit 1")
     places = {"RUN": str(run), "UID": json.loads(found.out)[0]["uid"], "CONFIG": str(folder / "config.yaml")}
+    with RunProcess("view", str(run), "--no-browser") as viewing:
+        assert viewing.process.stdout is not None
+        address = viewing.process.stdout.readline()
+        viewing.interrupt()
+    assert re.search(r"token=[\w-]{20,}", address), f"{address} has no token to use"
     monkeypatch.chdir(tmp_path)
     for name, words in READERS.items():
         ended = call_cli(*(places.get(word, word) for word in words))
