@@ -18,6 +18,7 @@ from rftdask.buffer.lineage import lineage_of
 from rftdask.config import Config
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, add_adapter, load_adapter, merged, settings_of
+from rftdask.run.run_folder import read_run
 from rftdask.run.view import open_stages
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import (
@@ -31,6 +32,8 @@ from rftdask.trainer.model import dtype_at_rest, export_hf, load_policy
 from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
 
 _STEP = "global_step_"
+_MADE = 4
+"""Parts of the path of what a stage made, below the run: <stage>/global_step_<N>/actor/huggingface."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,13 @@ def _model_of(storage: Storage, config: Config) -> str:
     models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in reversed(checkpoint_steps(storage))]
     own = next((model for model in models if storage.exists(f"{model}/config.json")), None)
     # Adapters are added to the model that they were trained on; in the run's own they are merged.
-    if own is None or config.model.lora_configs or "://" in storage.url:
-        return config.model.model_path
-    return f"{storage.url}/{own}"
+    if own is not None and not config.model.lora_configs and "://" not in storage.url:
+        return f"{storage.url}/{own}"
+    path = config.model.model_path
+    # Of a relative path, or of a run that was moved: seen from where it began, or made by a stage beside this one.
+    began, beside = read_run(storage).get("cwd", ""), Path(storage.url).parent.joinpath(*Path(path).parts[-_MADE:])
+    places = (Path(path).expanduser(), Path(str(began), path), beside)
+    return next((str(place) for place in places if (place / "config.json").is_file()), path)
 
 
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os import kill
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rftdask.cluster import slurm
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs
 from rftdask.config import Config, load_config
-from rftdask.errors import DataError, RftError, UserError, WaitTimeout
+from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTimeout
+from rftdask.monitor.logs import COPY_EVERY_S
 from rftdask.processes.poll import wait_for
 from rftdask.run.run_folder import (
     ROLES,
@@ -177,49 +178,59 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
 
     Raises: DataError: there is none.
     """
-    folders = _log_folders(url)
-    files = _log_files(folders, role)
-    if not files:
-        there = {path.name.split("-")[0].split(".")[0] for path in _log_files(folders, "").values()}
-        raise DataError(f"{folders['']} has no log of {role!r}; there are: {', '.join(sorted(there)) or 'none'}")
-    for name, path in files.items():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield name, [line.rstrip("\n") for line in deque(lines, num_lines)]
+    with _log_folders(url) as folders:
+        files = _log_files(folders, role)
+        if not files:
+            there = {path.name.split("-")[0].split(".")[0] for path in _log_files(folders, "").values()}
+            raise DataError(f"{url} has no log of {role!r}; there are: {', '.join(sorted(there)) or 'none'}")
+        for name, path in files.items():
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                yield name, [line.rstrip("\n") for line in deque(lines, num_lines)]
 
 
-def follow_logs(url: str, role: str, num_lines: int, look_s: float = _LOOK_S) -> Iterator[tuple[str, list[str]]]:
-    """Yield what `read_logs` does, then the lines that come, also of new logs; ends when nobody asks for more."""
-    folders, read = _log_folders(url), dict[Path, int]()
-    last = num_lines
+def follow_logs(url: str, role: str, num_lines: int, look_s: float | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield what `read_logs` does, then the lines that come, also of new logs; ends when nobody asks for more.
+
+    look_s: between two looks; None: as often as it costs little.
+    """
+    read, last = dict[str, int](), num_lines
+    usual_s = COPY_EVERY_S if "://" in open_storage(url).url else _LOOK_S
     while True:
-        for name, path in _log_files(folders, role).items():
-            if path.stat().st_size < read.get(path, 0):
-                read[path] = 0  # it was set aside, and this is a new one
-            with path.open("rb") as file:
-                file.seek(read.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            if newline:  # a line that is still being written waits for the next look
-                read[path] = read.get(path, 0) + len(whole) + 1
-                yield name, whole.decode(errors="replace").split("\n")[-last:]
+        with _log_folders(url) as folders:
+            for name, path in _log_files(folders, role).items():
+                if path.stat().st_size < read.get(name, 0):
+                    read[name] = 0  # it was set aside, and this is a new one
+                with path.open("rb") as file:
+                    file.seek(read.get(name, 0))
+                    whole, newline, _ = file.read().rpartition(b"\n")
+                if newline:  # a line that is still being written waits for the next look
+                    read[name] = read.get(name, 0) + len(whole) + 1
+                    yield name, whole.decode(errors="replace").split("\n")[-last:]
         last = 0  # from now on all that comes: [-0:] is everything
-        sleep(look_s)
+        sleep(usual_s if look_s is None else look_s)
 
 
-def _log_folders(url: str) -> dict[str, Path]:
-    """Where a run and its stages log, by stage; "" is the run itself."""
+@contextlib.contextmanager
+def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
+    """(stage, where it logs): a run, "", and its stages; a copy for as long as the context, if remote."""
     from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
     from rftdask.cluster.secrets_folder import PrivateFolder
 
     storage = open_storage(url)
-    if "://" in storage.url:
-        return {"": log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))}
-    return {name: Path(folder.url) / "log" for name, folder in folders_of(storage).items()}
+    found = list[tuple[str, Path]]()
+    with contextlib.ExitStack() as stack:
+        for stage, folder in folders_of(storage).items():
+            with contextlib.suppress(NotFoundError):  # it has not logged
+                found.append((stage, stack.enter_context(folder.local_copy("log"))))
+        if "://" in storage.url:  # jobs of a batch system log beside their keys
+            found.append(("", log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))))
+        yield found
 
 
-def _log_files(folders: Mapping[str, Path], role: str) -> dict[str, Path]:
-    """Logs by name: "driver.log", and "grpo/trainer-0-12.log" of a stage."""
-    found = [(stage, path) for stage, folder in folders.items() for path in sorted(folder.glob(f"{role}*.log"))]
-    return {f"{stage}/{path.name}" if stage else path.name: path for stage, path in found}
+def _log_files(folders: Sequence[tuple[str, Path]], role: str) -> dict[str, Path]:
+    """Logs by name: "driver.log", "grpo/trainer-0-12.log" of a stage; on remote storage each start has a folder."""
+    found = [(stage, folder, path) for stage, folder in folders for path in sorted(folder.rglob(f"{role}*.log"))]
+    return {f"{stage}/{path.relative_to(folder)}".lstrip("/"): path for stage, folder, path in found}
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Client:

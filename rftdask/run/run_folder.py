@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -131,7 +132,8 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
     differing = [
         mask(f"{key}: was {old!r}, is {new!r}")
         for key, old, new in _differences(plain(was), plain(config))
-        if not any(key == other or key.startswith(f"{other}.") for other in free)
+        if not (key == "model.model_path" and _is_of_the_run(storage, old, new))
+        and not any(key == other or key.startswith(f"{other}.") for other in free)
     ]
     if differing:
         raise DataError(
@@ -273,9 +275,20 @@ def _with_batches(config: Config, first: Config) -> Config:
 
 
 def _run_json(config: Config, made_of: Mapping[str, Any] | None = None) -> bytes:
-    tree = {"config": config.to_dict(), "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
-    tree |= {} if made_of is None else {"made_of": made_of}
+    told = config.to_dict()
+    folder = config.cluster.private_folder
+    if folder is not None and not names_environment(folder):  # who attaches is elsewhere
+        told["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
+    tree = {"config": told, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
+    tree |= {"cwd": os.getcwd()} | ({} if made_of is None else {"made_of": made_of})
     return json.dumps(tree, indent=1).encode()
+
+
+def _is_of_the_run(storage: Storage, was: str, now: str) -> bool:
+    """Whether both are what an earlier stage of the run made at one step, at its old place and at the new one."""
+    root = storage.url.rstrip("/").rpartition("/")[0]
+    inside = now.removeprefix(root)
+    return now.startswith(f"{root}/") and "/global_step_" in inside and was.endswith(inside)
 
 
 def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -113,6 +113,35 @@ def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) 
     assert_close(theirs(IDS).logits, engine._model(IDS).logits)
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_moved_run_is_converted_with_the_model_that_stayed_where_it_began(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """It has no model of its own, or adapters, which are added to the one that they were trained on."""
+    shutil.copytree(small, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    run, _ = make_run("model", tmp_path / "runs", lora=lora)
+    convert(run, tmp_path / "before")
+    shutil.move(run, tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    convert("../moved", tmp_path / "after")
+    for path in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_stage_of_a_moved_run_is_converted_with_what_the_stage_before_it_made(small: str, tmp_path: Path) -> None:
+    run = make_config(small, tmp_path / "whole", lora=True).checkpoint_job_dir
+    own = Path(run).parent / "first" / "global_step_4" / HF_FOLDER
+    shutil.copytree(small, own)
+    make_run(str(own), tmp_path / "whole", lora=True)
+    convert(run, tmp_path / "before")
+    shutil.move(tmp_path / "whole", tmp_path / "moved")
+    convert(run.replace("/whole/", "/moved/"), tmp_path / "after")
+    for path in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_a_moved_run_is_converted_without_the_model_it_began_with(
     small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

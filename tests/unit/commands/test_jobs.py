@@ -20,15 +20,27 @@ from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, why_not_running
 from rftdask.config import load_config
 from rftdask.errors import DataError, RoleError
-from rftdask.run.run_folder import END_FILE, Lease, note_begin, note_end, read_end
+from rftdask.run.run_folder import (
+    END_FILE,
+    RUN_FILE,
+    Lease,
+    note_begin,
+    note_end,
+    open_run,
+    read_end,
+    read_run_config,
+)
 from rftdask.storage import open_storage
 
 ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
 
 
+RUN = {"model": {"model_path": "m", "max_model_len": 64}, "buffer": {"explorer_input": {"taskset": {"path": "t"}}}}
+
+
 def begun(folder: Path, **sections: Any) -> Path:
-    tree = {"model": {"model_path": "m", "max_model_len": 64}, "buffer": {"explorer_input": {"taskset": {"path": "t"}}}}
-    record = {"config": load_config({**tree, **sections}).to_dict()}
+    folder.mkdir(exist_ok=True)
+    record = {"config": load_config({**RUN, **sections}).to_dict()}
     (folder / "run.json").write_text(json.dumps(record))
     return folder
 
@@ -83,6 +95,39 @@ def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
     assert list(read_logs(str(tmp_path), "trainer", 2)) == expected[1:]
     told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
     assert [next(told), next(told)] == expected
+
+
+def test_logs_of_a_run_on_remote_storage_are_its_copies_by_start_and_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local = begun(tmp_path / "run", stages=[{"stage_name": "one"}])
+    url = f"memory://logs-of-{tmp_path.name}"
+    storage = open_storage(url)
+    storage.put(RUN_FILE, (local / RUN_FILE).read_bytes())
+    storage.put("log/20260101T000000-7/driver.log", b"drove\n")
+    open_storage(f"{url}/one").put("log/20260101T000000-7/trainer-rank-0.log", b"one\ntwo\n")
+    expected = [("20260101T000000-7/driver.log", ["drove"]), ("one/20260101T000000-7/trainer-rank-0.log", ["two"])]
+    assert list(read_logs(url, "", 1)) == expected
+    assert list(read_logs(url, "trainer", 1)) == expected[1:]
+    told = follow_logs(url, "driver", 1, look_s=0.0)
+    assert next(told) == expected[0]
+    storage.put("log/20260101T000000-7/driver.log", b"drove\non\n")
+    assert next(told) == ("20260101T000000-7/driver.log", ["on"])
+
+
+def test_a_private_folder_that_was_named_relatively_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `attach` looks for the address and the keys of a run."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config({**RUN, "checkpoint_root_dir": str(tmp_path), "cluster": {"private_folder": "keys"}})
+    storage = open_storage(config.checkpoint_job_dir)
+    open_run(storage, config)
+    PrivateFolder.of(config, storage).write_address("tls://10.0.0.1:8786")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert PrivateFolder.of(read_run_config(storage), storage).read_address() == "tls://10.0.0.1:8786"
 
 
 def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: Path) -> None:

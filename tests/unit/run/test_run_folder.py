@@ -249,6 +249,20 @@ def test_a_stage_is_recorded_with_the_model_that_the_stage_before_it_made(storag
     assert worker.model.model_path == "runs/first/global_step_4/huggingface"
 
 
+def test_a_stage_of_a_moved_run_goes_on_with_the_model_that_is_in_the_run(tmp_path: Path) -> None:
+    """Its path was that of the old place; another checkpoint's, or one outside the run, is another model."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    model = "first/global_step_4/actor/huggingface"
+    open_run(open_storage(old / "second"), config(f"model.model_path={old}/{model}"))
+    old.rename(new)
+    stage = open_storage(new / "second")
+    moved = open_run(stage, config(f"model.model_path={new}/{model}"))
+    assert moved.model.model_path == f"{new}/{model}"
+    for other in (f"{new}/{model.replace('4', '8')}", f"{tmp_path}/{model}"):
+        with pytest.raises(DataError, match=r"model\.model_path: was"):
+            open_run(stage, config(f"model.model_path={other}"))
+
+
 def test_a_worker_that_sees_another_folder_refuses(storage: Storage) -> None:
     fingerprint = record_config(storage, config())
     with pytest.raises(DataError, match=f"config-{fingerprint}.json, which the driver .* does this machine see the"):
