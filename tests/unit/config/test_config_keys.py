@@ -68,6 +68,8 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "flush_age_s",
         "max_memory_gb",
         "max_processes",
+        "bubblewrap",
+        "bubblewrap_network",
         "mode",
         "plugin_dirs",
         "keep",
