@@ -32,7 +32,7 @@ from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.processes.dask_task import workers_of
-from rftdask.run.made_of import check_made_of, copy_sources
+from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
@@ -152,7 +152,8 @@ class Experiment:
                     stage_storage = open_storage(config.checkpoint_job_dir)
                     config = open_run(stage_storage, config, made_of[number].to_json())
                     copy_sources(stage_storage, made_of[number])
-                    watcher = _Watcher(self, config, number, stage_storage, cluster, view, ahead)
+                    contents = WholeContents(stage_storage, config.mode, made_of[number], accept=accept_changes)
+                    watcher = _Watcher(self, config, number, stage_storage, cluster, view, ahead, contents)
                     stage = StageRun(
                         config,
                         stage_storage,
@@ -337,6 +338,7 @@ class _Watcher:
     cluster: Cluster
     view: ProgressView
     ahead: HeadStart
+    contents: WholeContents
 
     def __post_init__(self) -> None:
         config, storage = self.config, self.storage
@@ -375,6 +377,7 @@ class _Watcher:
 
     def on_event(self, event: Event) -> None:
         """Take in what a role said. In the thread that runs the stage."""
+        self.contents.check()
         now = time.monotonic()
         progress = dataclasses.replace(
             self.experiment._progress,
@@ -413,6 +416,7 @@ class _Watcher:
 
     def close(self) -> None:
         """Feed the tracker what is left, and let go of the logs."""
+        self.contents.close()
         self._feed.poll()
         self._feed.close()
         self._logs.close()

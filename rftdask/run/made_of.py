@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", "
 _WHOLE_BYTES = 16 << 20
 """Longest file of a model that is read whole; of a longer one, `_NUM_PIECES` spread over it."""
 _NUM_PIECES, _PIECE_BYTES = 16, 1 << 18
+_CHUNK_BYTES = 1 << 20
 _EVALUATES = "eval/"
 """Beginning of the names of tasksets that only evaluate."""
 
@@ -63,9 +66,12 @@ class MadeOf:
     """Fingerprints by the name of the taskset; of a supervised dataset as "dataset"."""
     models: Mapping[str, str] = field(default_factory=dict)
     """"<bytes> <hash>" by "<key of the config>/<file>". The hash is the one under which the Hub's cache stores it, or
-    else of its content: all of a small file, pieces of a large one, of which training changes every one."""
+    else of its content: all of a small file, pieces of a large one, of which training changes every one and whose whole
+    content `WholeContents` hashes beside the run."""
     files: Mapping[str, Path] = field(default_factory=dict, repr=False)
     """Where the sources are; not written down."""
+    large: Mapping[str, Path] = field(default_factory=dict, repr=False)
+    """Where the files of models are of which `models` has a hash of pieces, by the same names; not written down."""
 
     @classmethod
     def of(cls, stage: Config, modules: Iterable[str], tasksets: Mapping[str, str], *, is_first: bool) -> MadeOf:
@@ -82,8 +88,14 @@ class MadeOf:
         for number, model in enumerate(stage.explorer.auxiliary_models):
             found[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
         found |= {"model.model_path": stage.model.model_path} if is_first and not stage.is_external else {}
-        models = {f"{key}/{file}": said for key, path in found.items() for file, said in _model_files(path)}
-        return cls(hashes, tasksets, models, files)
+        paths = {f"{key}/{file.name}": file for key, path in found.items() for file in _model_files(path)}
+        large = {
+            name: file for name, file in paths.items() if not _stored_hash(file) and file.stat().st_size > _WHOLE_BYTES
+        }
+        models = {
+            name: f"{file.stat().st_size} {_stored_hash(file) or _content_hash(file)}" for name, file in paths.items()
+        }
+        return cls(hashes, tasksets, models, files, large)
 
     def to_json(self) -> dict[str, Any]:
         """As `run.json` has it, with the machine and the state of the user's git repositories."""
@@ -116,18 +128,83 @@ def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
     if not changes:
         return
     if refused and not accept:
-        raise DataError(
-            f"{storage.url} was made of something else; put it back (copies of sources are in {storage.url}/sources), "
-            "choose another name, or accept the change with --accept-changes, which is written down:\n"
-            + "\n".join(f"  - {text}" for text in refused)
-        )
+        raise DataError(_refusal(storage, refused))
     for text in (text for text in changes if text not in refused):
         log.warning("%s: what is evaluated from now on does not compare with what was; written down", text)
+    _write_accepted(storage, made_of, changes)
+
+
+def _refusal(storage: Storage, changes: Sequence[str]) -> str:
+    return (
+        f"{storage.url} was made of something else; put it back (copies of sources are in {storage.url}/sources), "
+        "choose another name, or accept the change with --accept-changes, which is written down:\n"
+        + "\n".join(f"  - {text}" for text in changes)
+    )
+
+
+def _write_accepted(storage: Storage, made_of: MadeOf, changes: Sequence[str]) -> int:
     number = next_number(storage.list("control"), "accepted-", ".json")
     copy_sources(storage, made_of)
     said = {"changes": changes, "after_step": Ledger(storage).last_step(), "time_s": time.time(), **made_of.to_json()}
     if not storage.put_new(_ACCEPTED.format(number), json.dumps(said, indent=1).encode()):
         raise DataError(f"another process has just accepted changes of {storage.url}; start again")
+    return number
+
+
+class WholeContents:
+    """Hashes all of the large files of models in a thread, while a stage runs, and holds them against what an earlier
+    start found: `control/contents-<mode>-<n>.json`, after `n` accepted changes.
+
+    Example: contents = WholeContents(storage, "both", made_of); contents.check(); ...; contents.close()
+    """
+
+    def __init__(self, storage: Storage, mode: str, made_of: MadeOf, *, accept: bool = False) -> None:
+        self._storage, self._mode, self._made_of, self._accept = storage, mode, made_of, accept
+        self._error: BaseException | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="contents", daemon=True)
+        if made_of.large:
+            self._thread.start()
+
+    def check(self) -> None:
+        """Waits for nothing. Raises: DataError: a file has another content than at an earlier start; what the thread
+        met.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give up what is left to do. Idempotent."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        try:
+            now = {name: self._hash(file) for name, file in self._made_of.large.items()}
+            if not self._closed.is_set():
+                self._settle({name: said for name, said in now.items() if said})
+        except BaseException as error:  # raised by `check`, in the thread of the run
+            self._error = error
+
+    def _hash(self, file: Path) -> str:
+        digest, size = hashlib.sha256(), 0
+        with file.open("rb") as opened:
+            while not self._closed.is_set() and (piece := opened.read(_CHUNK_BYTES)):
+                digest.update(piece)  # a long one lets other threads run
+                size += len(piece)
+        return f"{size} {digest.hexdigest()}"
+
+    def _settle(self, now: Mapping[str, str]) -> None:
+        storage, names = self._storage, self._storage.list("control")
+        number = max(numbers_in(names, "accepted-", ".json"), default=0)
+        was: dict[str, str] = {}
+        for path in (f"control/{name}" for name in names if re.fullmatch(rf"contents-\w+-{number}\.json", name)):
+            was |= _told(storage, path, storage.get(path)).get("models") or {}
+        if changes := list(_changes("models", was, now)):
+            if not self._accept:
+                raise DataError(_refusal(storage, changes))
+            number = _write_accepted(storage, self._made_of, changes)
+        said = json.dumps({"models": now}, indent=1).encode()
+        storage.put_new(f"control/contents-{self._mode}-{number}.json", said)
 
 
 def accepted_changes(storage: Storage) -> list[str]:
@@ -175,16 +252,16 @@ def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Itera
             yield f"{name}: another content (was {was[name]:.40}, is {now[name]:.40}; bytes and hash)"
 
 
-def _model_files(path: str | None) -> Iterator[tuple[str, str]]:
-    """(file, "<bytes> <hash>") of a model folder, or of a name's copy on this machine."""
-    if not path:
-        return
-    folder = Path(local_model(path) if is_model_name(path) else path).expanduser()
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.suffix in MODEL_FILES and file.is_file():
-            stored = file.resolve()  # the Hub's cache: a link to blobs/<hash of the content>
-            said = stored.name if file.is_symlink() and stored.parent.name == "blobs" else _content_hash(file)
-            yield file.name, f"{stored.stat().st_size} {said}"
+def _model_files(path: str | None) -> list[Path]:
+    """The files of a model folder, or of a name's copy on this machine."""
+    folder = Path(local_model(path) if is_model_name(path) else path).expanduser() if path else Path()
+    files = sorted(folder.iterdir()) if path and folder.is_dir() else []
+    return [file for file in files if file.suffix in MODEL_FILES and file.is_file()]
+
+
+def _stored_hash(file: Path) -> str:
+    """That under which the Hub's cache stores the content, as the name of a blob; empty: it is no file of it."""
+    return file.resolve().name if file.is_symlink() and file.resolve().parent.name == "blobs" else ""
 
 
 def _content_hash(file: Path) -> str:

@@ -2,23 +2,27 @@
 model is refused by the name of what changed; what is accepted is written down, once, and told.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rftdask.config import Config, load_config
+from rftdask.config.plugins import SUBMITTED
 from rftdask.errors import DamagedError, DataError
 from rftdask.models.toy import build_toy_model
-from rftdask.run.made_of import MadeOf, accepted_changes, check_made_of, copy_sources
+from rftdask.run.made_of import MadeOf, WholeContents, accepted_changes, check_made_of, copy_sources
 from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import open_run, read_run
+from rftdask.run.sources import copy_for_jobs, find_sources
 from rftdask.storage import open_storage
-from tests.integration.run_cases import call_cli, finish, run_folder, write_config
+from tests.integration.run_cases import RunProcess, call_cli, finish, num_steps, run_folder, write_config
 
 REWARD = "def scored(response, truth, task):\n    return float(truth in response)\n"
 
@@ -190,15 +194,76 @@ def test_a_large_file_is_told_by_its_pieces(tmp_path: Path, world: World) -> Non
     assert not MadeOf.of(world.config(), (), {}, is_first=False).models, "a later stage's model is made by the run"
 
 
+def test_all_of_a_large_file_is_hashed_beside_the_run(world: World) -> None:
+    file = world.model / "more.safetensors"
+
+    def place(value: bytes) -> MadeOf:
+        with file.open("wb") as opened:
+            opened.truncate(40 << 20)
+            opened.seek((1 << 18) + 17)  # between two pieces
+            opened.write(value)
+        return MadeOf.of(world.config(), (), {}, is_first=True)
+
+    def start(value: bytes, *, accept: bool = False, mode: str = "both") -> None:
+        contents = WholeContents(world.storage, mode, place(value), accept=accept)
+        for thread in threading.enumerate():
+            if thread.name == "contents":
+                thread.join()
+        contents.check()
+
+    assert place(b"1").models == place(b"2").models
+    open_run(world.storage, world.config(), place(b"1").to_json())
+    start(b"1")
+    start(b"1", mode="train")
+    said = json.loads(world.storage.get("control/contents-both-0.json"))["models"]
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert said == {"model.model_path/more.safetensors": f"{40 << 20} {digest}"}
+    for mode in ("both", "explore"):
+        with pytest.raises(DataError, match=r"model.model_path/more.safetensors: another content .*; bytes and hash"):
+            start(b"2", mode=mode)
+    assert accepted_changes(world.storage) == []
+    start(b"2", accept=True)
+    start(b"2")
+    assert len(accepted_changes(world.storage)) == 1
+    with pytest.raises(DataError, match="--accept-changes"):
+        start(b"1")
+
+
+def test_what_the_hub_stores_is_known_by_its_name_there(world: World) -> None:
+    file = world.model / "model.safetensors"
+    (world.model.parent / "blobs").mkdir()
+    file.rename(world.model.parent / "blobs" / "abc")
+    with (world.model.parent / "blobs" / "abc").open("r+b") as opened:
+        opened.truncate(40 << 20)
+    file.symlink_to(world.model.parent / "blobs" / "abc")
+    found = MadeOf.of(world.config(), (), {}, is_first=True)
+    assert found.models["model.model_path/model.safetensors"] == f"{40 << 20} abc" and not found.large
+
+
 @pytest.mark.slow
-def test_a_resume_with_another_reward_is_refused_and_an_accepted_one_is_in_the_trace(world: World) -> None:
+def test_a_resume_with_another_reward_is_refused_and_of_what_was_submitted_goes_on(world: World) -> None:
+    """And one whose large file differs where no piece is ends, with the file's name, as soon as that is known."""
+    copies = world.path.parent / "copies"
+    config = world.config()
+    copy_for_jobs(find_sources(config, ()), config.explorer.plugin_dirs, copies)
+    large = world.model / "more.safetensors"
+    with large.open("wb") as opened:
+        opened.truncate(40 << 20)
     finish(world.path, *world.settings, "trainer.total_steps=2")
     rewarded_otherwise(world)
-    more = ("run", str(world.path), *world.settings, "trainer.total_steps=3", "--progress", "none")
-    refused = call_cli(*more)
+    more = ("run", str(world.path), *world.settings, "--progress", "none")
+    refused = call_cli(*more, "trainer.total_steps=3")
     assert refused.code == 2 and f"source {world.module}" in refused.err and "Traceback" not in refused.err
-    assert call_cli(*more, "--accept-changes").code == 0
-    first = json.loads(call_cli("experiences", str(run_folder(world.path)), "--json").out)
-    assert first
+    with RunProcess(*more, "trainer.total_steps=3", env={SUBMITTED: str(copies)}) as run:
+        ended = run.end()
+    assert ended.code == 0 and num_steps(run_folder(world.path)) == 3, ended
+    accepted = call_cli(*more, "trainer.total_steps=4", "--accept-changes")
+    assert accepted.code == 0, accepted
     traced = call_cli("trace", str(run_folder(world.path)), "taskset_0/0/0/0/0")
-    assert traced.code == 0 and f"accepted  after step 2: source {world.module}" in traced.out, traced
+    assert traced.code == 0 and f"accepted  after step 3: source {world.module}" in traced.out, traced
+    with large.open("r+b") as opened:
+        opened.seek((1 << 18) + 17)
+        opened.write(b"1")
+    other = call_cli(*more, "trainer.total_steps=40")
+    assert other.code == 2 and "model.model_path/more.safetensors: another content" in other.err, other
+    assert "Traceback" not in other.err
