@@ -27,7 +27,7 @@ _PARAMETER = re.compile(
     r"^(sig|token|pwd|x-(amz|goog)-(signature|credential|security-token)|.*signature)$", re.IGNORECASE
 )
 """Further names in the query of a URL."""
-_NO_SECRET = re.compile(r"(empty|null|none|true|false|\**|[/~.].*|[0-9]{1,7})$", re.IGNORECASE | re.DOTALL)
+_NO_SECRET = re.compile(r"(empty|null|none|true|false|\**|[/~.].*|[0-9]{1,3})$", re.IGNORECASE | re.DOTALL)
 """Values under the name of a secret that are none: nothing, a switch, a count, the path of a file."""
 
 _REFERENCE = re.compile(r"\$\{oc\.env: *\w+ *(, *(null|EMPTY|''|\"\")? *)?\}")
@@ -41,8 +41,8 @@ _ASSIGNED = re.compile(r"(?<![?&;\w.-])(?:-{1,2})?([A-Za-z_][\w-]*)=(\"[^\"\n]*\
 _ITEM = re.compile(r"[\"']([A-Za-z_][\w-]*)[\"']: ?(\"[^\"\n]*\"|'[^'\n]*')")
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])("
-    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
-    r"|sk-(?=[\w-]*[0-9])[\w-]{16,}"  # OpenAI and others
+    r"hf_[A-Za-z0-9]{24,}"  # Hugging Face
+    r"|sk-(?=[\w-]*[0-9])(?:[A-Za-z0-9]+-){0,3}[A-Za-z0-9]{16}[\w-]*"  # OpenAI and others
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Za-z])|AIza[\w-]{30,}"  # Amazon, Google
     r"|xox[abeprs]-[\w-]{10,}|pypi-[\w-]{30,}"

@@ -48,6 +48,7 @@ HARMLESS = [
     "the task-classification-model-2024-v12345 and risk-adjusted1234567890 ones",
     "hf_model and sk-learn-pipelines-are-long",
     "module=my_rewards.secret_sauce",
+    "org/hf_llama2chat7bfinetuned sk-model-2024-baseline-x",
 ]
 
 
@@ -87,7 +88,7 @@ PIECES = st.one_of(
     st.text(max_size=8),
     st.sampled_from(list(SECRETS)),
     st.sampled_from([*"'\"=:/@?&;, \n\t\x1b\x9b\u202e", "://", "password=", "***", "${oc.env:X}", "\x1b[2J"]),
-    st.text(string.ascii_letters + string.digits, min_size=16, max_size=20).map("hf_".__add__),
+    st.text(string.ascii_letters + string.digits, min_size=24, max_size=28).map("hf_".__add__),
 )
 ENVIRONMENT = {"MY_SECRET": "a value of mine", "API_KEY": "0123456789abcdef"}
 
