@@ -35,18 +35,19 @@ _REFERENCE = re.compile(r"\$\{oc\.env: *\w+ *(, *(null|EMPTY|''|\"\")? *)?\}")
 _SHELL = re.compile(r"^[\"']?\$.*|^[\"']?`.*", re.DOTALL)
 """A value that the shell is to look up: $NAME, $(command)."""
 
-_IN_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:\"']*:([^\s/\"'<>]+)@")
+# Each takes a time that grows with the text and no faster: logs have lines of megabytes.
+_IN_URL = re.compile(r"(?<=\w)://[^\s/@:\"']*:([^\s/\"'<>]+)@")
 _IN_QUERY = re.compile(r"[?&;]([\w.-]+)=([^&;\s\"'#<>]+)")
 _ASSIGNED = re.compile(r"(?<![?&;\w.-])(?:-{1,2})?([A-Za-z_][\w-]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|,)\"']+)")
 _ITEM = re.compile(r"[\"']([A-Za-z_][\w-]*)[\"']: ?(\"[^\"\n]*\"|'[^'\n]*')")
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])("
     r"hf_[A-Za-z0-9]{24,}"  # Hugging Face
-    r"|sk-(?=[\w-]*[0-9])(?:[A-Za-z0-9]+-){0,3}[A-Za-z0-9]{16}[\w-]*"  # OpenAI and others
+    r"|sk-(?=[\w-]{0,80}[0-9])(?:[A-Za-z0-9]+-){0,3}[A-Za-z0-9]{16}[\w-]*"  # OpenAI and others
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Za-z])|AIza[\w-]{30,}"  # Amazon, Google
     r"|xox[abeprs]-[\w-]{10,}|pypi-[\w-]{30,}"
-    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"  # JSON web tokens
+    r"|eyJ[\w-]{10,500}\.[\w-]{10,}\.[\w-]{5,}"  # JSON web tokens
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^-]*-----END [A-Z ]*PRIVATE KEY-----)?"
     r")"
 )

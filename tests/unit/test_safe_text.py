@@ -106,3 +106,12 @@ def test_masked_text_holds_no_secret_and_safe_text_nothing_raw(text: str) -> Non
 def test_what_a_terminal_would_obey_is_written_out(char: str) -> None:
     assert safe(f"a{char}b\tc\nd") == f"a{char.encode('unicode_escape').decode()}b\tc\nd"
     assert printable(f"{char}\n") == char.encode("unicode_escape").decode() + "\\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "piece", ["a", "sk-", "hf_", "-eyJ", "://a:", "?a", 'a="', "'a': '", "-----BEGIN ", "\x1b", "AKIA"]
+)
+def test_a_long_line_takes_a_moment(piece: str) -> None:
+    """Squared, these would take hours."""
+    assert len(safe(piece * 100_000)) >= len(piece) * 100_000
