@@ -125,6 +125,7 @@ class Experiment:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
+        # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
         inputs = check_inputs(stages)
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.

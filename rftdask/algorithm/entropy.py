@@ -42,6 +42,7 @@ class MixEntropyBonus(EntropyBonus):
     entropy_name = "mix"
 
     def per_token(self, inputs: LossInputs) -> Tensor:
+        """[B, T], 0 for demonstrations; without expert_mask_B there are none."""
         entropy_BT = super().per_token(inputs)
         if inputs.expert_mask_B is None:
             return entropy_BT
@@ -56,4 +57,5 @@ class NoEntropyBonus(EntropyBonus):
 
     @property
     def is_active(self) -> bool:
+        """Never, so the trainer does not compute the entropy."""
         return False

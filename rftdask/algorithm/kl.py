@@ -68,6 +68,7 @@ class KlFn(ABC):
         """
         if not self.adaptive or self.target_kl is None or self.horizon is None:
             return coef
+        # Bounded, so that one odd batch moves the coefficient by a fifth of n / horizon at most.
         error = min(max(measured_kl / self.target_kl - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * num_experiences / self.horizon)
 
@@ -80,6 +81,7 @@ class NoKl(KlFn):
     uses_reference = False
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """0 for each token."""
         return torch.zeros_like(difference)
 
 
@@ -90,6 +92,7 @@ class K1(KlFn):
     kl_name = "k1"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """d itself."""
         return difference
 
 
@@ -100,6 +103,7 @@ class K2(KlFn):
     kl_name = "k2"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """d^2 / 2."""
         return 0.5 * difference.square()
 
 
@@ -111,6 +115,7 @@ class K3(KlFn):
     kl_name = "k3"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """exp(-d) - 1 + d."""
         return _k3(difference)
 
 
@@ -121,6 +126,7 @@ class LowVarKl(KlFn):
     kl_name = "low_var_kl"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """K3 within [-10, 10]; no gradient beyond."""
         return _k3(difference).clamp(-10.0, 10.0)
 
 
@@ -131,6 +137,7 @@ class AbsKl(KlFn):
     kl_name = "abs"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """|d|; the gradient is 0 where d is."""
         return difference.abs()
 
 
@@ -144,11 +151,13 @@ class CorrectedK3(KlFn):
     kl_name = "corrected_k3"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+        """clip(r, 0, 2) * K3, both with gradients."""
         if old_logprobs is None:
             return _k3(difference)
         return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=2.0) * _k3(difference)
 
 
 def _k3(difference: Tensor) -> Tensor:
+    # expm1 keeps the digits that exp(x) - 1 loses near 0, where most tokens are.
     bounded = difference.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded

@@ -75,6 +75,7 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
             require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
 
     def initial(self, features_NF: Tensor) -> "DifficultyState":
+        """features_NF is [N, 2]. Raises: ValueError: there are not two features."""
         fits = features_NF.dim() == 2 and features_NF.shape[1] == 2
         require(fits, "difficulty_based needs exactly two features per task")
         # A uniform posterior for every task.
@@ -82,10 +83,12 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
         return DifficultyState(features_NF.double(), ones_N, ones_N, self.rho, None)
 
     def select(self, state: "DifficultyState", step: int, batch_size: int) -> Tensor:
+        """Seeded by `seed` and the step. Raises: ValueError: fewer tasks than wanted."""
         require(batch_size <= len(state.alpha_N), f"{batch_size} tasks wanted, {len(state.alpha_N)} there")
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         rates_N = state.rates_N
         if self.do_sample:
+            # A Beta draw as a ratio of two Gammas: torch.distributions takes no generator.
             a_N, b_N = (torch._standard_gamma(x, generator=generator) for x in (state.alpha_N, state.beta_N))
             rates_N = a_N / (a_N + b_N).clamp(min=1e-300)
         scores_N = -(self.target_reward - rates_N).abs()
@@ -96,6 +99,7 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
         return torch.multinomial(odds_N, batch_size, generator=generator)
 
     def updated(self, state: "DifficultyState", indices_K: Tensor, rates_K: Tensor) -> "DifficultyState":
+        """The state after a step; the one given is not changed. Raises: ValueError: rates outside [0, 1]."""
         require(len(indices_K) == len(rates_K), "indices and rates differ in length")
         if len(indices_K) == 0:
             return state
@@ -103,15 +107,18 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
         rates_K = rates_K.double()
         weak_N, strong_N = state.features_N2.unbind(1)
         weak, strong = weak_N[indices_K].mean(), strong_N[indices_K].mean()
+        # Where the policy stands between the weak model (0) and the strong one (1), by the tasks just seen.
         seen = float((rates_K.mean() - weak) / (strong - weak + 1e-6))
         cap = seen if state.cap is None else self.cap_discount * state.cap + (1.0 - self.cap_discount) * seen
         guess_N = ((strong_N - weak_N) * cap + weak_N).clamp(0.0, 1.0)
         rho = state.rho
         if self.adaptive_rho and float((guess_N[indices_K] - rates_K).abs().mean()) >= 0.25:
             rho = rho * 0.5
+        # For observed tasks the guess is what was observed, so both terms below say the same of them.
         guess_N = guess_N.index_copy(0, indices_K, rates_K)
         passed_N, failed_N = torch.zeros_like(guess_N), torch.zeros_like(guess_N)
         passed_N[indices_K], failed_N[indices_K] = rates_K * self.m, (1.0 - rates_K) * self.m
+        # Forgetting pulls both counts toward 1, the uniform prior, not toward 0.
         decayed = (1.0 - self.lamb, self.lamb)
         alpha_N = decayed[0] * state.alpha_N + decayed[1] + (1 - rho) * passed_N + rho * guess_N * self.m
         beta_N = decayed[0] * state.beta_N + decayed[1] + (1 - rho) * failed_N + rho * (1 - guess_N) * self.m

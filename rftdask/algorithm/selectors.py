@@ -60,6 +60,7 @@ class Sequential(Selector):
     for_datasets = True
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
+        """0..N-1; draws nothing."""
         return np.arange(len(features_NF), dtype=np.int64)
 
 
@@ -70,6 +71,7 @@ class Shuffle(Selector):
     for_datasets = True
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
+        """A permutation drawn from `random`, which is seeded anew for each epoch."""
         # Raw words, sorted: unlike Generator.permutation, their stream is promised not to change with the version.
         return np.argsort(random.random_raw(len(features_NF)), kind="stable").astype(np.int64)
 
@@ -91,6 +93,7 @@ class EasyToHard(Selector):
     seeded = False
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
+        """Draws nothing. Raises: ValueError: there is no feature column."""
         require(features_NF.shape[1] > 0, "offline_easy2hard needs at least one feature per task")
         # lexsort sorts by its last key first, and is stable: rows that tie in all features come in reversed order.
         backward_N = np.arange(len(features_NF) - 1, -1, -1)

@@ -218,7 +218,8 @@ def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:
 class Closable(Protocol):
     """A client or a cluster of Dask."""
 
-    def close(self, timeout: float) -> object: ...
+    def close(self, timeout: float) -> object:
+        """Let go of it within `timeout` seconds."""
 
 
 def close_in_turn(*parts: Closable) -> None:

@@ -55,6 +55,7 @@ class LocalCudaCluster(LocalCluster):
         )
 
     def scale(self, role: str, num_workers: int) -> None:
+        """Raises: UserError: another number than there is."""
         if num_workers != self.num_asked(role):
             raise UserError(
                 "cluster.type local-cuda has a worker for each GPU and is not scaled; use cluster.type local"
@@ -68,6 +69,7 @@ def placed(base: Any, layout: Layout) -> Any:
         num_placed = 0
 
         def new_worker_spec(self) -> dict[Any, Any]:
+            """What the base makes, with our name, resources and preload in place of its own."""
             # dask-cuda calls it once for each worker, in order, and gives the n-th worker the n-th GPU.
             worker = layout.workers[self.num_placed]
             self.num_placed += 1

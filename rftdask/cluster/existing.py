@@ -41,12 +41,14 @@ class ExistingCluster(Cluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """By what the config says of the cluster; it is not asked before `start`."""
         section = config.cluster
         num_gpus = section.node_num * section.gpu_per_node or None
         return plan_jobs(stages, dict.fromkeys(ROLES, section.num_cpus or 1), num_gpus)
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """Connects, and gives out roles where the workers have none."""
         return cls(config, layout)
 
     def __init__(self, config: Config, layout: Layout) -> None:
@@ -82,13 +84,16 @@ class ExistingCluster(Cluster):
             raise
 
     def scale(self, role: str, num_workers: int) -> None:
+        """Raises: UserError: another number than there is."""
         if num_workers != self.num_asked(role):
             raise UserError("cluster.type existing: start or stop workers where you started the cluster")
 
     def num_asked(self, role: str) -> int:
+        """As the layout has it."""
         return self._layout.num_workers(role)
 
     def close(self) -> None:
+        """Ends the connection alone; the workers go on, and keep the roles they were given."""
         close_in_turn(self.client)
         self._restore.__exit__(None, None, None)
 
@@ -115,6 +120,7 @@ def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
     order = [role for role in ROLES for _ in range(needed[role])]
+    # By name, so that a second run on the same workers places the roles as the first did.
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
     return {address: {role: 1.0} for address, role in zip(addresses, order, strict=False)}
 

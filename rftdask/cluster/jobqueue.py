@@ -67,6 +67,7 @@ class _OnLoss(SchedulerPlugin):
         self._call = call
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """Called by the scheduler for every worker that leaves, whatever the reason."""
         self._call()
 
 
@@ -99,6 +100,7 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """A worker of each role has the cores that its options ask for."""
         section = config.cluster
         options = {role: {**section.options, **section.options.get(role, {})} for role in ROLES}
         cores = {role: int(given.get("cores", section.num_cpus or 1)) for role, given in options.items()}
@@ -106,6 +108,7 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """Cancels the jobs of an earlier start, then submits its own; returns before they run."""
         return cls(config, layout, PrivateFolder.of(config, storage), storage)
 
     @classmethod
@@ -194,19 +197,24 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._thread.start()
 
     def scale(self, role: str, num_workers: int) -> None:
+        """The thread submits or cancels jobs at its next look."""
         if role not in ROLES:
             raise UserError(f"cluster: the workers of a batch system are for {' and '.join(ROLES)}, not for {role!r}")
+        # One assignment, which the thread reads once a look: no lock is needed.
         self._asked[role] = num_workers
         self._wake.set()
 
     def num_asked(self, role: str) -> int:
+        """As `scale` last had it, 0 for a role without jobs."""
         return self._asked.get(role, 0)
 
     def check(self) -> None:
+        """Raises: RoleError: the jobs end before their workers join, or are refused, again and again."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
+        """Cancels every job it has submitted, and notes that there are none."""
         if not self._closed.is_set():
             # The thread first: it would replace the jobs that are cancelled below.
             self._closed.set()
@@ -277,12 +285,15 @@ class JobQueueCluster(RemoteWorkersCluster):
                 if not self._closed.is_set():  # submitting takes seconds, and `close` cancels what it finds here
                     self._jobs[role].append(self._submit(role))
                     self._failed_submits = 0
+        # Noted at the end of each look that changed something: what is killed before it left jobs that nobody cancels,
+        # but their workers find no scheduler and end.
         if self._jobs != before:
             self._note()
 
     def _submit(self, role: str) -> JobRecord:
         name = f"{role}-{self._number}"
         self._number += 1
+        # A new name for each job: the scheduler refuses a worker whose name it still knows.
         job = self._job_class(**self.job_options(self._config, role, name, self._folder, self._logs))
         # Its script is written and submitted in the loop of the cluster, as its class wants it.
         try:

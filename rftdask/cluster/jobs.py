@@ -87,6 +87,7 @@ def jobs_file(mode: str) -> str:
 
 
 def write_jobs(storage: Storage, jobs: Sequence[JobRecord], file: str) -> None:
+    """Replace the note of the jobs of a run, in one put."""
     storage.put(file, json.dumps([asdict(job) for job in jobs], indent=1).encode())
 
 

@@ -152,6 +152,7 @@ class LocalCluster(Cluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """Raises: UserError: several nodes are wanted, or this machine has too few cores or GPUs."""
         section = config.cluster
         if section.node_num > 1:
             raise UserError(f"cluster.node_num is {section.node_num}, and cluster.type {section.type} is one machine")
@@ -159,10 +160,12 @@ class LocalCluster(Cluster):
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """Returns when all workers have joined."""
         return cls(layout, config.cluster.dashboard_address, config.cluster.tls)
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
+        # Global to the process, and put back by `close`: a notebook may have a cluster of its own.
         self._restore = dask.config.set(DASK_CONFIG)
         self._layout = layout
         self._security = Security.temporary() if tls else None
@@ -189,6 +192,7 @@ class LocalCluster(Cluster):
         return worker_spec(worker.name, worker.resources, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:
+        """New workers get the GPUs that nobody has; those that leave are the newest."""
         with self._scaling:
             num_gpus = len(visible_gpus()) if any(plan.gpu is not None for plan in self._plans) else 0
             # All GPUs of the machine, also those that the layout left over: they are what new explorers get.
@@ -201,6 +205,7 @@ class LocalCluster(Cluster):
             self._cluster.loop.add_callback(self._apply, spec)
 
     def num_asked(self, role: str) -> int:
+        """Those of the plan, whether or not they have started."""
         return sum(role in plan.resources for plan in self._plans)
 
     def _apply(self, spec: dict[str, Any]) -> None:
@@ -211,5 +216,6 @@ class LocalCluster(Cluster):
         self._cluster._correct_state()
 
     def close(self) -> None:
+        """Client, workers and scheduler in turn; then the configuration of Dask as it was."""
         close_in_turn(self.client, self._cluster)
         self._restore.__exit__(None, None, None)

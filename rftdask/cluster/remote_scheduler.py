@@ -32,12 +32,14 @@ class RemoteWorkersCluster(Cluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """By what the config says a worker of each role has; whoever starts them must give that much."""
         section = config.cluster
         cpus = {role: section.num_cpus or getattr(section.slurm, role).cpus for role in ROLES}
         return plan_jobs(stages, cpus, section.node_num * section.gpu_per_node or None)
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """Scheduler and control worker run when it returns; the others join when they are started."""
         return cls(config, layout, PrivateFolder.of(config, storage))
 
     def __init__(self, config: Config, layout: Layout, folder: PrivateFolder) -> None:
@@ -66,12 +68,15 @@ class RemoteWorkersCluster(Cluster):
             raise WaitTimeout(f"the control worker did not start in {_START_DEADLINE_S} s") from error
 
     def scale(self, role: str, num_workers: int) -> None:
+        """Raises: UserError, always: it does not start workers."""
         raise UserError("cluster.type joined: the workers of this run are started by rftdask join; start more or fewer")
 
     def num_asked(self, role: str) -> int:
+        """As the layout has it."""
         return self._layout.num_workers(role)
 
     def close(self) -> None:
+        """Workers end too, unless the driver is to come back (`may_return`)."""
         # A worker that finds no address ends for good; one that finds an old address waits for the next scheduler.
         if not self.may_return:
             self._folder.remove_address(self.address)

@@ -54,6 +54,7 @@ class PrivateFolder:
 
     @property
     def scheduler_file(self) -> Path:
+        """With the address, which joining workers wait for."""
         return self.path / SCHEDULER_FILE
 
     def make(self) -> None:

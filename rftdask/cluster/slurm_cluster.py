@@ -30,6 +30,7 @@ class SlurmCluster(JobQueueCluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """Asks SLURM for its partitions. Raises: UserError: they cannot hold the jobs, with the arithmetic."""
         section = config.cluster
         jobs = {role: getattr(section.slurm, role) for role in ROLES}
         limited = capacities(config)
@@ -44,18 +45,22 @@ class SlurmCluster(JobQueueCluster):
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """By squeue; never None, so a job that has left the queue is lost at the next look."""
         return slurm.states(job_ids)
 
     @classmethod
     def reason(cls, job_id: str) -> str:
+        """By scontrol, which remembers a job for some minutes."""
         return slurm.reason(job_id)
 
     @classmethod
     def cancel(cls, job_id: str) -> None:
+        """By scancel."""
         slurm.cancel([job_id])
 
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
+        """From `cluster.slurm.<role>`; a job that is preempted is requeued under its number."""
         job: JobConfig = getattr(config.cluster.slurm, role)
         submitted = os.environ.get(SUBMITTED, "")
         return {

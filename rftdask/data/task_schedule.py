@@ -56,6 +56,7 @@ def explore_tasks(
         raise ValueError(f"step {step}, batch_size {batch_size} and sizes {list(sizes)} must all be at least 1")
     total = sum(sizes)
     epochs_per_step = -(-batch_size // total)
+    # Positions of the whole run, epoch after epoch: a step is a window on them.
     first = (step - 1) * (epochs_per_step * total if epoch_each_step else batch_size)
     tasks = []
     for position in range(first, first + batch_size):
@@ -85,6 +86,7 @@ def _epoch_order(
             raise ValueError(f"an order of {size} tasks must hold each of 0 .. {size - 1} once, got {found}")
     # Task j of a taskset of n tasks belongs at (j + 1/2) / n of the epoch.
     places = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+    # Stable: tasks that belong at the same place come in the order of their tasksets.
     slots = np.argsort(places, kind="stable")
     tasksets = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)[slots]
     return tasksets, np.concatenate(rows)[slots]

@@ -50,10 +50,12 @@ class Inputs(Protocol):
     """What the checks of a stage found (preflight.Inputs)."""
 
     @property
-    def fingerprints(self) -> Mapping[str, str]: ...
+    def fingerprints(self) -> Mapping[str, str]:
+        """Content hashes of what is trained on, by the name of the dataset."""
 
     @property
-    def modules(self) -> Iterable[str]: ...
+    def modules(self) -> Iterable[str]:
+        """Names of the modules that define its workflows and rewards."""
 
 
 @dataclass(frozen=True)

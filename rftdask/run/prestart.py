@@ -46,6 +46,7 @@ class HeadStart:
 
     @property
     def num_stages(self) -> int:
+        """Stages of the run, the first included."""
         return len(self._stages)
 
     def after(self, number: int, event: Event) -> None:

@@ -119,6 +119,7 @@ def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None
     Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
     """
     first = _with_batches(config, config)
+    # Of two first starts one makes the file; the other is compared with it like any later start.
     if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of)):
         return first
     return _check_same(storage, config)
@@ -127,6 +128,7 @@ def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
     was = read_run_config(storage)
+    # Before the comparison: what the first start chose by itself is not something that the user has changed.
     config = _with_batches(config, was)
     free = {*_FREE_KEYS, *free}
     differing = [
@@ -191,6 +193,7 @@ def record_config(storage: Storage, config: Config) -> str:
     of a run may be two commands, each with its own. So each config has a file of its own, named by its content.
     """
     data = json.dumps(config.to_dict(), sort_keys=True).encode()
+    # Of the bytes as written, keys sorted, so that equal configs share a file whoever wrote it.
     fingerprint = hashlib.sha256(data).hexdigest()[:32]
     path = CONFIG_FILE.format(fingerprint)
     # What a crash or a disk left of it is put right: who knows the config can write the very same bytes again.
@@ -328,6 +331,7 @@ class Lease:
         self._ended = threading.Event()
         self.lost = False
         """True once somebody else took the role over: stop at once."""
+        # A number is never used again, so who lost the role sees it by a higher one.
         self._number = next_number(storage.list("control"), f"lease-{role}-", ".json")
         if self._number > 1:
             self._check_free(self._number - 1)
@@ -381,6 +385,8 @@ class Lease:
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             try:
+                # Looked at before each renewal: an owner that slept for a while must not touch a run that is another's
+                # by now.
                 if _last_lease(self._storage, self._role) > self._number:
                     self.lost = True
                     self._ended.set()
@@ -442,6 +448,7 @@ def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
     """Whether the owner is alive, as far as clocks can tell."""
     if holder["host"] == socket.gethostname():
         return _is_running(holder["pid"], holder["started_s"])
+    # In both directions: a clock that is ahead is as wrong as one that is behind.
     return abs(now_s - float(holder["time_s"])) < _STALE_S
 
 

@@ -69,11 +69,13 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
     rules = make_sync_rules(config)
     tasksets = [sizes[t.name] for t in buffer.explorer_input.train_tasksets if t.name in sizes]
     if not tasksets:
+        # Such as mode train on a log that another command fills: how much will come is not known here.
         return StageWork(0, limit)
     steps = buffer.total_steps
     if steps is None:
         steps = num_explore_steps(tasksets, buffer.batch_size, buffer.total_epochs)
     train_steps = least(rules.num_steps_from(steps))
+    # Explore steps beyond the last optimizer step would be paid for and never trained.
     if config.mode == "both" and train_steps is not None:
         steps = min(steps, rules.explore_steps_for(train_steps))
     return StageWork(steps, train_steps)
@@ -130,12 +132,14 @@ class StageRun:
         leases: list[Lease] = []
         try:
             for role in roles:
+                # First of all: who is refused here has not touched the ledger, the stop file or the weights.
                 leases.append(Lease(self._storage, role))
             if "trainer" in roles:
                 self._check_ledger()
                 self._storage.remove(STOP_FILE)
             if self._stopping:
                 self.stop()  # it was asked to before the file of an earlier stop was removed
+            # Before the roles start, so that not one of their first events is missed. Called in a thread of Dask.
             self._client.subscribe_topic(TOPIC, lambda message: self._events.put(CODEC.decode(message[1])))
             if "explorer" in roles:
                 self._start_synchronizer()
@@ -170,6 +174,7 @@ class StageRun:
                     if self._explorer is None and time.monotonic() - self._tidied >= _RETENTION_S:
                         self._tidied = time.monotonic()  # where there is an explorer, it has its own time for this
                         self._remove_old_shards()
+                # What the roles said between the last look and their end.
                 self._pass_events_on(0.0)
                 if not self._errors and self._explorer is None:
                     self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
@@ -184,6 +189,7 @@ class StageRun:
                     self._client.unpublish_dataset(ACTOR_NAME)
                     self._actor.release()
             if self._errors:
+                # The first is the cause: what fails after it mostly fails because the stage was ended.
                 raise self._errors[0]
             return self._trainer_ended or Ended(0, stopped=self._over.is_set())
         finally:
@@ -223,9 +229,11 @@ class StageRun:
                 # Without a rank there was nothing to write down.
                 newest = Ended(max(checkpoint_steps(self._storage), default=0), stopped=True)
                 ended = self._trainer_ended = future.result() or newest
+                # Without newer weights an explorer that was asked to stop has nothing to go on for.
                 if ended.stopped:
                     self._over.set()
                 if self._explorer is not None:
+                    # Who waits for a version beyond this one would wait to its deadline.
                     self._explorer.wake(ended.step)
 
     def _make_explorer(self) -> Explorer:
@@ -329,6 +337,7 @@ class StageRun:
         if now - self._watched < _LOOK_AT_WORKERS_S:
             return
         self._watched = now
+        # Two owners would write the same steps; the one that finds itself replaced is the one to go.
         if any(lease.lost for lease in leases):
             self._errors.append(FencedError(f"another process took over {self._storage.url}; this one stops"))
         try:
@@ -344,6 +353,7 @@ class StageRun:
             if self._workers and address not in self._workers:
                 self._note(f"worker {name} ({address}) joined")
         self._workers = workers
+        # Not while the stage ends: workers leave then, and the actor with them.
         if self._actor is not None and self._actor.status in ("error", "cancelled", "lost") and not self._over.is_set():
             self._generation += 1
             self._note("the synchronizer was lost; a new one starts")

@@ -48,10 +48,12 @@ class Stage:
 
     @property
     def has_begun(self) -> bool:
+        """Whether its folder was opened at least once."""
         return self.storage.exists(RUN_FILE)
 
     @cached_property
     def log(self) -> ExperienceLog:
+        """Its experiences, which may lie in a database. Raises: UserError: the URL of that is not complete."""
         return open_log(self.storage, self.config)
 
     @cached_property

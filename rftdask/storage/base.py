@@ -228,6 +228,7 @@ class Patience:
 
 def in_order(call: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:
     """`call` of each item, in their order. At most `num_threads` results are under way or wait to be taken."""
+    # One call, or one at a time: a pool would be nothing but overhead.
     if min(num_threads, len(items)) <= 1:
         yield from map(call, items)
         return
@@ -237,6 +238,7 @@ def in_order(call: Callable[[_Item], _Result], items: Sequence[_Item], num_threa
         try:
             while ahead:
                 yield ahead.popleft().result()
+                # One in for each one taken: results do not pile up in memory before a slow caller.
                 ahead.extend(pool.submit(call, item) for item in islice(left, 1))
         finally:  # also of a caller that takes no more
             for future in ahead:

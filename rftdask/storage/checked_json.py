@@ -50,4 +50,5 @@ def load_checked(data: bytes) -> dict[str, Any]:
 
 
 def _checksum(tree: Mapping[str, Any]) -> str:
+    # Of the content, not of the bytes: indentation and the order of keys may change on the way.
     return f"{zlib.crc32(json.dumps(tree, sort_keys=True).encode()):08x}"

@@ -67,6 +67,7 @@ class FsspecStorage(Storage):
         return FsspecStorage, (self.url,)
 
     def put(self, path: str, data: bytes) -> None:
+        """One request; a service shows the new object whole or not yet."""
         target = self._at(path)
         self._call("put", target, lambda: self._fs.pipe_file(target, data))
 
@@ -91,12 +92,15 @@ class FsspecStorage(Storage):
                     if self._protocol in _S3:
                         return bool(self._fs.metadata(target).get(_TOKEN) == token)
                     return in_doubt and bool(self._fs.cat_file(target) == data)
+                # A fault that may have hit the reply only: the object may be there, and the next try would hear
+                # "exists".
                 in_doubt = in_doubt or _is_transient(error)
                 raise
 
         return self._call("put_new", target, create)
 
     def get(self, path: str) -> bytes:
+        """One request on S3, so that the bytes are of one version of the object."""
         target = self._at(path)
         # More than one request would mix two versions of an object that is replaced meanwhile (s3fs, above 50 MiB).
         options = {"max_concurrency": 1} if self._protocol in _S3 else {}
@@ -104,6 +108,7 @@ class FsspecStorage(Storage):
         return data
 
     def list(self, folder: str = "") -> list[str]:
+        """Asked of the service each time; the services promise that a write is listed once it has returned."""
         target = self._at(folder) if folder else self._root
         try:
             entries = self._call("list", target, lambda: self._fs.ls(target, detail=True, refresh=True))
@@ -117,6 +122,7 @@ class FsspecStorage(Storage):
         return sorted(names)
 
     def remove(self, path: str) -> None:
+        """Object by object: unlike on a disk, a reader may see a folder half gone. Raises: StorageError: some stay."""
         target = self._at(path)
 
         def remove() -> None:
@@ -130,6 +136,7 @@ class FsspecStorage(Storage):
         self._call("remove", target, remove)
 
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        """Fetched to a temporary folder, which goes with the context."""
         target = self._at(path)
         files: list[str] = self._call("local_copy", target, lambda: self._fs.find(target))
         if not files:
@@ -148,6 +155,7 @@ class FsspecStorage(Storage):
         try:
             return patience.call(operation)
         except (FileNotFoundError, IsADirectoryError) as error:
+            # A write makes its folders, so nothing can be missing for it but the bucket.
             if verb.startswith("put"):
                 raise StorageError(f"{verb} {target} failed: {error}; check that the bucket exists") from error
             raise NotFoundError(f"{target} does not exist") from error
@@ -214,5 +222,6 @@ def _is_transient(error: BaseException) -> bool:
         return error.errno not in _FINAL_ERRNO
     if not _is_from_client(error) or "Credential" in type(error).__name__:
         return False
+    # A client error with a status is an answer: repeated only if the service asks for it, or failed itself.
     status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure, gcsfs; None: no reply
     return not isinstance(status, int) or status >= 500 or status in _REPEAT_STATUS

@@ -75,6 +75,7 @@ class Posix:
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
+        """Close a descriptor; the bytes may still be in the cache of the system."""
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
@@ -86,9 +87,11 @@ class Posix:
         os.link(source, target)
 
     def unlink(self, path: str) -> None:
+        """Take a name away; raises FileNotFoundError if there is none."""
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
+        """Make one folder, whose parent must be there. Raises: FileExistsError."""
         os.mkdir(path)
 
     def remove_tree(self, path: str) -> None:
@@ -129,6 +132,7 @@ class Posix:
         return False
 
     def read(self, path: str) -> bytes:
+        """All the bytes of a regular file. Raises: OSError ENODEV: it is a FIFO, a socket or a device."""
         # Without O_NONBLOCK the opening of a FIFO would wait for somebody to write to it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -141,6 +145,7 @@ class Posix:
             return [(entry.name, entry.is_dir()) for entry in entries]
 
     def is_folder(self, path: str) -> bool:
+        """True if it is a folder, or a link to one."""
         return os.path.isdir(path)
 
     def is_same_file(self, path: str, other: str) -> bool:
@@ -173,12 +178,15 @@ class LocalStorage(Storage):
         self._is_private = True
 
     def put(self, path: str, data: bytes) -> None:
+        """A temporary file, fsync, rename, fsync of the folder: durable when it returns."""
         self._write("put", path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
+        """As `put`, with link(2) in place of the rename: the file system itself picks one winner."""
         return self._write("put_new", path, data)
 
     def get(self, path: str) -> bytes:
+        """A file that is replaced meanwhile is read whole: the descriptor keeps the one that was opened."""
         target = self._at(path)
 
         def read() -> bytes:
@@ -190,6 +198,7 @@ class LocalStorage(Storage):
         return self._call("get", target, read)
 
     def list(self, folder: str = "") -> list[str]:
+        """Without the temporary files of writers, dead or alive."""
         target = self._at(folder) if folder else self.url
 
         def scan() -> list[str]:
@@ -203,9 +212,11 @@ class LocalStorage(Storage):
         return self._call("list", target, scan)
 
     def remove(self, path: str) -> None:
+        """A rename out of sight first, so that no reader sees half a folder."""
         target = self._at(path)
         folder = os.path.dirname(target)
         doomed = _tmp_name(folder)
+        # Tried again after a fault, it must not rename again: by then another may have made `target` anew.
         is_hidden = False
 
         def remove() -> None:
@@ -225,6 +236,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
+        """No copy: the file or folder itself, which must not be changed."""
         target = Path(self._at(path))
         if not target.exists():
             raise NotFoundError(f"{target} does not exist")
@@ -332,6 +344,7 @@ class LocalStorage(Storage):
         The parents too because another process may have made them and died before it could.
         """
         inode = self._posix.sync_folder(folder)
+        # By the inode too: a folder that was removed and made again has not been made durable yet.
         if (folder, inode) in self._synced:
             return
         parent = folder

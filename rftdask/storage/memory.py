@@ -30,11 +30,13 @@ class MemoryStorage(Storage):
         return MemoryStorage, (self.url,)
 
     def put(self, path: str, data: bytes) -> None:
+        """Keeps a copy of the bytes, so a buffer that is changed later does not change the file."""
         check_path(path)
         with _LOCK:
             self._files[path] = bytes(data)
 
     def put_new(self, path: str, data: bytes) -> bool:
+        """The look and the write are under one lock, so one of several wins."""
         check_path(path)
         with _LOCK:
             if path in self._files:
@@ -43,6 +45,7 @@ class MemoryStorage(Storage):
             return True
 
     def get(self, path: str) -> bytes:
+        """The bytes as they were put; immutable, so they are shared."""
         check_path(path)
         with _LOCK:
             if path not in self._files:
@@ -50,17 +53,20 @@ class MemoryStorage(Storage):
             return self._files[path]
 
     def list(self, folder: str = "") -> list[str]:
+        """Folders are not kept: they are what the paths of the files say."""
         start = check_path(folder) + "/" if folder else ""
         with _LOCK:
             below = [path.removeprefix(start) for path in self._files if path.startswith(start)]
         return sorted({name + slash for name, slash, _ in (path.partition("/") for path in below)})
 
     def remove(self, path: str) -> None:
+        """The file, or all whose paths begin with it and a slash."""
         with _LOCK:
             for name in self._below(path):
                 del self._files[name]
 
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        """Written to a temporary folder, which goes with the context."""
         with _LOCK:
             found = {name: self._files[name] for name in self._below(path)}
         if not found:

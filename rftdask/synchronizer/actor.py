@@ -54,6 +54,7 @@ class Synchronizer:
 
         async with self._changed:
             try:
+                # Bounded whatever the caller asks, so that calls of handles that died do not pile up here.
                 await asyncio.wait_for(self._changed.wait_for(reached), min(timeout_s, _LONGEST_CALL_S))
             except TimeoutError:
                 return None
@@ -81,6 +82,7 @@ class Synchronizer:
     async def _watch(self) -> None:
         while not self._closed:
             with contextlib.suppress(TimeoutError):
+                # Hint or timer, whichever is first: hints make it quick, the timer makes it sure.
                 await asyncio.wait_for(self._nudge.wait(), self._poll_interval_s)
             self._nudge.clear()
             try:
@@ -105,21 +107,25 @@ Result = TypeVar("Result", covariant=True)
 class Pending(Protocol[Result]):
     """What `distributed.Future` and `ActorFuture` have in common."""
 
-    def result(self, timeout: float) -> Result: ...
+    def result(self, timeout: float) -> Result:
+        """Raises: TimeoutError: it has none in `timeout` seconds."""
 
 
 class ActorProxy(Protocol):
     """The actor as other processes see it."""
 
-    def hint(self) -> object: ...
+    def hint(self) -> object:
+        """See Synchronizer.hint; the answer need not be waited for."""
 
-    def wait_for_version(self, version: int, timeout_s: float) -> Pending[Published | None]: ...
+    def wait_for_version(self, version: int, timeout_s: float) -> Pending[Published | None]:
+        """See Synchronizer.wait_for_version."""
 
 
 class DatasetClient(Protocol):
     """The part of a distributed.Client that a handle uses."""
 
-    def get_dataset(self, name: str, /) -> Pending[ActorProxy]: ...
+    def get_dataset(self, name: str, /) -> Pending[ActorProxy]:
+        """What was published under that name. Raises: KeyError: nothing was."""
 
 
 class SyncHandle:

@@ -67,6 +67,7 @@ class SyncRules:
 
     def weights_for(self, explore_step: int) -> WeightRequirement:
         """The weights that the step needs before it may start."""
+        # Boundaries passed: the first is at step 1 + sync_offset, and until the second one the steps run on version 0.
         syncs = max(0, explore_step - 1 - self.sync_offset) // self.explorer_sync_interval
         if self.style is SyncStyle.FIXED:
             return WeightRequirement(self._trainable(syncs * self.explorer_sync_interval), exact=True)
@@ -81,6 +82,7 @@ class SyncRules:
         """True if the step may move on to the newest weights; else it stays with those of the step before."""
         if self.style is SyncStyle.FULLY_ASYNC:
             return True
+        # Negative before the first boundary: there are no newer weights that the rule would count.
         past = explore_step - 1 - self.sync_offset
         return past >= 0 and past % self.explorer_sync_interval == 0
 
@@ -96,6 +98,7 @@ class SyncRules:
 
     def explore_steps_for(self, version: int) -> int:
         """Number of explore steps that must be complete before optimizer step `version` has its batch."""
+        # Rounded up: an optimizer step needs its whole batch.
         return -(-version * self.train_batch_size // self.experiences_per_step)
 
     @property
@@ -122,6 +125,7 @@ class SyncRules:
         """The largest staleness of the fixed style, by walking one period of its pattern."""
         interval, count = self.explorer_sync_interval, self.experiences_per_step
         batch = self.train_batch_size * self.trainer_sync_interval
+        # After so many explore steps both counters are at a boundary together, and the pattern repeats.
         period = interval * (batch // math.gcd(interval * count, batch))
         last = self.sync_offset + 2 * min(period, _LONGEST_WALK)  # the first period begins after the offset
         return max(self._trained_at(step) - 1 - self.weights_for(step).version for step in range(1, last + 1))
@@ -139,6 +143,7 @@ class SyncRules:
         needed = max(0, self._trained_at(explore_step) - 1 - self.staleness_bound)
         if self.style is SyncStyle.EXPLORER_DRIVEN:
             return min(needed, self.num_steps_from(explore_step - 1))
+        # Only multiples of the trainer's interval are published; the next one above is the oldest that will do.
         rounded_up = -(-needed // self.trainer_sync_interval) * self.trainer_sync_interval
         return min(rounded_up, self._trainable(explore_step - 1))
 

@@ -49,6 +49,7 @@ class Fingerprint:
         """
         if [len(row) for row in measured] != [len(row) for row in self.logprobs]:
             return f"{[len(row) for row in measured]} logprobs, not {[len(row) for row in self.logprobs]}"
+        # Pairs compare by their first number; an unknown data type counts as the coarsest.
         max_gap, max_mean = max(TOLERANCES.get(name, TOLERANCES["bfloat16"]) for name in (self.dtype, dtype))
         gaps = [
             abs(own - other)
@@ -56,6 +57,7 @@ class Fingerprint:
             for own, other in zip(row, others, strict=True)
         ]
         largest, mean = max(gaps), sum(gaps) / len(gaps)
+        # NaN compares as neither larger nor smaller, so `max` may overlook it.
         if all(map(math.isfinite, gaps)) and largest <= max_gap and mean <= max_mean:
             return ""
         return (
@@ -75,6 +77,7 @@ class Fingerprint:
 
 def fixed_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The sequences for a vocabulary: the same on every machine, spread over all of it."""
+    # A generator of our own: those of libraries may change with their versions, and every version must draw the same.
     state, sequences = 1, []
     for _ in range(NUM_SEQUENCES):
         sequence = []

@@ -86,6 +86,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
         return None
     try:
         tree = load_checked(data)
+        # Keys that this version does not know are damage here, unlike in `extra`, which is for additions.
         files = {name: FileEntry(**entry) for name, entry in tree["files"].items()}
         return Manifest(tree["lineage"], int(tree["version"]), files, tree["extra"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -100,6 +100,7 @@ def publish_weights(
     """
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
+    # Written again if a file of it is damaged: the same step gives the same bytes.
     if manifest is None or not is_valid(storage, folder, version):
         files = {MODEL_FILE: data} if isinstance(data, bytes) else data
         manifest = write_folder(
@@ -131,6 +132,7 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
     )
     if not files:
         return None
+    # Of the last file by name, which holds weights also where the config of an adapter stands beside them.
     content_hash = files[-1][1].sha256[:16]
     return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
 
@@ -182,6 +184,7 @@ def remove_weights_below(storage: Storage, version: int) -> None:
     if newest is None:
         return
     for number in published_versions(storage):
+        # An explorer that starts now reads the pointer first, so the version it names must be there.
         if number < min(version, newest):
             remove_folder(storage, weights_folder(number))
 

@@ -60,6 +60,7 @@ class Grpo(AdvantageFn):
         )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """In float64: rewards that differ little would lose their difference to the mean in float32."""
         rewards_N = inputs.rewards_N.double()
         if self.rank_penalty is not None:
             rewards_N = rewards_N * (1.0 - self.rank_penalty * self._likelihood_rank(inputs))
@@ -83,6 +84,7 @@ class Grpo(AdvantageFn):
         return result(inputs, advantages_N, stats.metrics(), drops_N)
 
     def without_drops(self) -> AdvantageFn:
+        """The same with no threshold."""
         return replace(self, std_threshold=None)
 
     def _likelihood_rank(self, inputs: AdvantageInputs) -> Tensor:
@@ -91,6 +93,7 @@ class Grpo(AdvantageFn):
         assert inputs.rollout_logprobs_NT is not None and inputs.loss_mask_NT is not None
         mask_NT = inputs.loss_mask_NT
         sums_N = torch.where(mask_NT, inputs.rollout_logprobs_NT, 0.0).sum(-1)
+        # Rows that do not count rank behind all others, and so move nobody.
         means_N = torch.where(inputs.used_N, sums_N / mask_NT.sum(-1).clamp(min=1), torch.inf)
         counts_G = group_sums(inputs.used_N, inputs.group_N, inputs.num_groups)
         return ranks_in_group(means_N, inputs.group_N) / counts_G[inputs.group_N].clamp(min=1.0)
@@ -104,6 +107,7 @@ class Reinforce(AdvantageFn):
     uses_groups = False
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """The statistics are for the metrics alone."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         return result(inputs, inputs.rewards_N, stats.metrics())
 
@@ -116,7 +120,9 @@ class Rloo(AdvantageFn):
     advantage_name = "rloo"
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """By the mean over all n rollouts of the task, from which the mean of the others follows."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        # count_N - 1 is 0 for a lone rollout, whose centered reward is 0 as well.
         count_N = stats.count_G[inputs.group_N]
         centered_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
         # r less the mean of the other n - 1: the rollout's own reward, taken out of mu, is the factor n / (n - 1).
@@ -147,6 +153,7 @@ class OpmdAdvantage(AdvantageFn):
         require(self.tau > 0.0, f"tau must be > 0, got {self.tau}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """ "logavgexp" goes to the mean for a large tau, and to the best reward of the task for a small one."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_G = stats.mean_G
         if self.opmd_baseline == "logavgexp":
@@ -170,6 +177,7 @@ class Asymre(AdvantageFn):
     deprecated_names = ("asymre_verl",)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """The shift is in units of the reward."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_N = stats.mean_G[inputs.group_N] + self.baseline_shift
         return result(inputs, inputs.rewards_N - baseline_N, stats.metrics())
@@ -198,11 +206,13 @@ class Drpo(AdvantageFn):
         require(self.length_lambda > 0.0, f"length_lambda must be > 0, got {self.length_lambda}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Lengths are trained tokens [N]; a task without a correct rollout gets r - mu as it is."""
         assert inputs.lengths_N is not None
         group_N, num_groups = inputs.group_N, inputs.num_groups
         stats = group_stats(inputs.rewards_N, group_N, inputs.used_N, num_groups)
         correct_N = inputs.used_N & (inputs.rewards_N > self.threshold)
         lengths_N = torch.where(correct_N, inputs.lengths_N, 0).double()
+        # Lengths relative to the longest correct one: the preference does not depend on the scale of the task.
         longest_G = torch.zeros_like(stats.mean_G).scatter_reduce(0, group_N, lengths_N, "amax")
         brevity_N = torch.exp(-lengths_N / (self.length_lambda * longest_G[group_N].clamp(min=1.0)))
         # Divided by their mean among the correct ones, the weights shift reward between them and add none.
@@ -240,6 +250,7 @@ class RecAdvantage(AdvantageFn):
             one_of("drop", self.drop, ("balance",))
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """What is dropped leaves the statistics first, so the mean is that of the rest."""
         drops_N = base_drops(inputs)
         used_N = inputs.used_N
         if self.drop == "balance":
@@ -253,6 +264,7 @@ class RecAdvantage(AdvantageFn):
         return result(inputs, advantages_N, stats.metrics(), drops_N)
 
     def without_drops(self) -> AdvantageFn:
+        """The same with every rollout kept."""
         return replace(self, drop=None)
 
     def _surplus_negatives(self, inputs: AdvantageInputs) -> Tensor:
@@ -262,7 +274,9 @@ class RecAdvantage(AdvantageFn):
         negative_N = inputs.used_N & (inputs.rewards_N < stats.mean_G[inputs.group_N])
         num_negative_G = group_sums(negative_N, *groups)
         surplus_G = 2.0 * num_negative_G - stats.count_G  # rows below mu, less the n - num_negative others
+        # On the CPU in float64 whatever the device, so that each machine drops the same rows.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + inputs.step)
         draw_N = torch.rand(len(negative_N), generator=generator, dtype=torch.float64).to(negative_N.device)
+        # Draws are below 1, so rows that are not negative rank last and are never among the surplus.
         ranks_N = ranks_in_group(torch.where(negative_N, draw_N, 2.0), inputs.group_N)
         return negative_N & (ranks_N < surplus_G[inputs.group_N])

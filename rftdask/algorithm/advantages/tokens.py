@@ -82,11 +82,13 @@ class Gae(AdvantageFn):
             require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Backward over the T columns, all N rows at once; in float64, because the sums are as long as a rollout."""
         assert inputs.values_NT is not None
         mask_NT = used_mask(inputs)
         values_NT = torch.where(mask_NT, inputs.values_NT, 0.0).double()
         rewards_NT = torch.where(mask_NT, inputs.token_rewards(), 0.0).double()
         advantages_NT = torch.zeros_like(values_NT)
+        # Behind the last trained token there is nothing: V' and A' are 0, the rollout has ended there.
         next_value_N = values_NT.new_zeros(len(values_NT))
         next_advantage_N = values_NT.new_zeros(len(values_NT))
         for t in range(values_NT.shape[1] - 1, -1, -1):
@@ -96,6 +98,7 @@ class Gae(AdvantageFn):
             next_advantage_N = torch.where(mask_NT[:, t], here_N, next_advantage_N)
             next_value_N = torch.where(mask_NT[:, t], values_NT[:, t], next_value_N)
             advantages_NT[:, t] = next_advantage_N
+        # What the critic is to learn, so it must not be whitened.
         returns_NT = advantages_NT + values_NT
         if self.whiten:
             advantages_NT = whiten(advantages_NT, mask_NT)
@@ -119,6 +122,7 @@ class ReinforcePlusPlus(AdvantageFn):
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Returns [N, T], before and after whitening, are 0 where no token is trained."""
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, self.gamma)
         # Normalized over the whole batch, which stands in place of a baseline by task.
@@ -142,6 +146,7 @@ class Remax(AdvantageFn):
     token_level = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """The baseline [N] is the reward of a greedy rollout, which is itself not trained on."""
         assert inputs.baseline_rewards_N is not None
         mask_NT = used_mask(inputs)
         returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, 1.0)
@@ -170,6 +175,7 @@ class OnPolicyDistill(AdvantageFn):
     token_level = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Rewards are not used; metric teacher_kl is the mean of log p_sampler - log p_teacher, nats per token."""
         student_NT, teacher_NT = student_and_teacher(inputs)
         gap_NT = teacher_NT - student_NT
         mean_kl = float(-gap_NT.sum() / used_mask(inputs).sum().clamp(min=1))
@@ -208,9 +214,11 @@ class Jsd(AdvantageFn):
         require(self.temperature > 0.0, f"temperature must be > 0, got {self.temperature}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Rewards are not used; metric jsd is the mean over the trained tokens."""
         student_NT, teacher_NT = (x / self.temperature for x in student_and_teacher(inputs))
         share = self.lambda_coef
         if share in (0.0, 1.0):
+            # The mixture is one of the two, whose log-share would be log 0.
             jsd_NT = (student_NT - teacher_NT) * (1.0 - 2.0 * share)
         else:
             log_share = torch.tensor([1.0 - share, share], dtype=student_NT.dtype, device=student_NT.device).log()
@@ -246,9 +254,11 @@ class ClipB(AdvantageFn):
     token_level = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Metric token_filter_frac is the share of the trained tokens that were dropped."""
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
         signal_NT = entropy_signal(inputs, inputs.rollout_logprobs_NT)
         centered_NT, sigma = centered_over(signal_NT, mask_NT)
+        # With sigma 0 all tokens are equal, and none stands out.
         low_NT = (centered_NT < -self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
         dropped_NT = mask_NT & low_NT & (grpo.advantages_N < 0)[:, None]
         return filtered(inputs, grpo, dropped_NT)
@@ -274,13 +284,16 @@ class ClipV(AdvantageFn):
     token_level = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """As ClipB; necs_NT is the expectation over the vocabulary."""
         assert inputs.necs_NT is not None
         grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
         signal_NT = entropy_signal(inputs, inputs.policy_logprobs_NT)
         excess_NT = torch.where(mask_NT, inputs.necs_NT - signal_NT, 0.0)
         _, sigma = centered_over(excess_NT, mask_NT)
+        # Not centered: d is 0 for a token that is as its distribution.
         high_NT = (excess_NT > self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
         dropped_NT = mask_NT & high_NT & (grpo.advantages_N < 0)[:, None]
+        # At least one, or short batches would never filter.
         most = max(int(self.max_frac * int(mask_NT.sum())), 1)
         if int(dropped_NT.sum()) > most:
             ranked = excess_NT.masked_fill(~dropped_NT, -torch.inf).flatten()

@@ -48,6 +48,7 @@ class Turns:
         num_rollouts = int(rollout_N.max()) + 1 if len(rollout_N) else 0
         turn_N = torch.zeros_like(rollout_N) if inputs.turn_N is None else inputs.turn_N
         last = torch.iinfo(torch.int64).max
+        # Turns that do not count rank last; the numbers of the others have no gaps then.
         position_N = ranks_in_group(torch.where(used_N, turn_N, last), rollout_N)
         return Turns(rollout_N, position_N, group_sums(used_N, rollout_N, num_rollouts)[rollout_N], num_rollouts)
 
@@ -71,6 +72,7 @@ class StepWiseGrpo(AdvantageFn):
         self._grpo()
 
     def without_drops(self) -> AdvantageFn:
+        """The same with no threshold."""
         return replace(self, std_threshold=None)
 
     def _grpo(self) -> Grpo:
@@ -79,17 +81,21 @@ class StepWiseGrpo(AdvantageFn):
         )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Rows of one rollout get one advantage, and are dropped together."""
         turns = Turns.of(inputs)
         last_N = inputs.used_N & turns.is_last_N
         # GRPO sees one row of each rollout, so that a long one does not weigh more in the baseline.
         ends = self._grpo()(replace(inputs, valid_N=last_N, expert_mask_N=None))
         index_R = torch.zeros(turns.num_rollouts, dtype=torch.int64, device=last_N.device)
+        # The row of each rollout's last turn; one without a used row points at row 0, and none of its rows is used.
         index_R[turns.rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
         source_N = index_R[turns.rollout_N]
         advantages_N = ends.advantages_N[source_N]
         if self.enable_step_norm:
             advantages_N = advantages_N / turns.count_N.clamp(min=1.0)
+        # To GRPO the earlier turns looked invalid; here they share the fate of the last one.
         drops_N = torch.where(inputs.used_N, ends.drops_N[source_N], base_drops(inputs))
+        # Its counts of drops are of rollouts; `result` counts rows.
         metrics = {key: value for key, value in ends.metrics.items() if not key.startswith("dropped/")}
         return result(inputs, advantages_N, metrics, drops_N)
 
@@ -127,6 +133,7 @@ class Gigpo(AdvantageFn):
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Needs rollout_N and turn_N for rollouts of several turns; state_N [N] is negative where none was told."""
         turns = Turns.of(inputs)
         rewards_N = inputs.rewards_N.double()
         if inputs.turn_rewards_N is not None:
@@ -138,6 +145,7 @@ class Gigpo(AdvantageFn):
             rewards_N = torch.where(turns.is_last_N, rewards_N, 0.0)
         rewards_N = torch.where(inputs.used_N, rewards_N, 0.0)
         totals_R = group_sums(rewards_N, turns.rollout_N, turns.num_rollouts)
+        # One row of each rollout makes the statistics, so a long one does not weigh more.
         first_N = inputs.used_N & (turns.position_N == 0)
         episode_N, stats = self._centered(totals_R[turns.rollout_N], inputs.group_N, first_N, inputs.num_groups)
         advantages_N = episode_N

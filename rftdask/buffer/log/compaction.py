@@ -87,6 +87,7 @@ class CompactedShards:
         return {"storage": self._storage, "folder": self._folder.removesuffix(f"/{COMPACT}")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Made anew: locks and open files do not travel, and what the records say is read again.
         self.__init__(**state)  # type: ignore[misc]
 
     def names(self, first_bucket: str = "", last_bucket: str | None = None) -> set[ShardName]:
@@ -102,6 +103,7 @@ class CompactedShards:
         if not self.has(bucket, name):
             raise NotFoundError(f"shard {name.text} does not exist in {self._storage.url}")
         with self._lock:
+            # Under the lock for the whole read: another thread would close the file under this one.
             place = base, number = self._places[name.text]
             file = self._records[base]
             if self._group is None or self._group[0] != place:
@@ -143,14 +145,17 @@ class CompactedShards:
         with _local_copy(self._storage, f"{base}.parquet") as path, path.open("rb") as opened:
             while data := opened.read(1 << 20):
                 size_bytes, crc32 = size_bytes + len(data), zlib.crc32(data, crc32)
+        # Of the bytes as storage gives them back, not of those in memory: this is the last look before shards go.
         if (size_bytes, crc32) != (file.size_bytes, file.crc32):
             raise DamagedError(f"{base}.parquet is not what was written; the shards that are still there stay")
 
     def _files(self, first_bucket: str, last_bucket: str | None) -> dict[str, MergedFile]:
         """The records on storage, by their paths without a suffix."""
         records = [match for text in self._storage.list(self._folder) if (match := _RECORD.fullmatch(text)) is not None]
+        # Bucket numbers have leading zeros, so they compare as text.
         wanted = [m for m in records if m[1] >= first_bucket and (last_bucket is None or m[1] <= last_bucket)]
         bases = [f"{self._folder}/{match[1]}-{match[2]}" for match in wanted]
+        # A record never changes, so each is read once by a process.
         new = [base for base in bases if base not in self._records]
 
         def load(base: str) -> MergedFile:
@@ -272,6 +277,7 @@ def _finish(
     def span(begin: int, end: int) -> Span:
         return Span(begin, end, zlib.crc32(memoryview(data)[begin:end]))
 
+    # A row group ends where the next one begins: nothing else is written between them.
     ends = [*(begin for begin, _ in groups[1:]), end]
     row_groups = tuple(RowGroup(span(begin, end), names) for (begin, names), end in zip(groups, ends, strict=True))
     return MergedFile(len(data), zlib.crc32(data), row_groups, span(end, len(data))), data
@@ -295,6 +301,7 @@ def read_merged(path: Path, file: MergedFile, number: int) -> pa.Table:
 def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
     """The rows of one shard of a row group, as the shard had them. Raises: DamagedError: they are not its rows."""
     before = map(ShardName.try_parse, group.shards[: group.shards.index(name.text)])
+    # Shards stand in a row group one after another, and each name tells its number of rows.
     rows = table.slice(sum(other.num_rows for other in before if other is not None), name.num_rows)
     if not rows.select(_PLACE.names).equals(_place(name)):
         raise DamagedError(f"shard {name.text} is not where its merged file should have it")

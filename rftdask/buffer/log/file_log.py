@@ -67,30 +67,37 @@ class FileLog(ExperienceLog):
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
 
     def check(self) -> None:
+        """One listing; a folder that is not there yet is an empty log."""
         self._storage.list(self.folder)
 
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
+        """One `put`, which shows all of the file or nothing: no record beside it could be lost, or be wrong."""
         name, data = self._encode(experiences, explore_step, unit)
+        # A field of the name alone: the bytes of a part are those of a whole unit with the same rows.
         name = replace(name, part=part)
         self._storage.put(self.path(name), data)
         return name
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
+        """One listing of the bucket of this step; a unit that runs again sees by it what it has committed before."""
         names = self._names_in(self._bucket(explore_step))
         return [n for n in names if (n.explore_step, n.unit) == (explore_step, unit)]
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
+        """Lists the folder and each bucket from the one of `first_step` on; earlier buckets cost nothing."""
         first = self._bucket(first_step)
         folders = (folder.rstrip("/") for folder in self._storage.list(self.folder))
         buckets = [bucket for bucket in folders if bucket.isdigit() and bucket >= first]
         return _sorted(n for bucket in buckets for n in self._names_in(bucket) if n.explore_step >= first_step)
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        """Reads the whole file, because its checksum covers all of it; `columns` saves decoding alone."""
         return self._decode(name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
+        """Move it to `quarantine/`, with its reason in a file beside it."""
         # A copy, its reason, then the original goes: a kill in between leaves the shard listed, and it is set aside
         # again. Its unit runs again only when the original is gone.
         base = f"{self.folder}/quarantine/{name.text}"
@@ -102,6 +109,7 @@ class FileLog(ExperienceLog):
         self._storage.remove(self.path(name))
 
     def num_quarantined(self) -> int:
+        """Those whose originals are gone: one that is only copied so far is still listed, and counts there."""
         # Asked every few seconds: one listing, and of each name once whether its original is gone.
         for name in self.quarantined():
             if name.text not in self._gone and not self._storage.exists(self.path(name)):
@@ -109,15 +117,18 @@ class FileLog(ExperienceLog):
         return len(self._gone)
 
     def quarantined(self) -> list[ShardName]:
+        """As `quarantine/` lists them; the files with reasons have names that no shard has."""
         return self._names_in("quarantine")
 
     def remove(self, names: Sequence[ShardName]) -> None:
+        """Removes the files; `removed/<bucket>.json` keeps the names, which tell how many rows there were."""
         # The names are written down before the first shard goes, so that counts still add up after a kill.
         buckets: dict[str, set[str]] = defaultdict(set)
         for name in names:
             buckets[self._bucket(name.explore_step)].add(name.text)
         for bucket, texts in sorted(buckets.items()):
             record = f"{self.folder}/{_REMOVED}/{bucket}.json"
+            # A pass that is made again after a kill finds them written down and does not write the record again.
             known = {name.text for name in self._read_removed(record)}
             if not texts <= known:
                 self._storage.put(record, dump_checked({"shards": sorted(texts | known)}))
@@ -125,6 +136,7 @@ class FileLog(ExperienceLog):
             self._storage.remove(self.path(name))
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
+        """Also names whose files a kill has left: they count as removed from the moment they are written down."""
         folder = f"{self.folder}/{_REMOVED}"
         first = self._bucket(first_step)
         buckets = [n for n in self._storage.list(folder) if n.removesuffix(".json").isdigit()]
@@ -141,12 +153,15 @@ class FileLog(ExperienceLog):
         return [name for text in texts if (name := ShardName.try_parse(text)) is not None]
 
     def seal(self, num_explore_steps: int) -> None:
+        """One small file beside the buckets."""
         self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
 
     def unseal(self) -> None:
+        """Removes that file; nothing happens if there is none."""
         self._storage.remove(f"{self.folder}/{_SEALED}")
 
     def sealed_at(self) -> int | None:
+        """None without the file. Raises: DamagedError: its checksum does not fit."""
         try:
             data = self._storage.get(f"{self.folder}/{_SEALED}")
         except NotFoundError:
@@ -157,9 +172,11 @@ class FileLog(ExperienceLog):
             raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
 
     def _names_in(self, folder: str) -> list[ShardName]:
+        # Names never change their meaning, so what was parsed at the last look is taken from there.
         before = self._parsed.get(folder, {})
         texts = self._storage.list(f"{self.folder}/{folder}")
         parsed = {text: before[text] if text in before else ShardName.try_parse(text) for text in texts}
+        # All at once: a run moves from bucket to bucket, so those that are dropped are mostly done with.
         if len(self._parsed) >= _MAX_PARSED:
             self._parsed.clear()
         self._parsed[folder] = parsed
@@ -183,6 +200,7 @@ class ParquetLog(FileLog):
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(storage, folder, run)
         self._compacted = CompactedShards(storage, folder)
+        # Over a network fewer bytes are worth more than a fast decoder; on a local disk it is the other way round.
         self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
@@ -194,18 +212,22 @@ class ParquetLog(FileLog):
         return decode_shard(name, data, columns)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
+        """Those in files of their own and those in merged ones, each once, in the order of steps and units."""
         loose = self.loose_shards(first_step)  # first: what a pass moves meanwhile is then in its record
         moved = self.compacted_shards(first_step)
         return _sorted({*loose, *moved}) if moved else loose
 
     def loose_shards(self, first_step: int = 1) -> list[ShardName]:
+        """Those in files of their own, some of which a pass under way may have merged already."""
         return super().shards(first_step)
 
     def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
+        """By the records of the merged files; the bounds are explore steps, both included."""
         names = self._compacted.names(self._bucket(first_step), None if last_step is None else self._bucket(last_step))
         return [n for n in names if first_step <= n.explore_step and (last_step is None or n.explore_step <= last_step)]
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        """From its own file while there is one, else from the merged file."""
         try:
             return super().read(name, columns)
         except NotFoundError:
@@ -213,11 +235,13 @@ class ParquetLog(FileLog):
             return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
+        """Raises: DamagedError: it was compacted, so other shards are in the file and it cannot run again."""
         if self._compacted.has(self._bucket(name.explore_step), name):
             raise DamagedError(f"{reason}; it was compacted and cannot run again: restore the file from a backup")
         super().quarantine(name, reason)
 
     def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
+        """Bucket by bucket; a shard goes only after the file with it was read back whole. See compaction.py."""
         sizes: dict[ShardName, int] = {}
 
         def read(name: ShardName) -> pa.Table | None:
@@ -237,6 +261,7 @@ class ParquetLog(FileLog):
             # What a pass before this one has merged and not removed is only removed, after another look at the file.
             merged = self._compacted.names(bucket, bucket)
             small = [name for name in shards if name not in merged]
+            # One shard alone gains nothing; it waits for a pass that finds others of its bucket.
             if len(small) > 1:
                 tables = zip(small, in_order(read, small, NUM_THREADS), strict=True)
                 done += self._compacted.write(bucket, ((name, table) for name, table in tables if table is not None))

@@ -48,6 +48,7 @@ def removable(
     # Drawn by its numbers alone, so that every pass and every process draws the same.
     drawn = {name: zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32 for name in names}
     old = [name for name in names if name.explore_step < before and drawn[name] >= share_kept]
+    # A shard that the ledger names is needed for a replay, however old its explore step is.
     return [name for name in old if name not in repeated and name.text not in needed]
 
 
@@ -63,6 +64,7 @@ def apply_retention(
 
     Lists only what no earlier pass has gone through. A pass that was killed is made again by the next.
     """
+    # Counted from the oldest checkpoint, not from the newest step: a resume may begin there.
     before = oldest.explore_step - section.keep_steps
     if section.keep == "compact":
         before -= before % STEPS_PER_BUCKET  # whole buckets, each once

@@ -98,6 +98,7 @@ class Experience:
 
     @property
     def group_id(self) -> str:
+        """Of the rollouts of one task in one explore step, whose rewards are compared with each other."""
         return f"{self.taskset}/{self.epoch}/{self.task_index}"
 
     @property

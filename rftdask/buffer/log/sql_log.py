@@ -133,6 +133,7 @@ class SqlLog(ExperienceLog):
         return _engine(database_url(self._url))
 
     def check(self) -> None:
+        """One query of a server; nothing for SQLite, which makes its file at the first write."""
         # SQLite would make the file.
         if self._engine.dialect.name != "sqlite":
             self._run("check", lambda connection: connection.execute(sa.select(1)))
@@ -140,6 +141,7 @@ class SqlLog(ExperienceLog):
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
+        """One transaction: the row of the shard and the rows of its experiences."""
         table = experiences_to_table(experiences)
         data = to_lines(table)
         name = shard_name(experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=_SUFFIX)
@@ -168,12 +170,18 @@ class SqlLog(ExperienceLog):
         return name
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
+        """One query, by the explore step and the unit (column `batch`, as it was called first)."""
         return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == unit)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
+        """One query; empty while nothing was written, and the database need not exist then."""
         return self._names(_shards, _shards.c.explore_step >= first_step)
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
+        """Always all columns: the checksum is over all the fields. Raises: NotFoundError; DamagedError: rows were
+        changed.
+        """
+
         def select(connection: sa.Connection) -> Sequence[Mapping[str, Any]] | None:
             number = self._number(connection, name)
             query = sa.select(_experiences).where(_experiences.c.shard == number).order_by(_experiences.c.row)
@@ -186,6 +194,8 @@ class SqlLog(ExperienceLog):
             table = _table_of(rows)
         except (ValueError, TypeError, KeyError, AttributeError, pa.ArrowException) as error:
             raise DamagedError(f"shard {name.text} of {self._where()}: {error!r}") from error
+        # The same checksum as of a JSON file with these rows: it is over the values, whatever the database made of
+        # them.
         crc32 = zlib.crc32(to_lines(table))
         if crc32 != name.crc32 or len(rows) != name.num_rows:
             raise DamagedError(
@@ -194,6 +204,7 @@ class SqlLog(ExperienceLog):
         return table
 
     def quarantine(self, name: ShardName, reason: str) -> None:
+        """Move shard and rows to `quarantined_*`, with the reason, in one transaction."""
         self._move("quarantine", [name], _bad_shards, _bad_experiences, reason=reason)
 
     def _move(
@@ -210,6 +221,7 @@ class SqlLog(ExperienceLog):
                 if rows_to is not None:
                     rows = sa.select(_experiences).where(of_rows)
                     connection.execute(rows_to.insert().from_select(_experiences.c.keys(), rows))
+                # Rows first, and both in this transaction: a shard without its rows is never seen.
                 connection.execute(_experiences.delete().where(of_rows))
                 connection.execute(_shards.delete().where(of_shard))
 
@@ -217,15 +229,19 @@ class SqlLog(ExperienceLog):
             self._run(verb, move, write=True)
 
     def quarantined(self) -> list[ShardName]:
+        """The rows of `quarantined_shards` that are of this log."""
         return self._names(_bad_shards)
 
     def remove(self, names: Sequence[ShardName]) -> None:
+        """Delete the rows; the shard itself moves to `removed_shards`, so that counts still add up."""
         self._move("remove", names, _removed_shards)
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
+        """The rows of `removed_shards` from this explore step on."""
         return self._names(_removed_shards, _removed_shards.c.explore_step >= first_step)
 
     def seal(self, num_explore_steps: int) -> None:
+        """One row; a log that is sealed again has the later number."""
         log = self._make_log()
 
         def write(connection: sa.Connection) -> None:
@@ -235,10 +251,12 @@ class SqlLog(ExperienceLog):
         self._run("seal", write, write=True)
 
     def unseal(self) -> None:
+        """Deletes the row of this log."""
         if log := self._find_log():
             self._run("unseal", lambda c: c.execute(_seals.delete().where(_seals.c.log == log)), write=True)
 
     def sealed_at(self) -> int | None:
+        """None while this log has no row in `seals`."""
         query = sa.select(_seals.c.num_explore_steps).where(_seals.c.log == self._find_log())
         return self._run("read", lambda c: c.execute(query).scalar()) if self._find_log() else None
 
@@ -249,6 +267,7 @@ class SqlLog(ExperienceLog):
         return sorted(_name_of(row) for row in self._run("list", lambda c: c.execute(query).all()))
 
     def _number(self, connection: sa.Connection, name: ShardName) -> int | None:
+        # By all fields of the name, the checksum with them: a name is the identity of a shard in every kind of log.
         same = [_shards.c[column] == value for column, value in _columns_of(name).items()]
         return connection.execute(sa.select(_shards.c.id).where(_shards.c.log == self._log, *same)).scalar()
 
@@ -269,6 +288,7 @@ class SqlLog(ExperienceLog):
     def _make_log(self) -> str:
         if not self._find_log():
             self._run("create", _create, write=True)
+            # Two writers may both come here first: one id wins, and the other reads it below. The tables exist by then.
             self._storage.put_new(f"{self.folder}/{_MARKER}", json.dumps({"log": uuid.uuid4().hex}).encode())
         return self._find_log()
 
@@ -358,6 +378,7 @@ def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:
     columns = {field.name: to_sql(table.column(field.name)) for field in SCHEMA}
     rows = []
     for number, (line, *values) in enumerate(zip(lines.split(b"\n")[:-1], *columns.values(), strict=True)):
+        # Rare, so the row costs double only then; queries see the plain values, `read` the exact ones.
         exact = None if all(map(_is_plain, values)) else line
         plain = [value.replace("\0", "") if isinstance(value, str) else value for value in values]
         rows.append({**dict(zip(columns, plain, strict=True)), "row": number, "exact": exact})

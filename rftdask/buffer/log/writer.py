@@ -48,6 +48,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
         """
         self._log = log
         self._explore_step, self._unit, self._num_tasks = explore_step, unit, num_tasks
+        # A part lists its tasks in its name, which can only be so long; larger units are one shard.
         self._flush_age_s = flush_age_s if num_tasks <= MAX_PART_TASKS else None
         self._committed = set(committed)
         self._names: list[ShardName] = []
@@ -129,6 +130,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
 
     def _commit(self, groups: dict[int, Sequence[Experience]]) -> None:
         slots = tuple(sorted(groups))
+        # No part in the name then: the name of a unit that came whole does not tell of parts at all.
         whole = len(slots) == self._num_tasks
         name = self._log.commit(
             [experience for slot in slots for experience in groups[slot]],
@@ -137,4 +139,5 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
             part=None if whole else Part(slots, self._num_tasks),
         )
         self._committed.update(slots)
+        # Only after the commit: what `finish` returns is durable.
         self._names.append(name)

@@ -50,6 +50,7 @@ class Dpo(PolicyLoss):
         )
 
     def token_weights(self, loss_mask_BT: Tensor, mode: str, **more: Any) -> Tensor:
+        """Both sides of a pair that has an empty one weigh 0. Raises: ValueError: an odd number of rows."""
         num_rows = len(loss_mask_BT)
         require(num_rows % 2 == 0, f"pairs need an even number of sequences, got {num_rows}")
         whole_B = loss_mask_BT.any(-1).view(-1, 2).all(-1).repeat_interleave(2)

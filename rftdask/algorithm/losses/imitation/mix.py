@@ -56,6 +56,7 @@ class Mixture(Ppo, ABC):
     def token_weights(
         self, loss_mask_BT: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **more: Any
     ) -> Tensor:
+        """expert_mask_B [B]: True for a demonstration. Raises: ValueError: the batch does not tell."""
         expert_B1 = expert_mask(expert_mask_B)[:, None]
         mu = self.mu_at(step)
         own_BT = super().token_weights(loss_mask_BT & ~expert_B1, mode, **more)
@@ -88,9 +89,11 @@ class Mix(Mixture):
         require(0.0 <= self.mu <= 1.0, f"mu must be within [0, 1], got {self.mu}")
 
     def mu_at(self, step: int) -> float:
+        """The same in every step."""
         return self.mu
 
     def imitation(self) -> PolicyLoss:
+        """The mean of -log p."""
         return Sft()
 
 

@@ -36,6 +36,7 @@ class MixChord(Mixture):
         require(all(0.0 <= mu <= 1.0 for mu in ends), f"mu_peak and mu_valley must be within [0, 1], got {ends}")
 
     def mu_at(self, step: int) -> float:
+        """The warm-up and then the decay, in optimizer steps; the valley from there on."""
         if step < self.mu_warmup_steps:
             return step / self.mu_warmup_steps * self.mu_peak
         if step >= self.mu_warmup_steps + self.mu_decay_steps:
@@ -45,6 +46,7 @@ class MixChord(Mixture):
         return self.mu_valley + (self.mu_peak - self.mu_valley) * 0.5 * (1.0 + math.cos(math.pi * share))
 
     def imitation(self) -> PolicyLoss:
+        """With phi, tokens that are learned already or out of reach weigh little."""
         return SftPhi() if self.enable_phi_function else Sft()
 
 
