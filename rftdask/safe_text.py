@@ -98,6 +98,7 @@ class SafeFormatter(logging.Formatter):
     """Formats records of a log as `safe` text, tracebacks included."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The line with its traceback, masked as a whole: a secret may stand in either."""
         return safe(super().format(record))
 
 

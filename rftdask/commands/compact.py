@@ -35,6 +35,7 @@ class CompactedStage:
     """The same before and after."""
 
     def render(self) -> str:
+        """Some lines for a terminal."""
         done, audit = self.done, self.audit
         dropped = "".join(f", {count:,} {reason}" for reason, count in sorted(audit.dropped.items()))
         merged = (

@@ -50,6 +50,7 @@ class Estimate:
 
     @property
     def total_bytes(self) -> float:
+        """On each GPU."""
         return sum(part.num_bytes for part in self.parts)
 
 

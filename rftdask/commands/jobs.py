@@ -67,6 +67,7 @@ class RunJobs:
     """It has a run folder that other commands can read."""
 
     def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
         return {"jobs": [asdict(job) for job in self.jobs], "why": self.why}
 
 

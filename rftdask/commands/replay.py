@@ -47,9 +47,11 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
+        """Whether every file of weights and optimizer state has the same bytes."""
         return self.step is not None and not self.differing
 
     def render(self) -> str:
+        """One line for a terminal."""
         if self.step is None:
             return f"no checkpoint to compare with lineage {self.lineage}"
         if self.is_equal:

@@ -72,6 +72,7 @@ def read_status(url: str) -> list[StageStatus]:
 
 
 def stage_status(stage: Stage) -> StageStatus:
+    """Where one stage stands, by its files alone."""
     storage, config = stage.storage, stage.config
     status = partial(
         StageStatus, stage.name, folder=storage.url, mode=config.mode, algorithm=config.algorithm.algorithm_type

@@ -38,6 +38,7 @@ class Task:
 
     @property
     def group_id(self) -> str:
+        """ "taskset/epoch/row": of the rollouts of this task, within a run."""
         return f"{self.taskset}/{self.epoch}/{self.index}"
 
 

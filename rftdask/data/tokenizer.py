@@ -51,12 +51,15 @@ class ByteTokenizer:
     eos_token_id = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The bytes of the text in UTF-8; there are no special tokens."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Never fails: bytes that are no UTF-8 become replacement characters."""
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
     def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
+        """The contents alone, without roles; `tools` and the like are ignored."""
         return "\n".join(str(message["content"]) for message in messages)
 
 

@@ -54,6 +54,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
+        """Of all weights, each once."""
         return sum(math.prod(shape) for shape in self.weights.values())
 
     def lora_parameters(self, lora: LoraConfig) -> int:

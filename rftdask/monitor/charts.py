@@ -45,6 +45,7 @@ class Chart:
 
     @property
     def title(self) -> str:
+        """What is measured, and its unit."""
         return f"{METRICS[self.metric].label} ({METRICS[self.metric].unit})"
 
 

@@ -115,4 +115,5 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
+        """What sys.stderr is at the moment of the record."""
         return sys.stderr

@@ -190,6 +190,7 @@ class PlainView(ProgressView):
         self._out = out
 
     def note(self, text: str) -> None:
+        """A line of its own."""
         self._print(f"note: {text}")
 
     def _show(self, progress: Progress) -> None:
@@ -214,10 +215,12 @@ class TerminalView(ProgressView):
         return self
 
     def close(self) -> None:
+        """Leaves the last panel on the screen."""
         super().close()
         self._live.stop()
 
     def note(self, text: str) -> None:
+        """A line above the panel."""
         self._console.print(safe(f"note: {text}"), style="yellow", markup=False, highlight=False)
 
     def _show(self, progress: Progress) -> None:
@@ -260,6 +263,7 @@ class JupyterView(ProgressView):
         self._notes: list[str] = []
 
     def note(self, text: str) -> None:
+        """Kept with the last few, which are drawn below the panel."""
         self._notes.append(safe(text))
         if self._newest is not None:
             self._show(self._newest)

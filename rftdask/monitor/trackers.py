@@ -71,6 +71,7 @@ class NoTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """Nothing."""
         pass
 
 
@@ -90,16 +91,19 @@ class TensorBoardTracker(Tracker):
         self._writers: dict[str, Any] = {}
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """One event; each role has a writer, and so a curve, of its own."""
         if role not in self._writers:
             self._writers[role] = self._open(str(self.folder / role))
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writers[role].add_event(self._event(wall_time=time_s, step=step, summary=self._summary(value=values)))
 
     def flush(self) -> None:
+        """Writers keep events for up to two minutes otherwise."""
         for writer in self._writers.values():
             writer.flush()
 
     def close(self) -> None:
+        """Flushes and closes the writers; a later `log` would open new files."""
         while self._writers:
             self._writers.popitem()[1].close()
 
@@ -123,6 +127,7 @@ class WandbTracker(Tracker):
         self._roles: set[str] = set()
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """`time_s` is not told: a run of Weights & Biases has its own clock."""
         # Each role counts its own steps, so wandb's one global step cannot be used.
         if role not in self._roles:
             self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
@@ -130,6 +135,7 @@ class WandbTracker(Tracker):
         self._run.log({f"{role}/step": step, **{f"{role}/{key}": value for key, value in metrics.items()}})
 
     def close(self) -> None:
+        """Waits until what was logged is uploaded, or written where it is offline."""
         self._run.finish()
 
 
@@ -163,12 +169,14 @@ class MlflowTracker(Tracker):
             self._client.log_dict(self._run_id, dict(run.config), "config.json")
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """One batch; times are milliseconds, and characters that MLflow refuses in names become "_"."""
         now_ms = int(1000 * (time_s or 0))
         names = {key: re.sub(r"[^\w\-. /]", "_", f"{role}/{key}") for key in metrics}
         rows = [self._metric(names[key], value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
     def close(self) -> None:
+        """Marks the run as finished; a tracker that comes later marks it as running again."""
         self._client.set_terminated(self._run_id)
 
 

@@ -140,9 +140,11 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Its process id, also once it is dead."""
         return self._process.pid
 
     def alive(self) -> bool:
+        """Whether the process has not ended; it may hang all the same."""
         return self._process.poll() is None
 
     def send(self, message: Any) -> None:
@@ -243,6 +245,7 @@ class Channel:
         return None
 
     def send(self, message: Any) -> None:
+        """Hand the parent a message; safe to use from threads."""
         with self._lock:
             _send(self._sink, message)
 

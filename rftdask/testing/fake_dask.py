@@ -47,14 +47,17 @@ class FakeFuture:
             callback(self)
 
     def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> None:
+        """Called at once for a future that is done, as Dask does."""
         self._callbacks.append(callback)
         if self.status != "pending":
             callback(self)
 
     def exception(self) -> BaseException | None:
+        """The error of the task; None while it is under way."""
         return self._outcome if isinstance(self._outcome, Exception) else None
 
     def result(self, timeout: float) -> RolloutResult:
+        """Raises: the error of the task; TimeoutError, at once, while it is under way."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         if self._outcome is None:
@@ -81,11 +84,13 @@ class FakeClient:
         future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
 
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
+        """One worker, with as many explorer resources as it has engines."""
         return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
         self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: object
     ) -> FakeFuture:
+        """The next outcome, at once; what would run is not called."""
         self.submitted.append(unit)
         future = FakeFuture(key, unit)
         outcome = (self.outcomes.pop(0) if self.outcomes else self.then)(self, key, unit)
@@ -100,12 +105,15 @@ class FakeClient:
         self.topics[topic]((0.0, message))
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> None:
+        """One handler for each topic."""
         self.topics[topic] = handler
 
     def unsubscribe_topic(self, topic: str, /) -> None:
+        """Raises: KeyError: nobody subscribed."""
         del self.topics[topic]
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> None:
+        """Nothing: what is under way stays so until the test ends it."""
         return
 
 
@@ -114,6 +122,7 @@ def under_way(client: FakeClient, key: str, unit: RolloutTask) -> None:
 
 
 def ended_well(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
+    """The unit has committed one shard, named "shard"."""
     return RolloutResult(unit.key, ("shard",), 0, WORKER)
 
 

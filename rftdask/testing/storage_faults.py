@@ -133,12 +133,14 @@ class SteppedPosix(Posix):
         self._paths: dict[int, str] = {}
 
     def create(self, path: str) -> int:
+        """A step before it; the path is remembered for the calls that know the descriptor alone."""
         self.step("create", path)
         descriptor = super().create(path)
         self._paths[descriptor] = path
         return descriptor
 
     def write(self, descriptor: int, data: bytes) -> None:
+        """In two halves, with a step before each: a kill in between leaves a torn file."""
         half = len(data) // 2
         self.step("write", self._paths[descriptor])
         super().write(descriptor, data[:half])
@@ -146,6 +148,7 @@ class SteppedPosix(Posix):
         super().write(descriptor, data[half:])
 
     def sync(self, descriptor: int) -> None:
+        """A step before it."""
         self.step("sync", self._paths[descriptor])
         super().sync(descriptor)
 

@@ -24,19 +24,24 @@ class ThreadRanks(Ranks):
         self._barrier = barrier
 
     def broadcast(self, message: Any) -> Any:
+        """Through JSON, as between processes: what would not travel fails here too."""
         return json.loads(self._all(json.dumps(message))[0])
 
     def all_gather(self, message: Any) -> list[Any]:
+        """Through JSON, in the order of the ranks."""
         return [json.loads(data) for data in self._all(json.dumps(message))]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """In the order of the ranks; they may differ in length."""
         return self._all(data)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum in place; each rank adds all parts by itself, in one order, and gets the same bits."""
         parts = self._all(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Raises: AssertionError: the numbers of rows do not fit those of the other ranks."""
         assert [len(rows), sum(receive)] == [sum(send), sum(receive)]
         found = [parts[self.rank] for parts in self._all(rows.clone().split(list(send)))]
         assert [len(part) for part in found] == list(receive)

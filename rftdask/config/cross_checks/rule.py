@@ -23,8 +23,10 @@ class Rules(list[tuple[tuple[str, ...], Rule]]):
 
 
 def is_natural(value: object) -> bool:
+    """An integer from 0 on; `True` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_number(value: object) -> bool:
+    """An integer or a float; `True` is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -36,10 +36,12 @@ class _Asking(ABC):
         return answer
 
     async def generate(self, prompt: str, **sampling: Any) -> Response:
+        """Continue a text as it is, without a chat template."""
         answer: Response = await self._ask("generate", {"prompt": prompt, **sampling})
         return answer
 
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        """Log p of each token of `response` after `prompt`, in nats."""
         return tuple(await self._ask("logprobs", {"prompt": prompt, "response": response}))
 
 
@@ -60,13 +62,16 @@ class PolicyHandle(_Asking):
 
     @property
     def state(self) -> Mapping[str, Any]:
+        """A copy; changed by `set_state` alone."""
         return dict(self._state)
 
     def set_state(self, **values: Any) -> None:
+        """Name what the rollout is at, such as turn=3; later values replace earlier ones."""
         self._state.update(values)
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
+        """Adds the wall seconds of its block to `times`, also where it raises."""
         began = time.perf_counter()
         try:
             yield
@@ -74,6 +79,7 @@ class PolicyHandle(_Asking):
             self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
+        """The auxiliary model of that name; "" where there is one alone. Raises: ValueError."""
         names = self.auxiliary_names
         if not name and len(names) == 1:
             name = names[0]
@@ -118,25 +124,32 @@ class BlockingModel:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        """As PolicyModel.chat, with the answer itself."""
         return self.wait(self._handle.chat(messages, **options))
 
     def generate(self, prompt: str, **sampling: Any) -> Response:
+        """As PolicyModel.generate, with the answer itself."""
         return self.wait(self._handle.generate(prompt, **sampling))
 
     def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        """As PolicyModel.logprobs, with the answer itself."""
         return self.wait(self._handle.logprobs(prompt, response))
 
     @property
     def state(self) -> Mapping[str, Any]:
+        """As PolicyModel.state."""
         return self._handle.state
 
     def set_state(self, **values: Any) -> None:
+        """Sent to the loop, which owns the state; returns before it is there."""
         self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """As PolicyModel.timer."""
         return self._handle.timer(name)
 
     def auxiliary(self, name: str = "") -> BlockingModel:
+        """As PolicyModel.auxiliary, for code that blocks."""
         # Of an auxiliary model only the questions are of use.
         return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 

@@ -96,6 +96,7 @@ class LockstepQueue(RequestQueue):
         self._changed()
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        """Sent with all others that wait, once no live rollout is busy or those that are have had their time."""
         if self.failure is not None:
             raise self.failure
         waiting = _Waiting(key, turn, request, asyncio.get_running_loop().create_future())

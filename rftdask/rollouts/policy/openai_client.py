@@ -70,7 +70,8 @@ class ToolCall(NamedTuple):
 class ChatModel(Protocol):
     """The part of a model that the client uses."""
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response: ...
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        """See PolicyModel.chat."""
 
 
 class OpenAIClient:

@@ -57,6 +57,7 @@ class StreamingQueue(RequestQueue):
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        """Goes to the engine in this pass of the event loop, with what others ask in it."""
         if self.failure is not None:
             raise self.failure
         loop = asyncio.get_running_loop()

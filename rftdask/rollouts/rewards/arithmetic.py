@@ -60,6 +60,7 @@ class _Parser:
         return token
 
     def expression(self, depth: int) -> Fraction:
+        """Terms, added and subtracted from the left."""
         value = self._term(depth)
         while self.peek() in ("+", "-"):
             value = value + self._term(depth) if self._take() == "+" else value - self._term(depth)

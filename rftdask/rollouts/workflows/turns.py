@@ -43,12 +43,14 @@ class MultiTurnWorkflow:
         raise NotImplementedError(f"{type(self).__name__} must define turn(task, model, number)")
 
     async def reward(self, task: Task, model: PolicyModel) -> float | Reward:
+        """Of the whole rollout, asked once after the last turn."""
         raise NotImplementedError(f"{type(self).__name__} must define reward(task, model)")
 
     async def end(self, task: Task) -> None:
         """Always, at last: close what `start` opened."""
 
     async def run(self, task: Task, model: PolicyModel) -> float | Reward:
+        """`start`, turns until one returns False or there were `max_turns`, `reward`; `end` in any case."""
         max_turns = int(task.workflow_args.get("max_turns", self.max_turns))
         try:
             await self.start(task, model)
@@ -78,11 +80,13 @@ class StepWiseWorkflow(MultiTurnWorkflow):
         raise NotImplementedError(f"{type(self).__name__} must define step(task, model, number)")
 
     async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
+        """One `step`, which is kept."""
         step, goes_on = await self.step(task, model, number)
         self.steps.append(step)
         return goes_on
 
     async def reward(self, task: Task, model: PolicyModel) -> Reward:
+        """By `propagation` from the rewards of the steps; a step without one earned 0."""
         earned = [step.reward or 0.0 for step in self.steps]
         value = propagate_rewards(earned, self.propagation, self.gamma)
         return Reward(value, {"num_turns": float(len(earned))}, tuple(self.steps))

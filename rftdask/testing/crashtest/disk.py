@@ -37,6 +37,7 @@ class _Folder:
     """Changes since, in order; None removes the name."""
 
     def change(self, names: dict[str, _Node | None]) -> None:
+        """Change several names at once; a power loss keeps all of the change or none."""
         _apply(self.names, names)
         self.unsynced.append(names)
 
@@ -101,6 +102,7 @@ class SimulatedDisk(Posix):
     # ---- the calls that change it
 
     def create(self, path: str) -> int:
+        """The name is visible at once, and durable after `sync_folder`."""
         self.before_change("create", path)
         folder, name = self._place(path)
         if name in folder.names:
@@ -111,18 +113,22 @@ class SimulatedDisk(Posix):
         return number
 
     def write(self, descriptor: int, data: bytes) -> None:
+        """Appends; readers see it at once."""
         self.before_change("write", "")
         self._open[descriptor].data += data  # visible to readers at once, durable only after `sync`
 
     def sync(self, descriptor: int) -> None:
+        """From now on a power loss leaves these bytes, under whatever name survives."""
         self.before_change("sync", "")
         if self.sync_files:
             self._open[descriptor].synced = self._open[descriptor].data
 
     def close(self, descriptor: int) -> None:
+        """Forgets the descriptor; makes nothing durable."""
         del self._open[descriptor]
 
     def rename(self, source: str, target: str) -> None:
+        """One change of both names: after a power loss both are as before or both as after."""
         self.before_change("rename", target)
         folder, name = self._place(source)
         if name not in folder.names:
@@ -133,6 +139,7 @@ class SimulatedDisk(Posix):
         folder.change({name: None, os.path.basename(target): folder.names[name]})
 
     def link(self, source: str, target: str) -> None:
+        """Two names of one file, which share its bytes and their durability."""
         self.before_change("link", target)
         folder, name = self._place(target)
         if name in folder.names:
@@ -140,6 +147,7 @@ class SimulatedDisk(Posix):
         folder.change({name: self._node(source)})
 
     def unlink(self, path: str) -> None:
+        """Raises: FileNotFoundError: there is no file of that name."""
         self.before_change("unlink", path)
         folder, name = self._place(path)
         if not isinstance(folder.names.get(name), _File):
@@ -147,6 +155,7 @@ class SimulatedDisk(Posix):
         folder.change({name: None})
 
     def make_folder(self, path: str) -> None:
+        """Raises: FileExistsError; FileNotFoundError: its parent is not there."""
         self.before_change("make folder", path)
         folder, name = self._place(path)
         if name in folder.names:
@@ -163,6 +172,7 @@ class SimulatedDisk(Posix):
         folder.change({name: None})
 
     def sync_folder(self, path: str) -> int:
+        """Makes all names in it durable; returns the number of the folder, which stands for its inode."""
         self.before_change("sync folder", path)
         folder = self._folder(path)
         if self.sync_folders:
@@ -173,20 +183,24 @@ class SimulatedDisk(Posix):
     # ---- the calls that look
 
     def read(self, path: str) -> bytes:
+        """What was written, synced or not. Raises: IsADirectoryError, FileNotFoundError."""
         node = self._node(path)
         if isinstance(node, _Folder):
             raise _error(errno.EISDIR, path)
         return node.data
 
     def scan(self, path: str) -> list[tuple[str, bool]]:
+        """Sorted by nobody, as by the system."""
         return [(name, isinstance(node, _Folder)) for name, node in self._folder(path).names.items()]
 
     def is_folder(self, path: str) -> bool:
+        """False for what is not there."""
         with suppress(OSError):
             return isinstance(self._node(path), _Folder)
         return False
 
     def is_same_file(self, path: str, other: str) -> bool:
+        """False if one of them is not there."""
         with suppress(OSError):
             return self._node(path) is self._node(other)
         return False

@@ -79,6 +79,7 @@ class CrashReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """For the file of results."""
         return {**asdict(self), "failures": self.failures}
 
     def render(self) -> str:
