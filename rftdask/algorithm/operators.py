@@ -52,6 +52,7 @@ class ExperienceTable:
 
     def dropping(self, rows_N: Tensor, reason: DropReason) -> tuple["ExperienceTable", dict[str, float]]:
         """The table without the rows that are kept so far and in `rows_N`, and a counter of them."""
+        # A row keeps its first reason, and is counted once.
         rows_N = rows_N & self.keep_N
         table = replace(self, drops_N=self.reasons_N.masked_fill(rows_N, int(reason)))
         return table, {f"dropped/{reason.name.lower()}": float(rows_N.sum())}
@@ -111,6 +112,7 @@ class RewardStdFilter(Operator):
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         stats = group_stats(table.rewards_N, table.group_N, table.keep_N, table.num_groups, sample=False)
+        # A lone rollout has nothing to be compared with, also under a threshold below 0.
         flat_G = (stats.std_G <= self.threshold) | (stats.count_G < 2)
         table, metrics = table.dropping(flat_G[table.group_N], DropReason.LOW_STD)
         return table, {**stats.metrics(), **metrics}
@@ -136,6 +138,7 @@ class DapoDynamicSampling(Operator):
         keep_N = table.keep_N
         size_G = group_sums(keep_N, table.group_N, table.num_groups)
         correct_G = group_sums(keep_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
+        # Groups whose rows were all dropped before are both; the counts leave them out.
         none_G, all_G = correct_G == 0, correct_G == size_G
         counts = {"all_wrong": none_G & (size_G > 0), "all_correct": all_G & (size_G > 0)}
         metrics = {f"num_groups_{name}": float(groups_G.sum()) for name, groups_G in counts.items()}
@@ -190,6 +193,7 @@ class RewardShapingMapper(Operator):
             }
             shaped_N = results[rule.get("op_type", "ADD")]
             rewards_N = torch.where(torch.isnan(value_N), rewards_N, shaped_N)  # nan: the experience has no such number
+        # Over the rows that were kept and had a reward: one nan would make the whole mean nan.
         change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
         mean = float(change_N.mean()) if len(change_N) else 0.0
         return replace(table, rewards_N=rewards_N), {"reward_change_mean": mean}

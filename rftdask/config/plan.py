@@ -213,6 +213,7 @@ def _sum(counts: list[int | None]) -> int | None:
 def _count_file(file: Path) -> int | None:
     try:
         if file.suffix == ".csv":
+            # Rows, not lines: a quoted field may hold line ends. The first row names the columns.
             with file.open(newline="", encoding="utf-8") as text:
                 return max(sum(1 for row in csv.reader(text) if row) - 1, 0)
         if file.suffix == ".parquet":

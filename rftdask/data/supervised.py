@@ -65,12 +65,14 @@ class SftRows:
         if not self._is_chat and self._tokenizer.eos_token_id is not None:
             tokens.append(self._tokenizer.eos_token_id)
             learned.append(True)
+        # The end is cut, not the beginning: an answer without its question teaches nothing.
         tokens, learned = tokens[: self._max_tokens], learned[: self._max_tokens]
         if not any(learned):
             raise DataError(
                 f"row {number}: the prompt alone has {len(tokens)} tokens, nothing of the response fits in "
                 f"{self._max_tokens} (model.max_model_len)"
             )
+        # What comes before the first learned token is the prompt, whatever roles it has.
         prompt_length = learned.index(True)
         mask = learned[prompt_length:]
         return tokens, prompt_length, None if all(mask) else mask
@@ -105,6 +107,7 @@ class SftRows:
             learned = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
         else:
             learned = [len(messages) - 1]
+        # The chat is rendered again up to each answer, and the difference of two renderings is what lies between them.
         whole = render(messages)
         pieces: list[tuple[str, bool]] = []
         done = ""

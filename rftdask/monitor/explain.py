@@ -182,6 +182,7 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
     steps = f"the last {len(last)} steps"
 
     rows = values(last, "num_rows")
+    # Steps that were made of nothing: every group failed, was stale or was filtered.
     if (empty := rows.count(0.0)) > _MOST * len(last):
         found["num_rows"] = f"{empty} of {steps} trained no row: see what was dropped, and why, in rftdask status"
     stale = sum(values(last, "num_dropped_stale"))
@@ -192,6 +193,7 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
             "weights more often (sync_interval)"
         )
     flat, rewards = values(last, "flat_groups"), values(last, "reward")
+    # Equal to the last bit, over several batches: no noise of sampling is left, so it is the reward itself.
     if len(rewards) >= _FEWEST_STEPS and len(set(rewards)) == 1 and min(flat, default=1.0) == 1.0:
         found["reward"] = f"all rewards of {steps} are {rewards[0]:.4g}: {_NO_SPREAD}"
     elif len(flat) >= _FEWEST_STEPS and min(flat) == 1.0:
@@ -202,9 +204,11 @@ def warn_of_learning(trainer: Sequence[Row], explorer: Sequence[Row]) -> dict[st
         ("response_length", "look at the answers in rftdask view: the reward may pay for saying nothing"),
     ):
         first, now = values(trainer[:WINDOW], name), values(last, name)
+        # Two windows that do not overlap, so that a short run is not compared with itself.
         if len(trainer) >= 2 * WINDOW and first and now and fmean(now) < _COLLAPSE * fmean(first):
             label = METRICS[name].label.lower()
             found[name] = f"{label} fell from {fmean(first):.3g} to {fmean(now):.3g} {METRICS[name].unit}: {advice}"
+    # A stale batch was sampled by other weights, so trainer and engine differ there by training too.
     on_policy = max(values(last, "staleness_max"), default=0.0) == 0.0
     mismatch = values(last, "mismatch_kl")
     if mismatch and fmean(mismatch) > _MISMATCH[on_policy]:

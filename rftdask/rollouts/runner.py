@@ -182,6 +182,7 @@ class _Plan:
     @classmethod
     def of(cls, tasks: Sequence[Task], explorer: ExplorerConfig) -> _Plan:
         """Find what the tasks need. Raises: UserError: a workflow or reward is not there, or no sandbox can have it."""
+        # First: the names below may be defined there.
         load_plugin_folders(explorer.plugin_dirs)
         kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
         workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
@@ -189,6 +190,7 @@ class _Plan:
         safe = {name for name, found in workflows.items() if found.in_process}
         safe |= {name for name, function in rewards.items() if runs_in_process(function)} | {""}
         mode = explorer.sandbox.mode
+        # By pairs: a workflow of ours is not safe with a reward function of somebody else's.
         sandboxed = {kind for kind in kinds if mode == "always" or (mode == "auto" and not safe.issuperset(kind))}
         if not sandboxed:
             return cls(workflows, frozenset(), None)
@@ -305,6 +307,7 @@ class _RunningUnit:
         number = rollout.key.task_number
         ended, siblings = self._experiences[number], self._of_task[number]
         ended[rollout.key] = experiences
+        # Handed on as a whole group: advantages compare siblings.
         if len(ended) < len(siblings):
             return
         if not any(sibling.called_off for sibling in siblings):
@@ -364,10 +367,12 @@ class ConcurrencyLimiter(Generic[Key]):
         for kind in self._running.pop(key, ()):
             if kind in self._free:
                 self._free[kind] += 1
+        # In the order in which they came; a copy, because those that are admitted leave.
         return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
 
     def _admit(self, key: Key) -> bool:
         kinds = self._waiting[key]
+        # All of its places or none: holding one while waiting for another could block two for ever.
         if any(self._free.get(kind, 1) <= 0 for kind in kinds):
             return False
         for kind in kinds:

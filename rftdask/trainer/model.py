@@ -221,10 +221,13 @@ class _LogprobAndEntropy(torch.autograd.Function):
             entropy_grad_Q = entropy_grad_Q / temperature_Q if len(entropy_Q) else entropy_grad_Q
         grad_QV = logprobs_QV.exp()
         if len(entropy_Q):
+            # -p (c + e (l + H)) with c and e the gradients of logprob and entropy; in place, because [Q, V] is the
+            # largest tensor.
             grad_QV *= ((logprobs_QV + entropy_Q[:, None]) * entropy_grad_Q[:, None]).add_(chosen_grad_Q[:, None])
             grad_QV.neg_()
         else:
             grad_QV *= -chosen_grad_Q[:, None]
+        # The 1[j = t] of the formula, added at one place of each row.
         at_targets_Q1 = grad_QV.gather(-1, targets_Q[:, None]) + chosen_grad_Q[:, None]
         return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None, None
 

@@ -85,6 +85,7 @@ class AdvantageInputs:
         self.check(("loss_mask_NT",))
         assert self.loss_mask_NT is not None
         positions_T = torch.arange(self.loss_mask_NT.shape[1], device=self.loss_mask_NT.device)
+        # -1 for a row without a trained token, which is the position of none: its reward is nowhere.
         last_N = torch.where(self.loss_mask_NT, positions_T, -1).amax(-1)
         return torch.where(positions_T == last_N[:, None], self.rewards_N[:, None], 0.0)
 
@@ -94,6 +95,7 @@ class AdvantageInputs:
         require(not missing, f"the advantage function needs {', '.join(missing)}")
         require(self.rewards_N.shape == self.group_N.shape, "rewards_N and group_N differ in length")
         require(bool((self.group_N >= 0).all()), "group_N must be >= 0")
+        # Rows that do not count may hold anything: a failed rollout has no reward.
         bad_N = self.used_N & ~torch.isfinite(self.rewards_N)
         if bool(bad_N.any()):
             row = int(bad_N.nonzero()[0])
@@ -221,6 +223,7 @@ def group_stats(
 ) -> GroupStats:
     """Count, mean and standard deviation of the used rows of each group; two passes, float64."""
     count_G = group_sums(used_N, group_N, num_groups)
+    # By where, not by a product: nan * 0 is nan.
     values_N = torch.where(used_N, values_N, 0.0).double()
     mean_G = group_sums(values_N, group_N, num_groups) / count_G.clamp(min=1.0)
     centered_N = torch.where(used_N, values_N - mean_G[group_N], 0.0)
@@ -238,6 +241,7 @@ def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
     order_N = order_N[torch.argsort(group_N[order_N], stable=True)]
     sorted_group_N = group_N[order_N]
     counts_G = torch.bincount(group_N)
+    # Where each group begins in that order.
     starts_G = counts_G.cumsum(0) - counts_G
     ranks_N = torch.empty_like(order_N)
     ranks_N[order_N] = torch.arange(len(order_N), device=order_N.device) - starts_G[sorted_group_N]

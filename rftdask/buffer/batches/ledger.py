@@ -132,6 +132,7 @@ class Ledger:
         # A checksum proves the content and not the name: a copied file would be another step's batch.
         if (entry.step, entry.lineage) != (step, self.lineage):
             raise DamagedError(f"{self.path(step)} says step {entry.step} of lineage {entry.lineage}: files were moved")
+        # Applied to what every reader gets, so that the rows of a skipped step are trained by nobody, replays included.
         return entry.skipped(self.skips[step]) if step in self.skips else entry
 
     @cached_property
@@ -152,6 +153,7 @@ class Ledger:
         Killed before: the batch is to be trained. Killed after: it is not, on every resume and replay.
         """
         said = {"step": step, "lineage": self.lineage, "because": because, "time_s": time.time()}
+        # Create-only, as the entry: the first reason stands.
         return self._storage.put_new(self._skip_path(step), dump_checked(said))
 
     def _skip_path(self, step: int) -> str:
@@ -215,6 +217,7 @@ class Fence:
         """
         ledger = self._ledger
         if self._replay_until is None:
+            # Fixed at the first question: what is written later by anybody else is a race, not a history.
             self._replay_until = ledger.last_of_run(step)
         entry, until = ledger.read(step), self._replay_until
         if entry is not None:

@@ -119,6 +119,7 @@ class Replay:
 
     def priorities(self, versions: Sequence[int], uses: Sequence[int], step: int) -> np.ndarray:
         """[N] float64 of the candidates of batch `step`; the noise is a function of (seed, step) and of their order."""
+        # Philox is keyed, not advanced: the noise of a step does not depend on how many steps this process has seen.
         key = np.array([self.seed % 2**64, step], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key))
         return self.priority_fn.priorities(np.asarray(versions, np.float64), np.asarray(uses, np.float64), random)
@@ -180,8 +181,10 @@ class UseCounts:
         self.step = entry.step
         if self._replay.reuse_cooldown_s is None:
             return
+        # An entry of an earlier version has no stamp, and counts as long ago.
         at_s = entry.notes.get(TIME_NOTE, 0.0)
         for rows in (rows for rows in entry.use if not rows.of_dataset):
+            # A group is the very rows that were trained: if a filter took others another time, that is another group.
             key = (rows.source, rows.rows)
             group = self._groups.get(key) or UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
             self._groups[key] = replace(group, num_uses=group.num_uses + 1, last_used_s=at_s)
@@ -232,15 +235,18 @@ def select_with_reuse(
     if any(position not in waiting for position in positions):
         return None
     fresh = [waiting[position] for position in positions]
+    # What is rejected now would be rejected by every later batch too, so it is settled at once.
     unusable = [group for group in fresh if rule.rejects(group, policy_version)][:wanted]
     good = [group for group in fresh if not rule.rejects(group, policy_version)]
     versions = [group.min_policy_version for group in good] + [group.min_policy_version for group in used]
     uses = [0] * len(good) + [group.num_uses for group in used]
+    # Fresh groups first, then used ones, both in a fixed order: the noise is drawn by place.
     values = replay.priorities(versions, uses, step=policy_version + 1)
     taken: list[int] = []
     places_of_fresh = wanted - len(unusable)
     for number in np.argsort(-values, kind="stable").tolist():
         is_fresh = number < len(good)
+        # Without this bound a batch could settle more fresh groups than the explorer counts on.
         if len(taken) < wanted and (places_of_fresh or not is_fresh):
             places_of_fresh -= is_fresh
             taken.append(number)

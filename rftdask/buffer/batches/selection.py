@@ -91,6 +91,7 @@ class Cursor:
 
     def settle(self, positions: Iterable[Position], tasks_per_step: int) -> None:
         """Take these as settled; whole steps leave `beyond`."""
+        # Positions before `low` are settled already; an entry that is folded twice changes nothing.
         self.beyond.update(p for p in positions if p[0] >= self.low)
         # Whole steps leave from the front alone, so what is kept is as long as the gap is wide.
         while all((self.low, slot) in self.beyond for slot in range(tasks_per_step)):
@@ -186,6 +187,7 @@ def make_sample_strategy(config: Config) -> SampleStrategy:
     part = find_part("sample strategy", name, SAMPLE_STRATEGIES, config.explorer.plugin_dirs)
     bind_arguments("algorithm.sample_strategy_args", part, arguments)
     strategy: SampleStrategy = part(**arguments)
+    # What has arrived depends on the speed of workers, so a choice among it cannot be repeated bit by bit.
     if config.synchronizer.sync_style == "fixed" and not strategy.follows_schedule:
         raise UserError(
             f"algorithm.sample_strategy {name} chooses among the groups that have arrived, and sync_style fixed takes "
@@ -236,6 +238,7 @@ def next_positions(cursor: Cursor, count: int, tasks_per_step: int) -> list[Posi
     positions: list[Position] = []
     step = cursor.low
     while len(positions) < count:
+        # Ends: only finitely many positions are settled beyond `low`.
         positions.extend(p for slot in range(tasks_per_step) if (p := (step, slot)) not in cursor)
         step += 1
     return positions[:count]
@@ -252,6 +255,7 @@ def select_groups(
     Returns: a Selection whose `use` is empty if every group of the batch has failed or is too stale.
     """
     size = rule.groups_per_batch if count is None else count
+    # Before anything is sorted: a waiting trainer asks this often.
     if len(waiting) < size:
         return None
     # Sorted where nothing is prescribed: a strategy is given the oldest first.
@@ -261,6 +265,7 @@ def select_groups(
     groups: Sequence[Group] = [waiting[position] for position in positions]
     if not rule.ordered:
         groups = rule.strategy.choose(groups, size, policy_version)
+        # The strategy waits for better ones; it is asked again when more have arrived.
         if len(groups) < size:
             return None
     rejected = [group for group in groups if rule.rejects(group, policy_version)]

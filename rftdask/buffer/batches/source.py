@@ -111,6 +111,7 @@ class ReplayedSource(BatchSource):
         original = self._parent.read(step)
         if original is None:
             return None
+        # The numbers of the steps are the same in both lineages, so schedules of the learning rate are too.
         entry = replace(original, lineage=self._ledger.lineage)
         known = self._fence.read(step)
         if known is None:
@@ -185,6 +186,7 @@ class Demonstrations:
         first = (step - 1) * self._per_batch  # a row of another epoch is another uid
         places = range(len(rows.rows)) if places is None else places
         numbers = [rows.rows[i] for i in places]
+        # By the place in the walk, not by the row: a row that comes again in another epoch is another experience.
         uids = [f"{self.source}/{first + i}/{n}" for i, n in zip(places, numbers, strict=True)]
         count = self._sequences_per_row
         if count > 1:

@@ -108,6 +108,7 @@ def done_units(names: Iterable[ShardName]) -> set[tuple[int, int]]:
     for name in names:
         key = (name.explore_step, name.unit)
         held[key].update(name.part.slots if name.part else ())
+        # Parts of several attempts add up: it does not matter who committed which group.
         if name.part is None or len(held[key]) == name.part.num_tasks:
             done.add(key)
     return done
@@ -163,6 +164,7 @@ def shard_name(
     suffix: str = "parquet",
 ) -> ShardName:
     """The name of a shard that holds these experiences as the bytes `data`."""
+    # 0 for a shard without rows, which still says that its unit is done.
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
     return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
@@ -184,6 +186,7 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
     check_version(name, {(table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()})
     wanted = SCHEMA.names if columns is None else columns
     for column in ADDED_COLUMNS:
+        # A shard of an earlier minor version: the column is there with no value.
         if column in wanted and column not in table.column_names:
             kind = SCHEMA.field(column)
             table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))

@@ -194,6 +194,7 @@ def _selectors_go_together(config: Config) -> Iterator[Problem]:
             yield at, f"{name} cannot be mixed with other selectors ({names}); use one for all tasksets"
         if trait(part, "learns") and len(selectors) > 1:
             yield at, f"{name} is for one taskset, and there are {len(selectors)}; merge them or use shuffle"
+    # Each taskset has its own number in the seed of its order, so one seed gives them different orders.
     seeds = sorted({selector.seed for selector in selectors if trait(selector.selector, "seeded")})
     if len(seeds) > 1:
         yield at, f"data_selector.seed differs between tasksets ({seeds}); give one, their orders differ anyway"

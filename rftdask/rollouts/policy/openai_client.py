@@ -156,6 +156,7 @@ def as_completion(response: Response, model: str, *, parses_tools: bool, with_lo
     ]
     if calls:
         text = _TOOL_CALL.sub("", text).strip()
+        # A call that was cut off by the limit stays "length", as with openai's.
         finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
     tokens = [
         OpenAIObject(token=f"token_id:{token}", logprob=logprob, bytes=None, top_logprobs=[])
@@ -191,6 +192,7 @@ def chunks_of(completion: OpenAIObject) -> list[OpenAIObject]:
     whole = completion.choices[0]
 
     def chunk(delta: OpenAIObject, **last: Any) -> OpenAIObject:
+        # Only the last piece says why it ended; agents stop reading there.
         ends = {"finish_reason": whole.finish_reason, "logprobs": whole.logprobs} if last else {}
         choice = OpenAIObject(**{"delta": delta, "index": 0, "finish_reason": None, "logprobs": None, **ends})
         common = {**vars(completion), "usage": None, "object": "chat.completion.chunk"}

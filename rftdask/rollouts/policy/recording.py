@@ -108,6 +108,7 @@ class RecordingModel(PolicyHandle):
         if self._closed:
             raise RuntimeError("this attempt at the rollout has ended; its model answers no more")
         self._num_asked += 1
+        # Counted before the call, auxiliary ones too: a loop that only asks judges ends as well.
         if self._num_asked > MAX_CALLS:
             raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
         model = self._models[name]
@@ -161,8 +162,10 @@ class RecordingModel(PolicyHandle):
         return response
 
     def _next_turn(self, name: str) -> tuple[int, int]:
+        # Turns of the policy are numbered without gaps, whatever judges were asked in between: they are in the uid.
         turn = self._num_turns if name == POLICY else self._num_asked
         self._num_turns += name == POLICY
+        # A judge of the same rollout and turn must not draw by the very numbers by which the policy drew.
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
         return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
 
@@ -213,6 +216,7 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
         raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
     if sampling.temperature != 0 and sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+    # The run's limit is what memory and deadlines were planned with.
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
 
 
@@ -227,4 +231,5 @@ def _encode(model: ServedModel, prompt: str, hidden: Mapping[str, str]) -> tuple
             f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
             f"model.enable_prompt_truncation"
         )
+    # The end of the prompt stays: the question is mostly there.
     return tokens[-limit:], True
