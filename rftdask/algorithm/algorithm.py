@@ -88,10 +88,12 @@ class Algorithm:
         assert inputs.loss_mask_NT is not None and inputs.rollout_logprobs_NT is not None
         assert inputs.ref_logprobs_NT is not None
         mask_NT = inputs.loss_mask_NT & inputs.used_N[:, None]
+        # Of what sampled, not of the current weights: the penalty is a part of the reward, and has no gradient.
         kl_NT = self.kl_penalty_fn.per_token(
             inputs.rollout_logprobs_NT.masked_fill(~mask_NT, 0.0), inputs.ref_logprobs_NT.masked_fill(~mask_NT, 0.0)
         )
         coef = self.kl_penalty_fn.kl_coef if kl_coef is None else kl_coef
+        # One number a row where the advantage is one: the sum over its tokens. Else each token pays for itself.
         changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_NT.sum(-1)}
         if self.advantage_fn.token_level:
             changes = {"token_rewards_NT": inputs.token_rewards() - coef * kl_NT}
@@ -108,10 +110,12 @@ class Algorithm:
 
         Raises: ValueError: nan or infinity at a trained position, naming it; something the parts need is missing.
         """
+        # Here and nowhere below: parts may take every position as finite.
         inputs = inputs.cleaned()
         loss_BT, metrics = self.policy_loss_fn(inputs)
         if self.correction.is_active:
             factors_BT, more = self.correction.factors(inputs)
+            # Of the policy loss alone: KL and entropy are of the current weights, and need no correction.
             loss_BT = loss_BT * factors_BT
             metrics |= more
         metrics["policy_loss"] = inputs.weighted(loss_BT)

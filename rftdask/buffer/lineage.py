@@ -36,6 +36,7 @@ class Parent:
 
 def read_parent(storage: Storage) -> Parent | None:
     """The parent of the lineage in this run folder; None if the folder is a run itself. Raises: DamagedError."""
+    # By the place alone, without a read: most folders are runs, and are asked often.
     if f"/{LINEAGES}/" not in storage.url:
         return None
     try:

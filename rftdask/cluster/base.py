@@ -282,6 +282,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             f"{_advice(ranks, explorers, num_gpus, each)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     check_groups(stages, ranks)
+    # Cores are divided evenly: more threads than cores slow all of them.
     threads, has_gpu = max(1, num_cpus // max(1, roles)), num_gpus > 0
     workers = [WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads, i if has_gpu else None) for i in range(ranks)]
     for i in range(first):

@@ -69,6 +69,7 @@ def plan_change(jobs: Sequence[JobRecord], alive: frozenset[str], num_asked: int
     # One that has joined proves that workers can start here, whatever became of others.
     if any(job.joined for job in kept):
         failed = 0
+    # Too many: the newest go, which have the least to lose.
     return Change(lost, tuple(kept[num_asked:]), max(0, num_asked - len(kept)), failed)
 
 
@@ -76,6 +77,7 @@ def note_workers(job: JobRecord, is_there: bool, now_s: float) -> JobRecord:
     """The record after a look at the scheduler's workers."""
     if is_there:
         return replace(job, joined=True, missing_since_s=None)
+    # The first look at which it is missing; one that never joined may still wait in the queue.
     if job.joined and job.missing_since_s is None:
         return replace(job, missing_since_s=now_s)
     return job
@@ -102,5 +104,6 @@ def _read(storage: Storage, file: str) -> list[JobRecord]:
     try:
         rows: list[Mapping[str, object]] = parse_json(storage.get(file))
         return [JobRecord(**row) for row in rows]  # type: ignore[arg-type]
+    # A cache of what the batch system knows: a torn one costs an answer, not a run.
     except (NotFoundError, ValueError, TypeError):
         return []

@@ -83,6 +83,7 @@ def _run(command: list[str]) -> int:
 
 def _command(config: Config, folder: PrivateFolder, role: str, number: int, patience_s: float) -> list[str]:
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
+    # A new name for each worker: the scheduler refuses one that it still knows.
     name = f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}-{number}"
     cluster = config.cluster
     return [

@@ -39,6 +39,7 @@ def read_tree(
     root = _read(source, problems)
     if root is None:
         return None
+    # In their order, each on what the one before it left.
     for override in overrides:
         _apply(root, override, problems)
     tree: dict[str, Any] = _Resolver(problems, is_completed).resolve(root, "")

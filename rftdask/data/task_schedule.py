@@ -60,6 +60,7 @@ def explore_tasks(
     first = (step - 1) * (epochs_per_step * total if epoch_each_step else batch_size)
     tasks = []
     for position in range(first, first + batch_size):
+        # A step may end one epoch and begin the next.
         epoch, slot = divmod(position, total)
         tasksets, indices = _epoch_order(tuple(sizes), tuple(orders), seed, epoch)
         tasks.append(TaskRef(int(tasksets[slot]), epoch, int(indices[slot])))

@@ -68,6 +68,7 @@ class ScaleRule:
         needed = max(self.needed, wanted)
         if at_s - self.since_s < self.idle_s:
             return replace(self, asked=self.target, needed=needed, seen_s=at_s)
+        # Down to the most that was of use, in one step: whoever is above it had nothing to do all the time.
         return replace(self, asked=self._bounded(needed), needed=0, since_s=at_s, seen_s=at_s)
 
     def _bounded(self, count: int) -> int:

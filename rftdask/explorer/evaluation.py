@@ -107,6 +107,7 @@ class EvaluationQueue:
             parts = [tasks[start : start + size] for start in range(0, len(tasks), size)]
             # From here on it is under way, so that the next look does not add it again.
             self._num_open[version, number] = len(parts)
+            # Exact: an evaluation is of one version, whatever is newest when its unit runs.
             weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
             for unit_index, part in enumerate(parts):
                 self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))

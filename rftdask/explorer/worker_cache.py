@@ -71,6 +71,7 @@ class WorkerCache:
 
         Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
         """
+        # A worker may outlive a run, and a later start of the same run may have another config.
         if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
             # Other plug-ins, environment variables or models may be meant by the same names.
@@ -186,6 +187,7 @@ def attempt_timeout_s(
 
     Args: times_s: seconds of the tasks that ended well, by their explore step.
     """
+    # Of earlier steps alone: a limit that moved within a step would judge its tasks by different measures.
     before = [times for step, times in times_s.items() if step < explore_step]
     times = [time_s for step_times in before for time_s in step_times]
     if not dynamic.enable or len(before) < dynamic.warmup_min_steps or not times:
@@ -203,6 +205,7 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
         samplings = [sampling_params(each, config) for each in (*source.train_tasksets, *source.eval_tasksets)]
         if config.algorithm.greedy_baseline:
             samplings += [replace(each, temperature=0.0) for each in samplings]
+    # Each once, in a fixed order: equal specs must compare as equal.
     kinds = tuple(dict.fromkeys(samplings))
     return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env, kinds)
 

@@ -52,6 +52,7 @@ class MetricsRow:
 
     def to_json(self) -> str:
         """One line without its end. In it strings are tags; numbers and nulls are metrics."""
+        # JSON has no NaN; null is read as one.
         values = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         line = {"role": self.role, "step": self.step, "time_s": self.time_s, **self.tags, **values}
         return json.dumps(line, allow_nan=False)
@@ -109,6 +110,7 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         row = MetricsRow(self._role, int(step), now, {name: str(tag) for name, tag in tags.items()}, values)
         with self._lock:
+            # The name of a part has its first step, so that a listing tells what is where.
             if not self._lines:
                 self._first_step = row.step
             self._lines.append(row.to_json())
@@ -179,6 +181,7 @@ class MetricsFollower:
                 if path in self._ended:
                     continue
                 rows = _read_part(self._storage, path)
+                # Rows are only ever added to a part, so their number is a cursor.
                 found += rows[self._num_given.get(path, 0) :]
                 self._num_given[path] = len(rows)
                 if number < len(parts):

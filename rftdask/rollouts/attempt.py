@@ -121,8 +121,10 @@ class Rollout:
                 # The engine first: what it broke is not the rollout's failure, however the workflow dressed it up.
                 if (failure := self.engine_failure()) is not None:
                     raise failure from None
+                # What starts sandboxes is gone: no attempt of any rollout could end well here.
                 if isinstance(error, SandboxLostError):
                     raise
+                # A prompt stays too long, and an attempt that will not stop would run beside its retry.
                 final = isinstance(error, (PromptTooLongError, _WillNotStopError))
                 if final or attempt == self.explorer.max_retry_times:
                     return [self._failure(error, attempt, model.state)]
@@ -156,6 +158,7 @@ class Rollout:
         attempt = asyncio.create_task(guarded())
         deadline = time.monotonic() + timeout_s
         try:
+            # Not wait_for, which would wait without end for an attempt that ignores its cancellation.
             await asyncio.wait({attempt}, timeout=timeout_s)
             if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
                 # The event loop was blocked over the deadline, by another rollout: that time it gets now.
@@ -204,12 +207,14 @@ class Rollout:
         step = reward.steps[turn] if reward.steps else Step()
         return replace(
             self._blank(turn, attempt, call.request.sampling, call.request.seed),
+            # Trainable all the same; an operator may drop it.
             status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
             # Arrays, made here, one by one while others are sampled: the commit then only joins them.
             tokens=np.array((*call.request.prompt_tokens, *generation.tokens), np.int32),
             prompt_length=len(call.request.prompt_tokens),
             rollout_logprobs=np.array(generation.logprobs, np.float32),
             reward=float(reward.value),
+            # As the engine says, request by request: weights may have changed while it was answered.
             min_policy_version=generation.min_policy_version,
             max_policy_version=generation.max_policy_version,
             # Of other weights than those named when the unit began, the hash is not known here.

@@ -162,6 +162,7 @@ class LocalStorage(Storage):
         """`posix`: the system's calls; crash tests give their own."""
         self.url = os.path.abspath(os.path.expanduser(root))
         self._posix = posix or Posix()
+        # Folders, by path and inode, whose parents this process has made durable.
         self._synced: set[tuple[str, int]] = set()
         self._is_private: bool | None = None
         """Whether only the owner may enter the root, which all below it follows; None: not looked yet."""

@@ -28,6 +28,7 @@ class DecoupledPpo(Ppo):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_pi_BT, log_behavior_BT = inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
         given_BT = inputs.proximal_logprobs_BT
+        # Detached: in the first update pi is its own proximal policy, r is 1 and only its gradient counts.
         log_proximal_BT = log_pi_BT.detach() if given_BT is None else given_BT
         # The clip is around the proximal policy: it bounds the step, however stale the behavior policy is.
         log_r_BT = (log_pi_BT - log_proximal_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -77,6 +77,8 @@ def over_budget(values_N: Tensor, counted_N: Tensor, sequence_N: Tensor, bound: 
     totals_K = squares_K.cumsum(0)
     first_K = starts_S[sequence_K]
     totals_K = totals_K - (totals_K - squares_K)[first_K]
+    # The running sum against bound * count is the running mean against the bound; squares ascend, so it is crossed
+    # once.
     over_N[index_K[order_K]] = totals_K > bound * rank_K
     return over_N
 
