@@ -27,7 +27,7 @@ from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer, published_versions
 from tests.integration.run_cases import call_cli
-from tests.unit.trainer.trainer_cases import fill_log, make_trainer
+from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer
 
 STEPS, BAD = 7, 6
 """A checkpoint every 2 steps: when step 6 fails, 1 to 4 are trained for good, and 5 is made again."""
@@ -195,18 +195,27 @@ def test_a_record_that_is_damaged_is_told_and_the_rest_of_the_status_too(storage
     assert status.step == BAD and f"skipped/{BAD:08d}.json is damaged" in status.problems[0]
 
 
-def test_of_a_dataset_the_step_trains_nothing(storage: Storage) -> None:
-    ledger = Ledger(storage, "sft")
-    source = DatasetSource(
-        lambda numbers: [((1, 2, number), 1, None) for number in numbers],
-        *(8, "f00", ledger),
-        batch_size=2,
-        total_epochs=1,
-        shuffle_seed=None,
-    )
-    first = source.batch(1)
-    assert first is not None and len(first[1]) == 2
+def test_of_a_dataset_the_step_trains_nothing(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    ledger = Ledger(storage)
+
+    def make_source(ledger: Ledger) -> DatasetSource:
+        return DatasetSource(
+            lambda numbers: [((1, 2, number), 1, None) for number in numbers],
+            *(8, "f00", ledger),
+            batch_size=2,
+            total_epochs=1,
+            shuffle_seed=None,
+        )
+
+    source = make_source(ledger)
+    first = source.entry(1)
+    assert first is not None and len(source.read(first)) == 2
     ledger.skip(1, WHY)
-    entry = Ledger(storage, "sft").read(1)
-    assert entry == LedgerEntry(1, "sft", (), (Rows("dataset:f00", (0, 1), f"skipped: {WHY}"),))
+    entry = Ledger(storage).read(1)
+    assert entry == LedgerEntry(1, "main", (), (Rows("dataset:f00", (0, 1), f"skipped: {WHY}"),))
     assert len(source.read(entry)) == 0
+    again, sink = make_source(Ledger(storage)), Sink()
+    assert make_trainer(storage, source=again, publish_due=None, sink=sink).run().step == 4
+    assert [row["num_rows"] for _, row in sink.rows] == [0, 2, 2, 2]
+    assert sink.rows[0][1]["num_dropped_skipped"] == 2

@@ -22,7 +22,7 @@ import pytest
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
-from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError
+from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError, StorageRefusedError
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.poison import STRIKES
 from rftdask.explorer.worker_task import RolloutResult, RolloutTask
@@ -41,7 +41,11 @@ from rftdask.testing.fake_dask import (
 
 
 def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    return StorageError("the disk is full")
+    return StorageError("the server is away")
+
+
+def refused(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
+    return StorageRefusedError("the disk is full")
 
 
 def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
@@ -258,8 +262,15 @@ def test_a_task_that_ends_its_workers_is_set_aside_and_its_sibling_runs() -> Non
 
 
 def test_a_unit_that_raises_is_tried_a_few_times() -> None:
-    with pytest.raises(Exception, match=f"failed {MAX_ATTEMPTS} times.*the disk is full"):
+    with pytest.raises(Exception, match=f"failed {MAX_ATTEMPTS} times.*the server is away"):
         explore(FakeClient(*[failed] * MAX_ATTEMPTS), "failed")
+
+
+def test_a_unit_that_the_storage_refuses_ends_the_run_and_is_not_tried_again() -> None:
+    client = FakeClient(refused)
+    with pytest.raises(StorageRefusedError, match="the disk is full"):
+        explore(client, "refused")
+    assert len(client.submitted) == 1
 
 
 def test_a_unit_carries_the_fingerprint_of_the_config_and_not_the_config() -> None:
