@@ -16,32 +16,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from rftdask.config import Config, check_plugins, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.safe_text import safe, safe_console
 
-
-class _Commands(TyperGroup):
-    """Tells what was mistyped without obeying it."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            if hasattr(error, "message"):  # a mistake on the command line; its class is private to typer
-                error.message = safe(str(error.message))
-            raise
-
-
 app = typer.Typer(
     name="rftdask",
-    cls=_Commands,
     help="Reinforcement fine-tuning of language models as an elastic batch system on Dask.\n\n"
     "The run lives on storage: running the same command again continues it, whatever happened before.",
     no_args_is_help=True,
@@ -525,14 +510,21 @@ def _warn(warnings: tuple[str, ...]) -> None:
 def main() -> None:
     """Entry point of the command `rftdask`."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except (UserError, FencedError) as error:
         _say(f"error: {error}", err=True)
         sys.exit(EXIT_USER)
     except RftError as error:
         _say(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
-    except Exception:  # a bug, whose traceback quotes what others wrote
+    except Exception as error:
+        if hasattr(error, "message") and hasattr(error, "exit_code"):  # mistyped; the class is private to typer
+            from typer import rich_utils  # late: it loads rich, which most commands do without
+
+            error.message = safe(str(error.message))
+            rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+            sys.exit(error.exit_code)
+        # A bug, whose traceback quotes what others wrote.
         _say(traceback.format_exc().rstrip(), err=True)
         sys.exit(EXIT_FAILED)
 
