@@ -5,7 +5,7 @@
 Measures, best of --rounds, with an engine that answers at once:
     no-op tasks/s       tasks of one rollout that only ask the policy, through one worker's runner; higher is better
     one-task batch      milliseconds from calling the runner with one task to its experience; lower is better
-on the event loop ("in process") and in sandboxes, whose processes are forked anew for each batch.
+on the event loop ("in process") and in sandboxes, of which each task has a process of its own.
 """
 
 from __future__ import annotations
