@@ -2,7 +2,7 @@
 
 - the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
 - an explorer job that is lost is replaced;
-- in one allocation a run goes on where it was when its driver is killed with -9;
+- in one allocation a run goes on where it was when its driver is killed with -9, with the reward that was submitted;
 - a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
   that nobody disturbed, and each job's worker is told from the one before by its name;
 - a controller that SLURM ends is told so, ends its run with a checkpoint, and comes back if SLURM queues it again;
@@ -183,10 +183,19 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     assert not demo.folder.exists()
 
 
-def test_one_allocation_holds_all_roles_and_comes_back_when_its_driver_is_killed(tmp_path: Path, demo: Demo) -> None:
-    ended = call_cli("submit", str(demo.config), "--single-allocation", "explorer.rollout_model.engine_num=2")
+def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(
+    tmp_path: Path, demo: Demo
+) -> None:
+    reward = tmp_path / "plugins" / "submitted_reward.py"
+    reward.parent.mkdir()
+    reward.write_text("def scored(response, truth, task):\n    return 0.25\n")
+    taskset = "buffer.explorer_input.taskset"
+    own = (f"explorer.plugin_dirs=[{reward.parent}]", f"{taskset}.default_reward_fn_type=submitted_reward.scored")
+    submit = ("submit", str(demo.config), "--single-allocation", "explorer.rollout_model.engine_num=2", *own)
+    ended = call_cli(*submit)
     assert ended.code == 0, ended
     wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    reward.write_text("def scored(response, truth, task):\n    raise ValueError('edited')\n")
     driver = lease_holder(open_storage(demo.folder), "trainer")
     assert driver is not None
     os.kill(driver["pid"], signal.SIGKILL)
@@ -197,6 +206,9 @@ def test_one_allocation_holds_all_roles_and_comes_back_when_its_driver_is_killed
     assert call_cli("cancel", str(demo.folder)).code == 0
     assert demo.alive() == {}
     assert assert_sound(demo.folder)["checkpoint"] > before
+    assert set(Experiment.open(demo.folder).experiences()["reward"].dropna()) == {0.25}
+    refused = call_cli(*submit)
+    assert refused.code == 2 and "source submitted_reward: another content" in refused.err, refused
 
 
 def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A command that is mistyped, or given a run that is none or is damaged, says so in one message with the right code."""
 
+import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +186,7 @@ def beside(name: str, text: str) -> Callable[[Path], None]:
     return add
 
 
+LEASE = {"host": socket.gethostname(), "pid": -5, "started_s": 1.0, "time_s": 1.0, "released": False}
 NESTED = "[" * DEEP + "]" * DEEP
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a ledger entry is torn": spoil("ledger/main/*.json", '{"step": 1, "'),
@@ -211,10 +214,22 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a manifest is gone": without("global_step_*/MANIFEST.json"),
     "the newest checkpoint is gone": without("global_step_*"),
     "the weights are gone": without("weights/*"),
-    "control files have another shape": beside("control/config-0.json", "[7]"),
-    "a control file nests": beside("control/stop.json", NESTED),
-    "a control file is a list": beside("control/stop.json", "[]"),
-    "a lease of an absurd number": beside("control/lease-99999999999999999999999.json", "{}"),
+    "the end is a list": beside("control/END.json", "[1]"),
+    "the end is of no process": beside(
+        "control/END.json",
+        json.dumps({**LEASE, "status": "begun"}),
+    ),
+    "the jobs are an object": beside("control/jobs-both.json", '{"a": 1}'),
+    "the jobs nest": beside("control/jobs-both.json", NESTED),
+    "the jobs of a submission have another shape": beside("control/submitted.json", '[{"role": 7}]'),
+    "a lease is a list": beside("control/lease-trainer-7.json", "[]"),
+    "a lease nests": beside("control/lease-trainer-7.json", NESTED),
+    "a lease of no process": beside("control/lease-trainer-7.json", json.dumps(LEASE)),
+    "a lease of an absurd process": beside("control/lease-trainer-7.json", json.dumps({**LEASE, "pid": 10**30})),
+    "a lease of an absurd number": beside("control/lease-trainer-99999999999999999999999.json", json.dumps(LEASE)),
+    "the last lease that there can be": beside("control/lease-trainer-999999999999999.json", "{}"),
+    "accepted changes are a list": beside("control/accepted-1.json", "[]"),
+    "accepted changes have another shape": beside("control/accepted-1.json", '{"changes": [7], "sources": {"a": []}}'),
     "metrics are torn": spoil("metrics/**/*", "{"),
     "an evaluation is torn": spoil("eval/**/*", "{"),
 }
