@@ -28,7 +28,7 @@ from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError
 from rftdask.explorer.worker_cache import remote_models
-from rftdask.models.hub import has_tokenizer, is_model_name, require_model
+from rftdask.models.hub import has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
@@ -37,6 +37,7 @@ from rftdask.rollouts.try_workflow import trial_problems
 from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.run.made_of import MODEL_FILES
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.checked_json import parse_object
 from rftdask.synchronizer.styles import make_sync_rules
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,12 @@ def _check_algorithm(stage: Config) -> None:
     if stage.algorithm.needs_teacher:
         path = stage.explorer.auxiliary_models[0].model_path or ""
         _check_model_folder(path, "explorer.auxiliary_models[0].model_path")
+        ours, theirs = _vocab_size(stage.model.model_path), _vocab_size(path)
+        if None not in (ours, theirs) and ours != theirs:
+            raise DataError(
+                f"explorer.auxiliary_models[0].model_path: {path} has a vocabulary of {theirs} tokens, the policy "
+                f"{stage.model.model_path} one of {ours}; only a model of the same tokens can score its responses"
+            )
     if algorithm.use_critic and stage.model.critic_model_path:
         _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
     if stage.num_demonstrations:
@@ -296,6 +303,18 @@ def _check_model_folder(path: str, key: str) -> None:
         raise DataError(f"{key}: {where} cannot be read: {error.strerror}; check the owner and the mode") from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # all but the first: JSON of another shape
         raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
+
+
+def _vocab_size(path: str) -> int | None:
+    """That of a model on this machine, as its config.json says it."""
+    file = Path(local_model(path)).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = parse_object(file.read_bytes())
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return None  # of another shape, which its own check tells
 
 
 def check_owners(storage: Storage, stage: Config) -> None:

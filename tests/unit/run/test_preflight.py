@@ -5,6 +5,7 @@ once; two commands on one run are refused where the storage cannot tell which of
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -233,6 +234,16 @@ def test_a_teacher_is_looked_for(world: World) -> None:
     distill = "algorithm.algorithm_type=jsd"
     found = problems(world.config(distill, "explorer.auxiliary_models=[{model_path: /no/teacher}]"))
     assert "explorer.auxiliary_models[0].model_path: '/no/teacher' does not exist" in found
+
+
+def test_a_teacher_of_other_tokens_is_refused(world: World) -> None:
+    teacher = world.folder / "teacher"
+    shutil.copytree(world.model, teacher)
+    config = world.config("algorithm.algorithm_type=jsd", f"explorer.auxiliary_models=[{{model_path: {teacher}}}]")
+    check_inputs([config])
+    for folder, size in ((world.model, 258), (teacher, 300)):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    assert f"{teacher} has a vocabulary of 300 tokens, the policy {world.model} one of 258" in problems(config)
 
 
 def test_the_columns_of_the_difficulty_are_read(world: World) -> None:
