@@ -81,7 +81,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def _stage_plan(config: Config) -> StagePlan:
-    source, buffer, sync = config.buffer.explorer_input, config.buffer, config.synchronizer
+    source, buffer = config.buffer.explorer_input, config.buffer
     on_rollouts = config.algorithm.schema_type == "experience"
     explores = config.mode in ("both", "explore")
     trains = config.mode in ("both", "train")
@@ -112,6 +112,26 @@ def _stage_plan(config: Config) -> StagePlan:
         if config.trainer.total_steps is not None:
             train_steps = min(train_steps, config.trainer.total_steps)
 
+    return StagePlan(
+        name=config.name,
+        mode=config.mode,
+        algorithm=config.algorithm.algorithm_type,
+        folder=config.checkpoint_job_dir,
+        roles=tuple(_role_plans(config)),
+        num_tasks=num_tasks,
+        explore_steps=explore_steps,
+        train_steps=train_steps,
+        max_train_steps=config.trainer.total_steps,
+        experiences=made,
+        train_batch_size=buffer.train_batch_size,
+        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
+        evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
+        eval_every=config.eval_interval if source.eval_tasksets and explores else None,
+    )
+
+
+def _role_plans(config: Config) -> list[RolePlan]:
+    sync, trains = config.synchronizer, config.mode in ("both", "train")
     roles = []
     if config.mode != "train":
         engine = config.explorer.rollout_model
@@ -131,22 +151,7 @@ def _stage_plan(config: Config) -> StagePlan:
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
         what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
         roles.append(RolePlan("synchronizer", 1, what))
-    return StagePlan(
-        name=config.name,
-        mode=config.mode,
-        algorithm=config.algorithm.algorithm_type,
-        folder=config.checkpoint_job_dir,
-        roles=tuple(roles),
-        num_tasks=num_tasks,
-        explore_steps=explore_steps,
-        train_steps=train_steps,
-        max_train_steps=config.trainer.total_steps,
-        experiences=made,
-        train_batch_size=buffer.train_batch_size,
-        groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
-        evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
-        eval_every=config.eval_interval if source.eval_tasksets and explores else None,
-    )
+    return roles
 
 
 def _render(stage: StagePlan) -> str:

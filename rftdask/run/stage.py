@@ -146,24 +146,7 @@ class StageRun:
                 self._explorer = self._make_explorer()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
             if "trainer" in roles:
-                spec = RankSpec(
-                    config=self._config.to_dict(),
-                    url=self._storage.url,
-                    total_steps=self.work.train_steps,
-                    world_size=num_ranks(self._config, self._layout),
-                    threads=self._layout.threads_of(TRAINER_RESOURCE),
-                    log_folder=self._log_folder,
-                )
-                gang = Gang(
-                    client=self._client,
-                    spec=spec,
-                    max_restarts=self._config.trainer.max_restarts,
-                    worker_deadline_s=self._cluster.worker_deadline_s,
-                    note=self._note,
-                    cancelled=self._over.is_set,
-                    stopping=lambda: self._stopping,
-                )
-                self._work["trainer"] = self._threads.submit(gang.run)
+                self._work["trainer"] = self._threads.submit(self._make_gang().run)
             try:
                 while self._work.keys() & set(roles):
                     self._pass_events_on(_TICK_S)
@@ -235,6 +218,25 @@ class StageRun:
                 if self._explorer is not None:
                     # Who waits for a version beyond this one would wait to its deadline.
                     self._explorer.wake(ended.step)
+
+    def _make_gang(self) -> Gang:
+        spec = RankSpec(
+            config=self._config.to_dict(),
+            url=self._storage.url,
+            total_steps=self.work.train_steps,
+            world_size=num_ranks(self._config, self._layout),
+            threads=self._layout.threads_of(TRAINER_RESOURCE),
+            log_folder=self._log_folder,
+        )
+        return Gang(
+            client=self._client,
+            spec=spec,
+            max_restarts=self._config.trainer.max_restarts,
+            worker_deadline_s=self._cluster.worker_deadline_s,
+            note=self._note,
+            cancelled=self._over.is_set,
+            stopping=lambda: self._stopping,
+        )
 
     def _make_explorer(self) -> Explorer:
         bench = self._config.mode == "bench"

@@ -177,17 +177,7 @@ class TorchEngine(TrainEngine):
             metrics: dict[str, float] = {}
             advantages_NT, returns_NT = None, None
             if algorithm.advantage_fn is not None:
-                # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree.
-                more_inputs: dict[str, Any] = {name: value.cpu() for name, value in scores.items()}
-                given = replace(rows.advantage_inputs(step), **more_inputs)
-                result = algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
-                metrics |= {name: float(value) for name, value in result.metrics.items()}
-                # Before the weights of the tokens are made: a token that was taken out is in no denominator.
-                if result.keep_NT is not None:
-                    rows.loss_mask_NT &= result.keep_NT.to(device)
-                advantages_NT = result.advantages_N[:, None] if result.advantages_NT is None else result.advantages_NT
-                advantages_NT = advantages_NT.to(device)
-                returns_NT = None if result.returns_NT is None else result.returns_NT.to(device)
+                advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
             if self._critic is None or step > self._trainer.critic_warmup:
                 # One denominator for the whole batch: the gradients of passes and ranks then add up to the batch's.
                 weights_NT = algorithm.token_weights(
@@ -225,6 +215,24 @@ class TorchEngine(TrainEngine):
             measured = metrics["kl_penalty"]
             self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
         return metrics
+
+    def _advantages(
+        self, rows: PaddedRows, scores: Mapping[str, Tensor], step: int
+    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        """[N, T] (or [N, 1]) advantages, [N, T] targets of a critic, and metrics. Takes tokens that the advantage
+        function takes out of the loss out of `rows`.
+        """
+        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree.
+        more_inputs: dict[str, Any] = {name: value.cpu() for name, value in scores.items()}
+        given = replace(rows.advantage_inputs(step), **more_inputs)
+        result = self._algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
+        # Before the weights of the tokens are made: a token that was taken out is in no denominator.
+        if result.keep_NT is not None:
+            rows.loss_mask_NT &= result.keep_NT.to(self._device)
+        advantages_NT = result.advantages_N[:, None] if result.advantages_NT is None else result.advantages_NT
+        returns_NT = None if result.returns_NT is None else result.returns_NT.to(self._device)
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        return advantages_NT.to(self._device), returns_NT, metrics
 
     def _scores(self, rows: PaddedRows, passes: Passes) -> dict[str, Tensor]:
         """[N, T] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
