@@ -3,7 +3,7 @@
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
 #   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
-#   make clean        remove .venv and caches
+#   make robustness   bad settings, files, runs and code       make clean    remove .venv and caches
 #
 # PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package.
 
@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: quickstart test slow extras lint types check install clean
+.PHONY: quickstart test robustness slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -29,6 +29,9 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --durations=10
+
+robustness: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30
