@@ -23,7 +23,7 @@ import typer
 from rftdask.config import Config, check_plugins, load_config, make_plan
 from rftdask.errors import FencedError, RftError, UserError
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
-from rftdask.safe_text import safe, safe_console
+from rftdask.text.terminal import safe, safe_console
 
 app = typer.Typer(
     name="rftdask",

@@ -18,7 +18,7 @@ from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import field_at, is_completed, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
-from rftdask.safe_text import find_secret, is_left_to_environment, is_secret_name
+from rftdask.text.secrets import find_secret, is_left_to_environment, is_secret_name
 
 MarkType = TypeVar("MarkType", bound=Mark)
 

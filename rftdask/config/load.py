@@ -19,7 +19,7 @@ from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import is_completed, is_users
 from rftdask.config.yaml_source import Problem, escape, read_tree
 from rftdask.errors import ConfigError
-from rftdask.safe_text import find_secret, mask
+from rftdask.text.secrets import find_secret, mask
 
 RULES = (*training.RULES, *data.RULES, *rollouts.RULES)
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")

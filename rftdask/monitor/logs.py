@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from rftdask.errors import StorageError
-from rftdask.safe_text import SafeFormatter
 from rftdask.storage.base import Storage
+from rftdask.text.terminal import SafeFormatter
 
 MAX_FILE_BYTES = 20_000_000
 NUM_BACKUPS = 3

@@ -34,7 +34,7 @@ import msgpack
 
 from rftdask import errors
 from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
-from rftdask.safe_text import SafeFormatter, safe
+from rftdask.text.terminal import SafeFormatter, safe
 
 _READ_BYTES = 1 << 20
 _TAIL_LINES = 20

@@ -31,10 +31,9 @@ import pyarrow.compute as pc
 from rftdask.buffer.log.schema import runs_to_mask
 from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.provenance.tables import RunTables
-from rftdask.provenance.text import cell
 from rftdask.run.view import Stage
-from rftdask.safe_text import printable
 from rftdask.storage.base import numbers_in
+from rftdask.text.terminal import cell, printable
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:

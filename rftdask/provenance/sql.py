@@ -24,8 +24,7 @@ from rich.text import Text
 
 from rftdask.errors import UserError
 from rftdask.provenance.tables import TABLES, RunTables
-from rftdask.provenance.text import cell
-from rftdask.safe_text import printable
+from rftdask.text.terminal import cell, printable
 
 if TYPE_CHECKING:
     import duckdb

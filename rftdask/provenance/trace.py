@@ -21,10 +21,9 @@ from rftdask.buffer.batches.selection import staleness
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.provenance.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
-from rftdask.provenance.text import cell
 from rftdask.run.made_of import accepted_changes
 from rftdask.run.view import Stage
-from rftdask.safe_text import printable
+from rftdask.text.terminal import cell, printable
 
 _STEP_METRICS = ("loss", "reward", "grad_norm", "ppo_kl", "clip_frac", "staleness", "lr")
 _NUM_NEAREST = 5

@@ -25,7 +25,7 @@ from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
 from rftdask.rollouts.workflows.base import PromptTooLongError, Reward, Step, WorkflowFn, as_reward
-from rftdask.safe_text import mask
+from rftdask.text.secrets import mask
 from rftdask.weights.published import Published
 
 STOP_GRACE_S = 1.0

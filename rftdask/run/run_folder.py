@@ -26,10 +26,10 @@ import psutil
 from rftdask.config import Config, fill_from_environment, load_config, names_environment
 from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
-from rftdask.safe_text import mask
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
+from rftdask.text.secrets import mask
 
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"

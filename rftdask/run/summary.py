@@ -22,8 +22,9 @@ from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
 from rftdask.run.view import Stage
-from rftdask.safe_text import mask, safe, safe_console
 from rftdask.storage import open_storage
+from rftdask.text.secrets import mask
+from rftdask.text.terminal import safe, safe_console
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from rftdask.monitor.logs import setup_logging
 from rftdask.monitor.progress import PlainView, Progress, TerminalView
 from rftdask.run.run_folder import note_end, read_end
 from rftdask.run.summary import RunSummary, SampleAnswer, print_summary
-from rftdask.safe_text import safe_console
 from rftdask.storage import open_storage
+from rftdask.text.terminal import safe_console
 from tests.integration.run_cases import RunProcess, call_cli, finish, write_config
 
 HOSTILE = (

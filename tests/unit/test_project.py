@@ -31,7 +31,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
 LAYERS = (
-    {"errors", "safe_text"},
+    {"errors", "text"},
     {"config.plugins"},  # the one rule of plug-ins, below all that has parts
     {"config", "storage", "processes", "models"},
     {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.safe_text import find_secret, is_left_to_environment, is_secret_name, mask, printable, safe
+from rftdask.text.secrets import find_secret, is_left_to_environment, is_secret_name, mask
+from rftdask.text.terminal import printable, safe
 
 SECRETS = {
     "postgresql://me:hunter2@host/db": "hunter2",

@@ -1,20 +1,13 @@
-"""Safe text: what people may be shown of text that others wrote: no secrets, and nothing that a terminal would obey.
+"""What a secret looks like, by its name and by its value; text without any.
 
-Knows what a secret looks like, by its name and by its value, and neither configurations nor where text goes.
-Invariant: `find_secret(mask(text))` is empty, and `safe(safe(text)) == safe(text)`.
+Knows neither configurations nor where text goes. Invariant: `find_secret(mask(text))` is empty.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
+from collections.abc import Iterator, Mapping
 
 _MASK = "***"
 _SHORTEST = 8
@@ -82,37 +75,6 @@ def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
     masked = "".join([*parts, text[reached:]])
     # What was masked may have hidden where the next one begins.
     return text if masked == text else mask(masked, environment)
-
-
-def printable(text: str, keep: str = "") -> str:
-    """`text` with every character that is not plainly visible, but for those of `keep`, as an escape."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
-def safe(text: str) -> str:
-    """`text` for a terminal, a log or a page: secrets masked; all but line ends and tabs as `printable`."""
-    return mask(printable(text, keep="\n\t"))
-
-
-class SafeFormatter(logging.Formatter):
-    """Formats records of a log as `safe` text, tracebacks included."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line with its traceback, masked as a whole: a secret may stand in either."""
-        return safe(super().format(record))
-
-
-def safe_console() -> Console:
-    """A console of rich that writes out whatever a terminal would obey, in every text that it draws."""
-    from rich.console import Console  # late: 50 ms that `import rftdask` does not need
-
-    class SafeConsole(Console):
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-            for segment in super().render(renderable, options):
-                is_plain = segment.control or segment.text.isprintable()
-                yield segment if is_plain else segment._replace(text=printable(segment.text, keep="\n"))
-
-    return SafeConsole()
 
 
 def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[int, int, str]]:
