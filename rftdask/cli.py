@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from rftdask.config import Config, check_plugins, load_config, make_plan
-from rftdask.errors import FencedError, RftError, UserError
+from rftdask.errors import FencedError, NotInstalledError, RftError, UserError
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.text.terminal import safe, safe_console
 
@@ -97,13 +97,22 @@ def validate(
 ) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
     checked = load_config(config, overrides or [])
-    check_plugins(checked)  # before the warnings: of a configuration with a mistake only that is told
+    # Before the warnings: of a configuration with a mistake only that is told.
+    unchecked: list[str] | None = None if checked.cluster.is_one_machine else []
+    check_plugins(checked, unchecked)
     for stage in checked.stage_configs():
-        check_bubblewrap(stage.explorer.sandbox)
+        try:
+            check_bubblewrap(stage.explorer.sandbox)
+        except NotInstalledError as error:
+            if unchecked is None:
+                raise
+            unchecked.append(str(error))
     if data:
         from rftdask.run.preflight import check_inputs  # late: it reads datasets, and needs torch
 
-        check_inputs(checked.stage_configs())
+        check_inputs(checked.stage_configs(), elsewhere=unchecked is not None)
+    else:
+        _warn(tuple(f"not checked here, and checked where the run starts: {text}" for text in unchecked or ()))
     _warn(checked.warnings)
     _say(checked.to_yaml())
     _say(make_plan(checked).render())

@@ -217,3 +217,14 @@ def test_a_part_that_is_not_on_a_login_node_is_said_to_be_unchecked(
         check_inputs([stage])
     check_inputs([stage], elsewhere=True)
     assert "not checked here" in caplog.text and word in caplog.text
+
+
+def test_validate_on_a_login_node_says_what_it_has_not_checked(config: Path) -> None:
+    settings = own(config, "default_reward_fn_type", "import no_such_package")
+    for more in ((), ("--data",)):
+        ended = call_cli("validate", str(config), *settings, *more)
+        assert ended.code == 2 and "no_such_package" in ended.err
+        ended = call_cli("validate", str(config), *settings, "cluster.type=slurm", *more)
+        assert ended.code == 0, ended
+        if not more:  # the other is logged, which pytest has taken
+            assert ended.err.count("not checked here, and checked where the run starts:") == 1
