@@ -51,7 +51,9 @@ class World:
 
     def edit(self) -> None:
         for file in (*self.plugins.glob("*.py"), *self.library.rglob("*.py")):
-            file.write_text(file.read_text().replace("1.0", "7.0").replace("0.5", "7.0"))
+            file.write_text(
+                file.read_text().replace("1.0", "7.00").replace("0.5", "7.00")
+            )  # another size: Python would trust its cache
 
 
 @pytest.fixture
