@@ -107,6 +107,13 @@ def test_a_plugin_that_cannot_be_imported_is_refused(config: Path, source: str) 
     refused_run(config, *own(config, "default_reward_fn_type", source), words=("Error: ", "plugin_", ".py:"))
 
 
+def test_a_game_that_does_not_exist_is_one_message(config: Path) -> None:
+    arguments = "{env_id: NoSuch-v9, actions: [up, down]}"
+    settings = (f"{TASKSET}.default_workflow_type=gymnasium_workflow", f"{TASKSET}.workflow_args={arguments}")
+    text = refused_run(config, *settings, words=("NoSuch", "gymnasium_workflow"))
+    assert text.startswith("error: 1 problem:"), text
+
+
 def test_validate_tries_them_too_if_asked(config: Path) -> None:
     settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return None")
     assert call_cli("validate", str(config), *settings).code == 0
