@@ -11,6 +11,7 @@ The variables are set in the environment, not in the libraries: the processes th
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 # Where it is set, as in many containers, each of the hundreds of processes that tests start compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Ignored where tests run in the background of a script or under nohup, and then by every process that they start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 TESTS = Path(__file__).parent
 LONGEST_FIRST = (

@@ -126,7 +126,6 @@ class RunProcess:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where tests run under nohup
         )
 
     def __enter__(self) -> RunProcess:
