@@ -142,7 +142,9 @@ def main() -> int:
     report.add("quickstart, undisturbed", undisturbed_s, "s", less_is_better=True)
     mean_s = sum(again_s) / len(again_s)
     report.add(f"after each of {kills} kills, typed again (mean)", mean_s, "s", less_is_better=True)
-    report.add("kills that lost, doubled or changed something", float(len(broken)), "", less_is_better=True, goal=0.0)
+    report.add(
+        "kills that lost, doubled or changed something", float(len(broken)), "kills", less_is_better=True, goal=0.0
+    )
     report.write()
     print("\n".join(broken))
     return 1 if broken else 0

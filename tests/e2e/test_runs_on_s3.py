@@ -10,6 +10,7 @@ The service is a process of its own that speaks the real protocol; nothing insid
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,4 +128,5 @@ def test_real_engines_publish_load_and_checkpoint_on_s3(tmp_path: Path) -> None:
 def test_the_doctor_finds_nothing_broken_on_s3() -> None:
     ended = call_cli("doctor", "s3://bucket/doctor")
     assert ended.code == 0 and "nothing broken" in ended.out, ended
+    assert re.search(r"create-only +ok", ended.out), ended.out
     assert open_storage("s3://bucket/doctor").list() == []
