@@ -11,8 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 
-# The fast tests are dealt out by file, to as many processes as there are cores. The slow ones, which wait for processes
-# half of their time, are dealt out one by one, the longest first, to more (tests/conftest.py). Memory bounds both.
+# The fast tests are dealt out by file, the slow ones one by one, the longest first, to more processes than there are cores
+# (tests/conftest.py), since many wait for processes of their own. Memory bounds both.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 

@@ -69,9 +69,11 @@ settings.load_profile("rftdask")
 
 
 @pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One process for each core; three for two in the slow tier, whose tests wait for processes half of their time."""
-    return 3 * len(os.sched_getaffinity(0)) // 2 if config.option.markexpr == "slow" else None
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three processes for two cores: real runs wait for their own processes a third of their time, and half of it in
+    the slow tier.
+    """
+    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m decides what runs, and before xdist looks at the groups

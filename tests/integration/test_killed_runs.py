@@ -75,6 +75,7 @@ def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undist
     assert_same_end(folder, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_killed(
     config: Path, undisturbed: Path
 ) -> None:
