@@ -40,7 +40,7 @@ _FILES = {
     "schedule/": "tasks chosen by learned difficulty",
     "experiences/": "every rollout, as immutable shards",
     "ledger/": "what each optimizer step trained",
-    "eval/": "answers of the evaluations, as shards",
+    "eval/": "answers of the evaluations",
     "metrics/": "all numbers, as JSON lines",
     "log/": "what each role logged",
 }
@@ -189,7 +189,7 @@ def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
     """What there is, below `url`."""
     root = open_storage(url)
     there = root.list()
-    files = {REPORT_NAME: "curves, answers, settings on one page"}  # is written from this summary
+    files = {REPORT_NAME: "curves, answers and settings"}  # is written from this summary
     files |= {name: meaning for name, meaning in _FILES.items() if name in there}
     for stage in stages:
         folder = stage.storage.url.removeprefix(root.url).strip("/")
@@ -331,7 +331,10 @@ def render_summary(summary: RunSummary) -> RenderableType:
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
     parts.append(line(f"Files are in {summary.run_url}", "bold"))
     width = max(map(len, summary.files), default=0)
-    parts += [Text.assemble((f"  {name:<{width}}  ", "cyan"), (what, "dim")) for name, what in summary.files.items()]
+    parts += [
+        Text.assemble((f"  {name:<{width}}  ", "cyan"), (what, "dim"), no_wrap=True, overflow="ignore")
+        for name, what in summary.files.items()
+    ]
     if summary.next_commands:
         parts += [Text(""), Text("Next you can type", style="bold")]
     for command, meaning in summary.next_commands.items():

@@ -205,6 +205,7 @@ def test_paths_and_commands_stay_on_one_line_in_a_narrow_terminal(capsys: pytest
     print_summary(replace(SUMMARY, run_url=folder, next_commands=commands, files={f"{folder}run.json": "settings"}))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert f"Files are in {folder}" in lines and f"  /opt/env/bin/rftdask status {folder}" in lines
+    assert f"  {folder}run.json  settings" in lines
 
 
 def test_next_commands_name_the_program_that_runs_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
