@@ -81,7 +81,6 @@ class NoKl(KlFn):
     uses_reference = False
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """0 for each token."""
         return torch.zeros_like(difference)
 
 
@@ -92,7 +91,6 @@ class K1(KlFn):
     kl_name = "k1"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """d itself."""
         return difference
 
 
@@ -103,7 +101,6 @@ class K2(KlFn):
     kl_name = "k2"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """d^2 / 2."""
         return 0.5 * difference.square()
 
 
@@ -115,7 +112,6 @@ class K3(KlFn):
     kl_name = "k3"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """exp(-d) - 1 + d."""
         return _k3(difference)
 
 

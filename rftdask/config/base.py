@@ -111,6 +111,8 @@ def absent(**bounds: Any) -> Any:
     return Field(default=None, **bounds)
 
 
+NAME = r"^[^/\\\x00-\x1f\x7f-\x9f]+$"
+"""Pattern of a name that becomes a part of file names and of lines on a terminal."""
 Count = Annotated[int, Field(ge=1)]
 """A whole number, at least 1."""
 Natural = Annotated[int, Field(ge=0)]

@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -169,8 +168,6 @@ class Explorer:
         """Units on the workers, by the key of their Dask task."""
         self._retry: list[RolloutTask] = []
         self._num_attempts: dict[UnitKey, int] = {}
-        self._engine_failures: dict[str, set[UnitKey]] = {}
-        """Why engines failed since a unit last ended well, numbers left out, and the units that had them."""
         self._results: dict[int, list[RolloutResult]] = {}
         """Results of the units of an explore step, until it is complete."""
         self._ended: queue.Queue[str] = queue.Queue()
@@ -231,8 +228,6 @@ class Explorer:
                 # whether a task of it is to blame.
                 for unit, future, result, error in self._wait_for_ended():
                     if result is not None:
-                        if result.num_rollouts:
-                            self._engine_failures = {}
                         self._count(unit, result)
                         self._poison.ended(result.worker, str(future.key))
                         self._roll_out_rest(unit, self._poison.finished(unit, result.num_rollouts))
@@ -433,8 +428,8 @@ class Explorer:
         name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | FencedError | StorageRefusedError):
             raise error
-        if isinstance(error, EngineError | ProcessLostError) and not self._poison.was_told_to_end(str(future.key)):
-            self._check_engines(unit, error)
+        if isinstance(error, EngineError | ProcessLostError):
+            self._poison.engine_failed(unit, str(future.key), error)
         # The loss of an engine's process is as good as that of its worker. Any other error of an engine is none: it
         # says nothing of the task that ran, and may come again.
         if error is None or isinstance(error, KilledWorker | ProcessLostError):
@@ -467,22 +462,6 @@ class Explorer:
         log.warning("%s failed: %s", name, cause)
         self._emit(Note(f"{name} runs again ({attempts} of {MAX_ATTEMPTS}): {cause.splitlines()[0]}"))
         self._retry.append(unit)
-
-    def _check_engines(self, unit: RolloutTask, error: EngineError | ProcessLostError) -> None:
-        """Raises: RoleError: two engines in a row failed for the same reason, so it is no task's: they cannot work.
-
-        Of engines that ended by themselves in their work the units must differ: of one, a task may be to blame.
-        """
-        if isinstance(error, ProcessLostError) and error.was_killed:
-            return
-        # Two engines differ in their pids, and in the numbers of requests and versions.
-        units = self._engine_failures.setdefault(re.sub(r"\d+", "#", str(error).partition("\n")[0]), set())
-        if units and (isinstance(error, EngineError) or unit.key not in units):
-            raise RoleError(
-                "engines cannot do this run's work: two failed for the same reason, and no work unit ended between "
-                f"them; engine.log has all they said. {error}"
-            ) from error
-        units.add(unit.key)
 
     # ---- record
 

@@ -1,4 +1,4 @@
-"""Poison: which task of a work unit ends the workers that run it, if any does.
+"""Poison: which task of a work unit ends the workers that run it, if any does; or that engines cannot work at all.
 
 A worker is lost for many reasons, most of which say nothing of what it ran: preemption, walltime, a node that died. So
 a loss is no more than a suspicion, and the unit simply runs again. A unit that was running at `STRIKES` losses in a row
@@ -15,12 +15,13 @@ a restart, which would find out anew.
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass, replace
 
 from rftdask.buffer.log.shard import MAX_PART_TASKS
 from rftdask.data.task_schedule import TaskRef
-from rftdask.errors import RoleError
+from rftdask.errors import EngineError, ProcessLostError, RoleError
 from rftdask.explorer.worker_task import RolloutTask, UnitKey
 
 STRIKES = 3
@@ -101,6 +102,8 @@ class PoisonTracker:
         self._num_losses: dict[UnitKey, int] = {}
         self._poisonous: set[tuple[bool, int, int]] = set()
         self._num_in_a_row = 0
+        self._engine_failures: dict[str, set[UnitKey]] = {}
+        """Why engines failed since a unit last ended well, numbers left out, and the units that had them."""
 
     def began(self, worker: str, key: str) -> None:
         """Note that the worker has begun the Dask task."""
@@ -125,10 +128,25 @@ class PoisonTracker:
         with self._lock:
             return on not in self._leaving and self._running.get(on, key) == key
 
-    def was_told_to_end(self, key: str) -> bool:
-        """True if the worker that began the Dask task was told to end: what fails there then says nothing."""
+    def engine_failed(self, unit: RolloutTask, key: str, error: EngineError | ProcessLostError) -> None:
+        """Note why the engine failed that had the Dask task `key` of a unit.
+
+        Raises: RoleError: two engines in a row failed for the same reason, so it is no task's: they cannot work. Of
+        engines that ended by themselves in their work the units must differ: of one, a task may be to blame.
+        """
         with self._lock:
-            return any(self._running.get(worker) == key for worker in self._leaving)
+            if any(self._running.get(worker) == key for worker in self._leaving):
+                return  # its worker was told to end: what fails there says nothing
+        if isinstance(error, ProcessLostError) and error.was_killed:
+            return
+        # Two engines differ in their pids, and in the numbers of requests and versions.
+        units = self._engine_failures.setdefault(re.sub(r"\d+", "#", str(error).partition("\n")[0]), set())
+        if units and (isinstance(error, EngineError) or unit.key not in units):
+            raise RoleError(
+                "engines cannot do this run's work: two failed for the same reason, and no work unit ended between "
+                f"them; engine.log has all they said. {error}"
+            ) from error
+        units.add(unit.key)
 
     def begin(self, unit: RolloutTask) -> Trial:
         """Decide how a new unit runs: whole, unless tasks of it are known to be poisonous."""
@@ -161,8 +179,8 @@ class PoisonTracker:
 
     def finished(self, unit: RolloutTask, num_rollouts: int) -> Trial:
         """Decide how a unit goes on, part of which is committed. num_rollouts: 0 if it had been committed before."""
-        if num_rollouts:  # workers can end something well, so it was the tasks
-            self._num_in_a_row = 0
+        if num_rollouts:  # workers and engines can end something well, so it was the tasks
+            self._num_in_a_row, self._engine_failures = 0, {}
         trial = (self._trials.get(unit.key) or Trial(len(unit.tasks))).finished()
         self._remember(unit, trial)
         return trial

@@ -72,7 +72,6 @@ class NoTracker(Tracker):
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """Nothing."""
-        pass
 
 
 class TensorBoardTracker(Tracker):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Completed, Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
+from rftdask.config.base import NAME, Completed, Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
 from rftdask.config.plugins import function_registry, known_part, read_parts
 from rftdask.config.schema.algorithm import registered_parts
 
@@ -92,7 +92,7 @@ class DataSelectorConfig(Section):
 class TasksetConfig(Section):
     """`taskset`, an item of `tasksets` or of `eval_tasksets`: where tasks come from and how they are run."""
 
-    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
+    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=NAME)
     """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
     storage_type: Literal["file", "sql"] = "file"
     """What `path` is. sql: the rows of a table, in the order of its primary key."""

@@ -5,7 +5,20 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Aliases, Count, Filled, Free, Later, Named, Natural, Seconds, Section, absent, no_items
+from rftdask.config.base import (
+    NAME,
+    Aliases,
+    Count,
+    Filled,
+    Free,
+    Later,
+    Named,
+    Natural,
+    Seconds,
+    Section,
+    absent,
+    no_items,
+)
 from rftdask.config.plugins import RegisteredPart, known_part, read_parts
 from rftdask.errors import UserError
 
@@ -146,7 +159,7 @@ class SandboxConfig(Section):
 class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
-    name: str = Field(default="explorer", pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
+    name: str = Field(default="explorer", pattern=NAME)
     """Name in file names and metrics."""
     min_workers: Count | None = None
     """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers

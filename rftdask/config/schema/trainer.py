@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Aliases, Count, Filled, Later, Named, Natural, Seconds, Section, absent
+from rftdask.config.base import NAME, Aliases, Count, Filled, Later, Named, Natural, Seconds, Section, absent
 from rftdask.config.plugins import known_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
@@ -26,7 +26,7 @@ class CriticConfig(Section):
 class TrainerConfig(Section):
     """`trainer`: optimizer steps and checkpoints. Intervals are optimizer steps."""
 
-    name: str = Field(default="trainer", pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$")
+    name: str = Field(default="trainer", pattern=NAME)
     """Name in file names and metrics."""
     trainer_type: Annotated[
         str,
