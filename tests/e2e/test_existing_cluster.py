@@ -9,7 +9,7 @@ from tests.integration.run_cases import assert_sound, finish, run_folder, write_
 
 def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         finish(config, "cluster.type=existing", f"cluster.options={{address: '{cluster.scheduler_address}'}}")
         assert assert_sound(run_folder(config))["step"] == 10
         with Client(cluster, set_as_default=False) as client:
@@ -19,7 +19,7 @@ def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp
 def test_where_all_workers_are_explorers_the_control_role_is_on_none_of_them(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     address = "cluster.options={{address: '{}'}}"
-    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:
         where = address.format(cluster.scheduler_address)
         ended = finish(config, "mode=explore", "buffer.total_steps=2", "cluster.type=existing", where)
     assert "every worker is an explorer, which a task may kill: no synchronizer" in ended.out, ended

@@ -46,7 +46,7 @@ def test_every_kind_of_event_is_tried_above() -> None:
 
 
 def test_an_event_arrives_over_a_topic_of_dask() -> None:
-    with Client(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as client:
+    with Client(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as client:
         client.run(lambda dask_worker: [dask_worker.log_event("events", CODEC.encode(event)) for event in EVENTS])
         deadline = time.monotonic() + 30.0
         while len(received := client.get_events("events")) < len(EVENTS) and time.monotonic() < deadline:
