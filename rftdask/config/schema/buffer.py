@@ -44,9 +44,9 @@ class FormatConfig(Section):
     reward_fn_key: str = ""
     """Column that names the reward function of a row. Empty: the taskset's reward function."""
     chosen_key: str = "chosen"
-    """dpo: column of the better response."""
+    """dpo, orpo, simpo: column of the better response."""
     rejected_key: str = "rejected"
-    """dpo: column of the worse response."""
+    """dpo, orpo, simpo: column of the worse response."""
     enable_concatenated_multi_turn: bool = False
     """sft: train every assistant message of a chat in one sequence, not only the last."""
 

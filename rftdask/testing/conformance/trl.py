@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftdask.testing.conformance import trl_preferences
 from rftdask.testing.conformance.cases import MAX_TOKENS, NOT_EXTREME, Batch, Case, loss_of
 
 TRL_SETTINGS: dict[str, Any] = {
@@ -68,6 +69,7 @@ def cases() -> list[Case]:
         Case("gspo loss (sequence level)", loss_of("gspo", **clip), trl("grpo", level="sequence"), not_empty),
         Case("grpo loss with empty rows", grpo, trl("grpo"), ("empty",), differs=counted),
         Case("k3 penalty in the loss", loss_of("bnpo", **no_dual, **k3), trl("bnpo", beta=0.1)),
+        *trl_preferences.cases(),
     ]
 
 

@@ -120,7 +120,11 @@ def gradient(batch: LossInputs, algorithm: Any) -> tuple[Tensor, Tensor]:
     return loss.detach(), result
 
 
+def type_for(loss: str) -> str:
+    """An algorithm type that takes the named policy loss: the one of its name, if there is one."""
+    return loss if loss in ALGORITHMS else "grpo"
+
+
 def loss_only(name: str, **args: Any) -> Any:
     """An algorithm that has the named policy loss and no KL or entropy term."""
-    loss_type = {"dpo": "dpo", "sft": "sft"}.get(name, "grpo")
-    return make_algorithm(loss_type, policy_loss_fn=name, policy_loss_fn_args=args, kl_loss_fn="none")
+    return make_algorithm(type_for(name), policy_loss_fn=name, policy_loss_fn_args=args, kl_loss_fn="none")

@@ -23,10 +23,12 @@ from tests.unit.algorithm.algorithm_cases import (
     loss_only,
     random_batch,
     take,
+    type_for,
     with_weights,
 )
 
 LOSSES = sorted(POLICY_LOSS_FNS)
+PAIRED = {name for name, loss in POLICY_LOSS_FNS.items() if loss.schema == "dpo"}
 MOST = 12
 """Tensors that a loss may keep for backward()."""
 RATIO_LOSSES = ["ppo", "gspo", "cispo", "sapo", "importance_sampling", "decoupled_ppo", "m2po", "dppo", "vespo"]
@@ -40,8 +42,8 @@ EVERYTHING = {
 
 def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInputs]:
     """The loss with KL and entropy terms, in an aggregation, and a random batch with its weights."""
-    kind = {"dpo": "dpo", "sft": "sft"}.get(name, "grpo")
-    algorithm = make_algorithm(kind, policy_loss_fn=name, loss_agg_mode=None if name == "dpo" else mode, **EVERYTHING)
+    mode = POLICY_LOSS_FNS[name].only_agg_mode or mode
+    algorithm = make_algorithm(type_for(name), policy_loss_fn=name, loss_agg_mode=mode, **EVERYTHING)
     return algorithm, with_weights(random_batch(seed), algorithm)
 
 
@@ -148,19 +150,19 @@ def test_what_is_masked_changes_nothing_whatever_it_holds(name: str, garbage: fl
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sequence_without_trained_tokens_changes_nothing(name: str) -> None:
     algorithm, batch = whole(name, 13, "seq-mean-token-mean")
-    rows = [0, 1, 4, 5] if name == "dpo" else [0, 1, 3, 4, 5]  # row 2 is empty, and so is its pair for dpo
+    rows = [0, 1, 4, 5] if name in PAIRED else [0, 1, 3, 4, 5]  # row 2 is empty, and its pair with it
     kept = take(batch, torch.tensor(rows))
     kept = with_weights(replace(kept, policy_logprobs_BT=kept.policy_logprobs_BT.detach().requires_grad_()), algorithm)
     loss, grad = gradient(batch, algorithm)
     kept_loss, kept_grad = gradient(kept, algorithm)
-    if name == "dpo":
+    if name in PAIRED:
         batch_rest = grad[2:4]
         assert batch_rest.abs().sum() == 0.0
     torch.testing.assert_close(kept_loss, loss)
     torch.testing.assert_close(kept_grad, grad[rows])
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dpo"}))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - PAIRED))
 def test_the_order_of_rows_changes_nothing(name: str) -> None:
     algorithm, batch = whole(name, 17, "seq-mean-token-mean")
     order = torch.randperm(6, generator=torch.Generator().manual_seed(shifted_seed(0)))

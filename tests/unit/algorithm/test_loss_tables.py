@@ -12,7 +12,7 @@ import torch
 from rftdask.algorithm.aggregation import token_weights
 from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.imitation.dpo import Dpo
+from rftdask.algorithm.losses.preference.dpo import Dpo
 from rftdask.algorithm.losses.ratio.sapo import Sapo
 from rftdask.algorithm.losses.reinforce.vespo import Vespo
 from tests.unit.algorithm.algorithm_cases import KL_FNS, POLICY_LOSS_FNS, from_ratios, inputs, loss_only, rows
@@ -175,11 +175,14 @@ def test_aggregations() -> None:
 
 
 def test_dpo_of_one_pair_by_its_difference() -> None:
-    delta = torch.tensor([0.0, 1.0, 5.0, -5.0], dtype=torch.float64)
-    assert Dpo(beta=0.1).per_pair(delta).tolist() == close([0.693147, 0.644397, 0.474077, 0.974077])
-    assert Dpo(beta=0.1, loss_type="ipo").per_pair(delta[:1]).tolist() == close([25.0])
-    hinge = torch.tensor([0.0, 5.0, 20.0], dtype=torch.float64)
-    assert Dpo(beta=0.1, loss_type="hinge").per_pair(hinge).tolist() == close([1.0, 0.5, 0.0])
+    def rewards(*deltas: float) -> torch.Tensor:
+        """Of beta 0.1."""
+        return torch.tensor([[0.1 * delta, 0.0] for delta in deltas], dtype=torch.float64)
+
+    by_delta = Dpo(beta=0.1).per_pair(rewards(0.0, 1.0, 5.0, -5.0))
+    assert by_delta.tolist() == close([0.693147, 0.644397, 0.474077, 0.974077])
+    assert Dpo(beta=0.1, loss_type="ipo").per_pair(rewards(0.0)).tolist() == close([25.0])
+    assert Dpo(beta=0.1, loss_type="hinge").per_pair(rewards(0.0, 5.0, 20.0)).tolist() == close([1.0, 0.5, 0.0])
 
 
 def test_dpo_does_not_add_pairs_up_before_the_sigmoid() -> None:

@@ -70,8 +70,7 @@ def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_
     inputs |= {
         "mix_chord": inputs["mix"],
         "on_policy_distill": inputs["jsd"],
-        "dpo": inputs["sft"],
-        "cpt": inputs["sft"],
+        **dict.fromkeys(("dpo", "orpo", "simpo", "cpt"), inputs["sft"]),
     }
     if AlgorithmConfig(algorithm_type=name).schema_type != "experience":
         del tree["buffer"]["trainer_input"]

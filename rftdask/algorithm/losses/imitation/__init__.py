@@ -1,4 +1,4 @@
-"""Losses that imitate: likelihood of demonstrations, its mixtures with rollouts, preferences between two responses.
+"""Losses that imitate: likelihood of demonstrations, its mixtures with rollouts.
 
-Knows nothing of where demonstrations come from, nor of who preferred.
+Knows nothing of where demonstrations come from.
 """

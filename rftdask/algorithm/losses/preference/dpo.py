@@ -1,0 +1,71 @@
+"""DPO and its kin: the chosen response of a pair is to be likelier than the rejected one, seen from the reference."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rftdask.algorithm.algorithm_type import AlgorithmType
+from rftdask.algorithm.checks import one_of, require
+from rftdask.algorithm.losses.base import LossInputs
+from rftdask.algorithm.losses.preference.pairs import PairLoss
+
+
+@dataclass(frozen=True)
+class Dpo(PairLoss):
+    """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing. DPO, arXiv:2305.18290, equation 7.
+
+    d = sum over tokens of log p_policy - log p_ref, of the chosen minus the same of the rejected. loss_type "hinge":
+    max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo": (d' - 1 / (2 beta))^2 with d' from the means over tokens, IPO,
+    arXiv:2310.12036, normalized by length as in TRL. Label smoothing: cDPO, Mitchell 2023.
+
+    Metrics: reward_chosen, reward_rejected (beta times the side's log-ratio), reward_accuracy.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    loss_type: str = "sigmoid"
+
+    loss_name = "dpo"
+    uses_reference = True
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0.0, f"beta must be > 0, got {self.beta}")
+        require(
+            0.0 <= self.label_smoothing < 0.5, f"label_smoothing must be within [0, 0.5), got {self.label_smoothing}"
+        )
+        one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
+        require(
+            self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing belongs to loss_type 'sigmoid'"
+        )
+
+    def rewards(self, inputs: LossInputs) -> Tensor:
+        """beta log(pi / pi_ref), the implicit reward of DPO."""
+        if inputs.ref_logprobs_BT is None:
+            raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
+        summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
+        return self.beta * summed(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
+
+    def per_pair(self, rewards_P2: Tensor) -> Tensor:
+        """Of the margin beta d."""
+        margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+        if self.loss_type == "hinge":
+            return torch.relu(1.0 - margin_P)
+        if self.loss_type == "ipo":
+            return ((margin_P - 0.5) / self.beta).square()
+        smoothing = self.label_smoothing
+        return -(1.0 - smoothing) * functional.logsigmoid(margin_P) - smoothing * functional.logsigmoid(-margin_P)
+
+
+class DpoAlgorithm(AlgorithmType):
+    """Pairs of responses; the loss itself is anchored at the reference, so no KL term stands beside it."""
+
+    algorithm_type = "dpo"
+    schema = "dpo"
+    repeat_times = 2
+    advantage_fn = None
+    policy_loss_fn = "dpo"
+    kl_loss_fn = "none"
+    entropy_loss_fn = "none"
+    loss_agg_mode = "seq-mean-token-mean"

@@ -1,0 +1,67 @@
+"""TRL: the losses of preferences, called with a stand-in for their trainer that says what a model would."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from rftdask.testing.conformance.cases import Batch, Case, loss_of
+
+_KINDS = ("padded", "holes", "short", "extreme")
+"""A row without a trained token has no mean logprob in TRL."""
+
+
+def cases() -> list[Case]:
+    """Raises: ImportError: TRL is not installed."""
+    from trl.experimental.cpo import CPOTrainer  # heavy and optional, as all of it
+    from trl.experimental.orpo import ORPOTrainer
+
+    def simpo(batch: Batch) -> Tensor:
+        trainer = _trainer(loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0, alpha=0.0)
+        means = _means(batch)
+        loss: Tensor = CPOTrainer.cpo_loss(trainer, means[::2], means[1::2])[0].mean()
+        return loss
+
+    def orpo(sft: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        def theirs(batch: Batch) -> Tensor:
+            means = _means(batch)
+            trainer = _trainer(
+                beta=0.1,
+                aux_loss_enabled=False,
+                concatenated_forward=lambda *_: (means[::2], means[1::2], means, means, sft(batch)),
+            )
+            trainer.odds_ratio_loss = lambda *logprobs: ORPOTrainer.odds_ratio_loss(trainer, *logprobs)
+            loss: Tensor = ORPOTrainer.get_batch_loss_metrics(trainer, None, {})[0]
+            return loss
+
+        return theirs
+
+    by_token = "SFT's part is a mean over all chosen tokens, prompts too; ours is the paper's, by response"
+    return [
+        Case("simpo loss, beta 2, gamma 1", loss_of("simpo"), simpo, _KINDS),
+        Case("orpo loss, SFT's part by response", loss_of("orpo"), orpo(_sft_by_response), _KINDS, float32_only=True),
+        Case("orpo loss", loss_of("orpo"), orpo(_sft_by_token), ("padded",), differs=by_token),
+    ]
+
+
+def _means(batch: Batch) -> Tensor:
+    """[B] mean logprob of each row."""
+    return (batch.policy * batch.mask).sum(-1) / batch.mask.sum(-1)
+
+
+def _sft_by_response(batch: Batch) -> Tensor:
+    return -_means(batch)[::2].mean()
+
+
+def _sft_by_token(batch: Batch) -> Tensor:
+    return -batch.policy[::2][batch.mask[::2]].mean()
+
+
+def _trainer(**settings: Any) -> Any:
+    """What the losses read of their trainer."""
+    accelerator = SimpleNamespace(
+        device="cpu", **{name: lambda value, *_: value for name in ("gather", "gather_for_metrics")}
+    )
+    return SimpleNamespace(accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)), **settings)

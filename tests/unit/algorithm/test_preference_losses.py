@@ -1,0 +1,71 @@
+"""The losses of preferences, value and gradient, by formulas derived by hand: in float64, without autograd."""
+
+import math
+
+import pytest
+import torch
+
+from rftdask.algorithm.compose import make_algorithm
+from tests.unit.algorithm.algorithm_cases import gradient, inputs, loss_only, with_weights
+
+CHOSEN, REJECTED = [-0.5, -1.0, -0.3], [-2.0, -0.7]
+"""Logprobs of the tokens of one pair; the rejected response is shorter."""
+MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+def one_pair(name: str, **args: float) -> tuple[float, list[list[float]]]:
+    """The loss of the pair and its gradient by the logprobs."""
+    algorithm = loss_only(name, **args)
+    loss, grad = gradient(with_weights(inputs([CHOSEN, [*REJECTED, -9.0]], mask=MASK), algorithm), algorithm)
+    return loss.item(), grad.tolist()
+
+
+def sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def test_simpo_by_hand() -> None:
+    beta, gamma = 2.5, 0.6
+    # m = beta (mean_w - mean_l) - gamma, loss = log(1 + e^-m), d loss / d m = -sigmoid(-m).
+    margin = beta * (sum(CHOSEN) / 3 - sum(REJECTED) / 2) - gamma
+    slope = -sigmoid(-margin) * beta
+    loss, grad = one_pair("simpo", beta=beta, gamma=gamma)
+    assert loss == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-12)
+    assert grad[0] == pytest.approx([slope / 3] * 3, abs=1e-12)
+    assert grad[1] == pytest.approx([-slope / 2, -slope / 2, 0.0], abs=1e-12)
+
+
+def test_orpo_by_hand() -> None:
+    beta = 0.4
+    a, b = sum(CHOSEN) / 3, sum(REJECTED) / 2
+    odds = [math.exp(x) / (1.0 - math.exp(x)) for x in (a, b)]
+    ratio = math.log(odds[0] / odds[1])
+    # d log odds / d log P = 1 / (1 - P), equation 10 of the paper in other words.
+    slopes = [-1.0 - beta * sigmoid(-ratio) / (1.0 - math.exp(a)), beta * sigmoid(-ratio) / (1.0 - math.exp(b))]
+    loss, grad = one_pair("orpo", beta=beta)
+    assert loss == pytest.approx(-a + beta * math.log1p(math.exp(-ratio)), abs=1e-12)
+    assert grad[0] == pytest.approx([slopes[0] / 3] * 3, abs=1e-12)
+    assert grad[1] == pytest.approx([slopes[1] / 2, slopes[1] / 2, 0.0], abs=1e-12)
+
+
+def test_orpo_of_a_response_that_is_certain_is_finite() -> None:
+    batch = inputs(torch.tensor([[0.0, 0.0], [-1.0, -1.0]]), mode="seq-mean-token-mean")
+    loss, grad = gradient(batch, loss_only("orpo"))
+    assert torch.isfinite(loss) and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("name", ["orpo", "simpo"])
+def test_no_reference_is_asked_for(name: str) -> None:
+    assert not make_algorithm(name).use_reference
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo"])
+def test_a_better_margin_is_a_smaller_loss(name: str) -> None:
+    """By the sign of the gradient: more of the chosen response, less of the rejected one."""
+    algorithm = loss_only(name)
+    pair = inputs([CHOSEN, [*REJECTED, -9.0]], mask=MASK, ref_logprobs_BT=-torch.ones(2, 3).double())
+    _, grad = gradient(with_weights(pair, algorithm), algorithm)
+    assert (grad[0] < 0).all() and (grad[1, :2] > 0).all()
+    _, metrics = algorithm.compute_loss(with_weights(pair, algorithm))
+    assert metrics["reward_accuracy"].item() == pytest.approx(1.0)
+    assert metrics["reward_chosen"] > metrics["reward_rejected"]
