@@ -32,7 +32,7 @@ def fake_tree(folder: Path, explorers: int, rollout_s: float) -> Tree:
     (folder / "chaos_workflow.py").write_text(WORKFLOW.format(rollout_s=rollout_s, longest_s=10 * rollout_s))
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(64)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
+    columns = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
     return {
         "model": {"model_path": "none", "max_prompt_tokens": 16, "max_response_tokens": 8},
         "algorithm": {"algorithm_type": "grpo", "repeat_times": 2, "kl_loss_fn": "none"},

@@ -33,7 +33,7 @@ _WRITES_PER_STEP = 5
 def make_config(root: Path, steps: int) -> dict[str, Any]:
     tasks = root / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"prompt": f"{i}=", "response": str(i)}) + "\n" for i in range(64)))
-    taskset = {"path": str(tasks), "format": {"prompt_type": "plaintext"}}
+    taskset = {"path": str(tasks), "format": {"prompt_type": "raw"}}
     return {
         "name": "loop",
         "checkpoint_root_dir": str(root / "runs"),

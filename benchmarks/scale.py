@@ -117,7 +117,7 @@ class Simulation:
                     "batch_size": batch_size,
                     "total_epochs": 1,
                     "explorer_input": {
-                        "taskset": {"path": tasks_file(), "format": {"prompt_type": "plaintext"}},
+                        "taskset": {"path": tasks_file(), "format": {"prompt_type": "raw"}},
                         "default_reward_fn_type": "exact_reward",
                     },
                 },

@@ -26,8 +26,8 @@ Row = tuple[Sequence[int], int, Sequence[bool] | None]
 class SftRows:
     """Tokenizes prompts and responses, or whole chats, on demand.
 
-    prompt_type plaintext joins prompt and response as they are, an end token after; messages renders them through the
-    chat template of the tokenizer.
+    prompt_type raw joins prompt and response as they are, an end token after; plaintext and messages render them
+    through the chat template of the tokenizer.
 
     Example: SftRows(dataset, tokenizer, FormatConfig(), max_tokens=2048).read([3, 5])
     """
@@ -38,8 +38,8 @@ class SftRows:
         self._tokenizer = tokenizer
         self._format = fmt
         self._max_tokens = max_tokens
-        self._is_chat = fmt.prompt_type == "messages"
-        self._has_messages = self._is_chat and fmt.messages_key in dataset.columns
+        self._is_chat = fmt.prompt_type != "raw"
+        self._has_messages = fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
         for column in [fmt.messages_key] if self._has_messages else [fmt.prompt_key, fmt.response_key]:
             _check_column(dataset, column, "*_key")
 
@@ -118,7 +118,7 @@ class SftRows:
             if not (prompt.startswith(done) and end.startswith(prompt) and whole.startswith(end)):
                 raise DataError(
                     f"row {number}: the chat template renders the prompt differently once the answer follows, so the "
-                    "tokens to learn cannot be told apart; use prompt_type plaintext or another template"
+                    "tokens to learn cannot be told apart; use prompt_type raw or another template"
                 )
             pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
             done = end

@@ -25,7 +25,7 @@ class Task:
     prompt: str = ""
     """The prompt column as text ("" when the row holds messages)."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages, ready to render: system prompt included. For a plaintext prompt: empty."""
+    """Chat messages, ready to render: system prompt included. For a raw prompt: empty."""
     truth: str = ""
     """The reference answer as text, "" if the taskset has none."""
     workflow: str = "simple_workflow"

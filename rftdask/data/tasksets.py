@@ -110,11 +110,10 @@ class Taskset:
         value = self._cell(row, index, option, key)
         prompt = value if isinstance(value, str) else ""
         messages: list[Mapping[str, Any]] = []
-        if fmt.prompt_type == "plaintext":
-            if not isinstance(value, str):
-                raise DataError(
-                    f"{self._where(index)}: column {key!r} holds a {type(value).__name__}, plaintext needs text"
-                )
+        if fmt.prompt_type != "messages" and not isinstance(value, str):
+            kind = type(value).__name__
+            raise DataError(f"{self._where(index)}: column {key!r} holds a {kind}, {fmt.prompt_type} needs text")
+        if fmt.prompt_type == "raw":
             prompt += fmt.reply_prefix or ""
         else:
             messages = self._chat(value, row, f"{self._where(index)}: column {key!r}")

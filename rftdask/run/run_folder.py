@@ -44,6 +44,9 @@ _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
 """A living owner writes at least once in it."""
+_CONFIG_EDITION = 2
+"""Of what the words of a config mean, as `run.json` says it. 1, where it says nothing: plaintext said what raw says
+now, and supervised rows looked at neither `system_prompt_key` nor `reply_prefix`."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
 _FREE_KEYS = {
@@ -169,11 +172,13 @@ def record_run(storage: Storage, config: Config) -> None:
 
 
 def read_run(storage: Storage) -> dict[str, Any]:
-    """`run.json` of an existing run. Raises: DataError: there is none."""
+    """`run.json` of an existing run, its config in the words of today. Raises: DataError: there is none."""
     try:
         tree = parse_object(storage.get(RUN_FILE))
         if not isinstance(tree.get("config"), Mapping):
             raise ValueError("it holds no config")
+        if "config_edition" not in tree:
+            tree["config"] = _as_meant(tree["config"])
     except NotFoundError:
         raise DataError(f"{storage.url} is not a run folder: it has no {RUN_FILE}") from None
     except ValueError as error:
@@ -283,8 +288,21 @@ def _run_json(config: Config, made_of: Mapping[str, Any] | None = None) -> bytes
     if folder is not None and not names_environment(folder):  # who attaches is elsewhere
         told["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
     tree = {"config": told, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
-    tree |= {"cwd": os.getcwd()} | ({} if made_of is None else {"made_of": made_of})
+    tree |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | ({} if made_of is None else {"made_of": made_of})
     return json.dumps(tree, indent=1).encode()
+
+
+def _as_meant(tree: Any, key: str = "", supervised: bool = False) -> Any:
+    """A part of a config of the first edition, in the words of this one; `supervised`: it is of `trainer_input`."""
+    if isinstance(tree, list):
+        return [_as_meant(item) for item in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    tree = {name: _as_meant(item, name, supervised or name == "trainer_input") for name, item in tree.items()}
+    if key == "format" and tree.get("prompt_type") == "plaintext":
+        tree["prompt_type"] = "raw"
+    ignored = ("system_prompt_key", "reply_prefix") if key == "format" and supervised else ()
+    return tree | {name: None for name in ignored if name in tree}
 
 
 def _is_of_the_run(storage: Storage, was: str, now: str) -> bool:

@@ -23,8 +23,8 @@ from rftdask.trainer.packing import pack_rows
 
 pytestmark = pytest.mark.slow
 
-PLAINTEXT = {"prompt_type": "plaintext"}
-QUESTIONS = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
+RAW = {"prompt_type": "raw"}
+QUESTIONS = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
 SHUFFLED = {"selector_type": "shuffle"}
 WARM_UP_STEPS = 160
 CORRECT_SHARE = 0.3
@@ -69,7 +69,7 @@ class Toy:
 
     def train(self, name: str, path: str, **sections: Any) -> Experiment:
         """The finished run on a dataset."""
-        source = {"path": str(self.folder / path), "format": PLAINTEXT, "data_selector": SHUFFLED}
+        source = {"path": str(self.folder / path), "format": RAW, "data_selector": SHUFFLED}
         buffer = {
             "train_batch_size": 32,
             "total_epochs": 100,
@@ -171,7 +171,7 @@ def test_ppo_with_a_critic_learns(toy: Toy) -> None:
 
 
 def test_mix_learns_from_rollouts_and_demonstrations(toy: Toy) -> None:
-    shown = {"sft_dataset": {"path": str(toy.folder / "right.jsonl"), "format": PLAINTEXT, "data_selector": SHUFFLED}}
+    shown = {"sft_dataset": {"path": str(toy.folder / "right.jsonl"), "format": RAW, "data_selector": SHUFFLED}}
     before, after = toy.learn(
         "mix",
         {"batch_size": 56, "trainer_input": {"auxiliary_buffers": shown}},

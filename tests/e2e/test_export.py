@@ -34,7 +34,7 @@ def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path
     held_out = Path(experiment.config.model.model_path).parent / "toy" / "eval.jsonl"
     few = tmp_path / "few.jsonl"
     few.write_text("".join(held_out.read_text().splitlines(keepends=True)[:4]))
-    columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    columns = "format: {prompt_type: raw, prompt_key: question, response_key: answer}"
     taskset = f"buffer.explorer_input.eval_tasksets=[{{name: few, path: {few}, {columns}}}]"
     config = held_out.parents[1] / "config.yaml"
     settings = ("trainer.total_steps=3", "trainer.save_interval=0", "explorer.bench_on_latest_checkpoint=true")

@@ -23,7 +23,7 @@ def build_tiny_model(folder: Path) -> Path:
 def write_grpo_config(folder: Path, **sections: dict[str, Any]) -> Path:
     """`config.yaml` of a GRPO run with the transformers engine and the PyTorch trainer; `run_folder` tells where."""
     write_toy_tasks(folder / "toy")
-    columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
+    columns = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
     tree: dict[str, Any] = {
         "name": "tiny",
         "checkpoint_root_dir": str(folder / "runs"),

@@ -47,7 +47,7 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
     for name, count in (("tasks", num_tasks), ("held_out", NUM_EVAL_TASKS)):
         rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = {"prompt_type": "plaintext", "prompt_key": "question", "response_key": "answer"}
+    columns = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
     tree: dict[str, Any] = {
         "name": "fake",
         "checkpoint_root_dir": str(folder / "runs"),

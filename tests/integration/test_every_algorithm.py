@@ -54,13 +54,13 @@ class World:
             "buffer": {"batch_size": BATCH_SIZE, "trainer_input": {"experience_buffer": {}, "auxiliary_buffers": {}}},
             "trainer": {"total_steps": STEPS},
         }
-        plaintext = {"prompt_type": "plaintext"}
+        raw = {"prompt_type": "raw"}
         section = AlgorithmConfig(algorithm_type=name)
         if section.schema_type != "experience":
-            buffer = {"path": str(self.folder / f"{section.schema_type}.jsonl"), "format": plaintext}
+            buffer = {"path": str(self.folder / f"{section.schema_type}.jsonl"), "format": raw}
             tree["buffer"]["trainer_input"]["experience_buffer"] = buffer
         if section.usual_sample_strategy == "mix":
-            shown = {"shown": {"path": str(self.folder / "sft.jsonl"), "format": plaintext}}
+            shown = {"shown": {"path": str(self.folder / "sft.jsonl"), "format": raw}}
             tree["buffer"]["trainer_input"]["auxiliary_buffers"] = shown
         if name in ("on_policy_distill", "jsd"):
             tree["explorer"] = {"auxiliary_models": [{"model_path": str(self.folder / "teacher")}]}
@@ -69,7 +69,7 @@ class World:
 
     def with_explorer(self, name: str) -> Config:
         """The same run with its own explorers in place of a finished log."""
-        taskset = {"path": str(self.folder / "sft.jsonl"), "format": {"prompt_type": "plaintext"}}
+        taskset = {"path": str(self.folder / "sft.jsonl"), "format": {"prompt_type": "raw"}}
         return self.config(name, "mode=both", f"buffer.explorer_input.taskset={json.dumps(taskset)}")
 
     def explore(self, config: Config, storage: Storage, flat: bool = False) -> None:

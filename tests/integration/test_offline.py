@@ -86,7 +86,7 @@ def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_p
 
 def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Path) -> None:
     held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
-    columns = "format: {prompt_type: plaintext, prompt_key: question, response_key: answer}"
+    columns = "format: {prompt_type: raw, prompt_key: question, response_key: answer}"
     held_out_taskset = f"{{name: held_out, path: {held_out}, repeat_times: 2, {columns}}}"
     again = f"{{name: again, path: {held_out}, {columns}}}"
     taskset = f"buffer.explorer_input.eval_tasksets=[{held_out_taskset}, {again}]"

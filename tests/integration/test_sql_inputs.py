@@ -21,8 +21,7 @@ SFT = (
     "mode=train",
     "buffer.batch_size=4",
     "trainer.save_interval=1",
-    "buffer.trainer_input.experience_buffer.format="
-    "{prompt_type: plaintext, prompt_key: question, response_key: answer}",
+    "buffer.trainer_input.experience_buffer.format={prompt_type: raw, prompt_key: question, response_key: answer}",
 )
 
 

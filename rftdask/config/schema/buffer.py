@@ -21,10 +21,11 @@ _WORKFLOW = Named("workflow", registered_workflows)
 class FormatConfig(Section):
     """`format`: which column of a dataset means what."""
 
-    prompt_type: Literal["messages", "plaintext"] = "messages"
-    """sft: messages (a chat in `messages_key`) or plaintext (`prompt_key` and `response_key`). dpo: the same, with
-    `chosen_key` and `rejected_key` in place of the response. cpt: plaintext in `prompt_key`, whatever is set here.
-    A special token that a message spells is text; in plaintext, which no template renders, it is special."""
+    prompt_type: Literal["messages", "plaintext", "raw"] = "messages"
+    """messages: a chat in `messages_key`, or else as plaintext. plaintext: texts in `prompt_key` and `response_key`,
+    which the chat template renders. raw: the same texts, joined as they are. Of a task the prompt alone; dpo:
+    `chosen_key` and `rejected_key` in place of the response; cpt: raw text in `prompt_key`, whatever is set here.
+    A special token that a message spells is text; in raw text it is special."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "response"

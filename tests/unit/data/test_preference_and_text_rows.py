@@ -46,7 +46,7 @@ class Characters:
         raise AssertionError("plain text has no template")
 
 
-FORMAT = FormatConfig(prompt_type="plaintext")
+FORMAT = FormatConfig(prompt_type="raw")
 MAX_TOKENS = 6
 PAIRS = Rows(tuple({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
 
@@ -60,7 +60,7 @@ def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
 
 def test_a_missing_side_is_named() -> None:
     with pytest.raises(DataError, match="no column 'better'"):
-        PreferenceRows(PAIRS, Characters(), FormatConfig(prompt_type="plaintext", chosen_key="better"), MAX_TOKENS)
+        PreferenceRows(PAIRS, Characters(), FormatConfig(prompt_type="raw", chosen_key="better"), MAX_TOKENS)
 
 
 def test_no_batch_parts_a_pair() -> None:

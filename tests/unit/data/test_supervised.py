@@ -64,8 +64,14 @@ def read(rows: list[dict[str, Any]], tokenizer: CharTokenizer | None = None, **f
     return found
 
 
-def test_plaintext_is_prompt_and_response_and_an_end_token() -> None:
-    assert read([{"q": "1+1=", "a": "2"}], prompt_type="plaintext") == [("1+1=", "2$")]
+def test_a_raw_row_is_prompt_and_response_and_an_end_token() -> None:
+    assert read([{"q": "1+1=", "a": "2"}], prompt_type="raw") == [("1+1=", "2$")]
+
+
+def test_plaintext_is_a_chat_of_the_two_columns_whatever_else_a_row_holds() -> None:
+    row = {"q": "hi", "a": "yo", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    assert read([row], prompt_type="plaintext") == [("<user>hi<assistant>", "yo|")]
+    assert read([row], prompt_type="messages") == [("<user>x<assistant>", "y|")]
 
 
 def test_a_chat_goes_through_the_template_and_ends_as_it_says() -> None:
@@ -87,9 +93,9 @@ def test_a_column_of_messages_wins_and_its_last_message_is_learned(as_json: bool
 
 
 def test_a_long_response_loses_its_end_and_a_long_prompt_is_refused() -> None:
-    assert read([{"q": "12", "a": "3456"}], prompt_type="plaintext", max_tokens=4) == [("12", "34")]
+    assert read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=4) == [("12", "34")]
     with pytest.raises(DataError, match=r"row 0: the prompt alone has 2 tokens, nothing of the response fits in 2"):
-        read([{"q": "12", "a": "3456"}], prompt_type="plaintext", max_tokens=2)
+        read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=2)
 
 
 def test_a_template_that_changes_the_prompt_is_refused() -> None:
@@ -99,7 +105,7 @@ def test_a_template_that_changes_the_prompt_is_refused() -> None:
         read([{"q": "hi", "a": "yo"}], MovingTemplate())
 
 
-@pytest.mark.parametrize("prompt_type", ["plaintext", "messages"])
+@pytest.mark.parametrize("prompt_type", ["raw", "plaintext", "messages"])
 def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
     with pytest.raises(DataError, match="row 1: column 'a' holds int, text is needed"):
         read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)

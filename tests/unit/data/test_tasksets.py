@@ -44,8 +44,13 @@ def test_a_system_prompt_of_the_row_wins() -> None:
     assert [tasks.task(0, index).messages[0]["content"] for index in (0, 1)] == ["terse", "general"]
 
 
-def test_a_plaintext_prompt_stays_as_it_is() -> None:
-    task = taskset(ROW, prompt_type="plaintext", system_prompt="unused", reply_prefix=" =").task(0, 0)
+def test_a_plaintext_prompt_becomes_a_chat_and_no_column_of_messages_wins() -> None:
+    task = taskset({**ROW, "message": CHAT}, prompt_type="plaintext").task(0, 0)
+    assert (task.prompt, task.messages) == ("1+1?", ({"role": "user", "content": "1+1?"},))
+
+
+def test_a_raw_prompt_stays_as_it_is() -> None:
+    task = taskset(ROW, prompt_type="raw", system_prompt="unused", reply_prefix=" =").task(0, 0)
     assert (task.prompt, task.messages) == ("1+1? =", ())
 
 
@@ -97,6 +102,7 @@ def test_check_names_a_missing_column_and_the_columns_there_are(changes: dict[st
         ({"answer": "2"}, {}, "row 1: .* no column 'question'"),
         ({"question": [1], "answer": "2"}, {}, "row 1: column 'question' is neither text nor a chat"),
         ({"question": CHAT, "answer": "2"}, {"prompt_type": "plaintext"}, "row 1: .* plaintext needs text"),
+        ({"question": CHAT, "answer": "2"}, {"prompt_type": "raw"}, "row 1: .* raw needs text"),
     ],
 )
 def test_check_names_a_row_that_does_not_fit(row: dict[str, Any], changes: dict[str, str], message: str) -> None:

@@ -20,6 +20,7 @@ from rftdask.config import Config, load_config, replace
 from rftdask.errors import DamagedError, DataError, FencedError
 from rftdask.run.run_folder import RUN_FILE, Lease, lease_holder, open_run, read_config, read_run, record_config
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.checked_json import parse_object
 from rftdask.testing.storage_faults import FaultyStorage
 
 _numbers = itertools.count()
@@ -97,6 +98,28 @@ def test_rollout_batches_keep_the_size_of_the_first_start(storage: Storage) -> N
     assert more_engines.explorer.tasks_per_batch == 4
     with pytest.raises(DataError, match=r"explorer.tasks_per_batch: was 4, is 2"):
         open_run(storage, config("explorer.tasks_per_batch=2"))
+
+
+def test_a_run_from_before_raw_goes_on_as_it_began(storage: Storage) -> None:
+    """Then plaintext said what raw says now, and what supervised rows did not look at may not begin to act."""
+
+    def began(prompt_type: str, **more: str) -> Config:
+        fmt = {"prompt_type": prompt_type, **more}
+        read = {"experience_buffer": {"path": "rows.jsonl", "format": fmt}}
+        tree = {"algorithm": {"algorithm_type": "sft"}, "mode": "train", "buffer": {"trainer_input": read}}
+        return load_config({"model": {"model_path": "tiny", "max_model_len": 64}, **tree})
+
+    open_run(storage, began("plaintext", reply_prefix="Well, "))
+    tree = parse_object(storage.get(RUN_FILE))
+    del tree["config_edition"]
+    storage.put(RUN_FILE, json.dumps(tree).encode())
+
+    key = "buffer.trainer_input.experience_buffer.format"
+    assert open_run(storage, began("raw")).buffer.trainer_input.experience_buffer.format.prompt_type == "raw"
+    with pytest.raises(DataError, match=f"{key}.prompt_type: was 'raw', is 'plaintext'"):
+        open_run(storage, began("plaintext"))
+    with pytest.raises(DataError, match=f"{key}.reply_prefix: was None, is 'Well, '"):
+        open_run(storage, began("raw", reply_prefix="Well, "))
 
 
 def test_a_folder_without_a_run_is_told(storage: Storage) -> None:
