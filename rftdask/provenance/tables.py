@@ -9,7 +9,6 @@ where it is from: `stage`, and for experiences and ledger lines `shard` and `row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,7 @@ from rftdask.run.view import Stage, open_stages
 from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 from rftdask.weights.manifest import read_manifest
-from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE, published_versions, weights_folder
+from rftdask.weights.published import as_published, published_versions, weights_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -198,17 +197,18 @@ class RunTables:
             published = published_versions(stage.storage)
             rows += [self._folder(stage, weights_folder(version)) for version in published]
             gone = [step for step in checkpoint_steps(stage.storage) if step not in published]
-            rows += [self._folder(stage, checkpoint_folder(step), as_published=True) for step in gone]
+            rows += [self._folder(stage, checkpoint_folder(step), of_weights=True) for step in gone]
         return pa.Table.from_pylist([row for row in rows if row], WEIGHTS_SCHEMA)
 
-    def _folder(self, stage: Stage, folder: str, as_published: bool = False) -> dict[str, Any] | None:
+    def _folder(self, stage: Stage, folder: str, of_weights: bool = False) -> dict[str, Any] | None:
         """What the tables of checkpoints and weights say of a folder with a manifest."""
         manifest = self._try(partial(read_manifest, stage.storage, folder))
         if manifest is None:
             return None
-        if as_published and CHECKPOINT_MODEL_FILE in manifest.files:
-            # Publishing the policy of a checkpoint gives this one file, and so the hash its experiences carry.
-            manifest = replace(manifest, files={MODEL_FILE: manifest.files[CHECKPOINT_MODEL_FILE]})
+        if of_weights:
+            manifest = as_published(manifest)
+            if not manifest.files:  # a trainer engine of the user's own may keep them under other names
+                return None
         return {
             "stage": stage.name,
             "version": manifest.version,

@@ -8,7 +8,7 @@ pointer is no news.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
@@ -125,16 +125,27 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
     manifest = _try_manifest(storage, folder)
     if manifest is None:
         return None
-    files = tuple(
-        (name, entry)
-        for name, entry in sorted(manifest.files.items())
-        if name == CHECKPOINT_MODEL_FILE or name.startswith(CHECKPOINT_ADAPTER_FOLDER + "/")
-    )
+    files = tuple(sorted(_weight_files(manifest).items()))
     if not files:
         return None
-    # Of the last file by name, which holds weights also where the config of an adapter stands beside them.
-    content_hash = files[-1][1].sha256[:16]
+    content_hash = as_published(manifest).content_hash
     return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
+
+
+def as_published(checkpoint: Manifest) -> Manifest:
+    """The manifest of a checkpoint with only what publishing its policy writes, under the names it has there: so both
+    have one content hash, and experiences name the weights by it wherever an engine took them from.
+    """
+    files = {name.rpartition("/")[2]: entry for name, entry in _weight_files(checkpoint).items()}
+    return replace(checkpoint, files=files)
+
+
+def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
+    return {
+        name: entry
+        for name, entry in checkpoint.files.items()
+        if name == CHECKPOINT_MODEL_FILE or name.startswith(CHECKPOINT_ADAPTER_FOLDER + "/")
+    }
 
 
 def _published(manifest: Manifest, folder: str) -> Published:

@@ -160,6 +160,7 @@ def test_files_of_adapters_are_published_and_loaded_from_checkpoints(model_folde
     held = read_checkpoint_weights(storage, "global_step_1")
     assert held is not None
     assert [name.rpartition("/")[2] for name, _ in held.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert held.content_hash == published.content_hash
 
 
 def test_layers_that_the_model_has_not_are_refused(model_folder: str) -> None:
