@@ -82,7 +82,11 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "OptimizerConfig": {"warmup_style": Renamed("lr_scheduler_type")},
     "AlgorithmConfig": _missing("router replay of mixture-of-experts models", enable_router_replay=False),
-    "LoraConfig": _derived("is_dummy"),
+    "LoraConfig": {
+        **_ignored("there is one adapter", name=None),
+        **_ignored("adapters are of the model in model.model_path", base_model_name=None),
+        **_derived("is_dummy"),
+    },
     "ModelConfig": {
         **_ignored(_LOGPROBS, logprobs=0),
         **_missing(_THINKING, enable_thinking=None),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from statistics import fmean, pstdev
 
 from rftdask.buffer.log import open_log
@@ -154,14 +154,15 @@ class EvaluationQueue:
 
     def _record_from_log(self, taskset: str, version: int) -> None:
         log = open_log(self._storage, self._config, f"eval/{taskset}")
-        self._record(taskset, version, evaluation_metrics(log, version))
+        self._record(taskset, version, evaluation_metrics(log, version, detailed=self._config.monitor.detailed_stats))
 
 
-def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
+def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = False) -> dict[str, float]:
     """Means over all rollouts of the evaluation of `version`, read from its shards.
 
     A unit that ran twice counts once, and so does a rollout of several turns. A failed rollout is no correct answer
     and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
+    detailed: also the largest, the smallest and the standard deviation over all rollouts (`monitor.detailed_stats`).
     """
     # By index of the unit: of two shards with the same rollouts one counts.
     shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
@@ -188,6 +189,8 @@ def evaluation_metrics(log: ExperienceLog, version: int) -> dict[str, float]:
     means["num_rollouts"] = float(num_rollouts)
     for metric, values in by_name.items():
         means |= repeat_metrics(metric, values)
+        if detailed and (flat := list(chain.from_iterable(values))):
+            means |= {f"{metric}/max": max(flat), f"{metric}/min": min(flat), f"{metric}/std": pstdev(flat)}
     return means
 
 

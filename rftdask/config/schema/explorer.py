@@ -160,7 +160,7 @@ class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
     name: str = Field(default="explorer", pattern=NAME)
-    """Name in file names and metrics."""
+    """Name in the plan that `rftdask validate` prints, and in estimates."""
     min_workers: Count | None = None
     """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
     if that is less."""

@@ -10,12 +10,8 @@ from rftdask.config.base import Count, Filled, Natural, Section, absent
 class LoraConfig(Section):
     """One item of `model.lora_configs`."""
 
-    name: str | None = None
-    """Name of the adapter."""
     path: str | None = None
     """Folder of a trained adapter to begin with. None: a fresh one."""
-    base_model_name: str | None = None
-    """Model the adapter was made for."""
     lora_rank: Count = 32
     """Rank of the update."""
     lora_alpha: Count = 32

@@ -65,7 +65,7 @@ class MonitorConfig(Section):
     monitor_args: Free = no_items()
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
     detailed_stats: bool = False
-    """Mean, maximum, minimum and standard deviation of evaluation metrics in place of the mean."""
+    """Maximum, minimum and standard deviation of evaluation metrics beside the mean: <metric>/max, /min, /std."""
 
 
 class ExperiencePipelineConfig(Section):

@@ -27,7 +27,7 @@ class TrainerConfig(Section):
     """`trainer`: optimizer steps and checkpoints. Intervals are optimizer steps."""
 
     name: str = Field(default="trainer", pattern=NAME)
-    """Name in file names and metrics."""
+    """Name in the plan that `rftdask validate` prints, and in estimates."""
     trainer_type: Annotated[
         str,
         Named("trainer engine", registered_train_engines, needed=True),

@@ -2,12 +2,14 @@
 
 - Every key of the reference system is a key of ours, with its default unless OUR_DEFAULTS says otherwise.
 - A key whose feature is missing is refused when set; one without effect is warned about; a derived one is refused.
-- Nothing of this depends on the order of keys, and every key explains itself.
+- Nothing of this depends on the order of keys, and every key explains itself and is read somewhere.
 """
 
 import ast
 import inspect
+from pathlib import Path
 from types import ModuleType
+from typing import Literal, get_args, get_origin
 
 import pytest
 from config_cases import another_value, config, grpo, problems, reachable, with_key
@@ -15,7 +17,7 @@ from config_reference_keys import DERIVED_KEYS, NONE_GIVEN, OUR_DEFAULTS, OUR_KE
 from pydantic.fields import FieldInfo
 
 from rftdask.config import Config
-from rftdask.config.base import Filled, Later, Section, child_of, default_of, marks_of, plain
+from rftdask.config.base import Filled, Later, Named, Section, child_of, default_of, marks_of, plain
 from rftdask.config.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.reference_keys import Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, run, trainer
@@ -169,3 +171,21 @@ def test_every_key_is_followed_by_its_meaning(module: ModuleType) -> None:
             ]
             for field, after in fields:
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field.target)
+
+
+def test_every_key_is_read_by_some_code() -> None:
+    """As an attribute, or by its name in a text; so a key that shares its name with another escapes."""
+    code = [ast.parse(path.read_text()) for path in Path(run.__file__).parents[2].rglob("*.py")]
+    nodes = [node for tree in code for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    # The arguments of a part are read through the mark of the key that names it.
+    read |= {mark.arguments for path in marked(Named) for mark in marks(path) if isinstance(mark, Named)}
+    read.add("optimizer_type")  # both of its values are AdamW
+    unread = {path for path in KEYS if path.rpartition(".")[2].removesuffix("[]") not in read}
+    assert {path for path in unread if isinstance(KEYS[path], FieldInfo) and not has_one_value(KEYS[path])} == set()
+
+
+def has_one_value(key: FieldInfo) -> bool:
+    """Whether nothing is left to decide: any other value is refused or taken as this one."""
+    return get_origin(key.annotation) is Literal and len(get_args(key.annotation)) == 1

@@ -157,6 +157,9 @@ def test_the_rollouts_of_a_task_are_told_together_and_a_rollout_of_several_turns
     assert (metrics["reward/mean@2"], metrics["reward/std@2"]) == (0.25, 0.25)
     assert (metrics["accuracy/best@2"], metrics["accuracy/worst@2"]) == (0.375, 0.125)
     assert metrics["num_response_tokens"] == 9 / 5
+    more = evaluation_metrics(log, 4, detailed=True)
+    assert {name: value for name, value in more.items() if name in metrics} == metrics
+    assert (more["reward/max"], more["reward/min"], more["reward/std"]) == (1.0, 0.0, 3**0.5 / 4)
 
 
 # ---- what the rollouts of one task say together
