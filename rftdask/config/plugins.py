@@ -390,6 +390,50 @@ def function_registry(package: str, decorator: str) -> dict[str, Any]:
     return dict(read_functions(package, decorator))
 
 
+@dataclass(frozen=True)
+class LibraryParts(Mapping[str, RegisteredPart]):
+    """Classes and functions of installed libraries by the names of a configuration, each read from its source when it
+    is asked for; the library is found, not imported.
+
+    Example: LibraryParts({"sgd": "torch.optim.sgd.SGD"}, supplied=("params", "lr"))["sgd"].parameters
+    """
+
+    places: Mapping[str, str]
+    """Name -> file and attribute, dotted."""
+    supplied: tuple[str, ...]
+    """Arguments that the caller gives itself."""
+
+    def __getitem__(self, name: str) -> RegisteredPart:
+        """Raises: KeyError: no such name. NotInstalledError: the library is not there."""
+        module, _, attribute = self.places[name].rpartition(".")
+        takes = _read_signature(module, attribute)
+        given = None if takes is None else {key: takes[key] for key in takes if key not in self.supplied}
+        return RegisteredPart(name, module, attribute, given)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@cache
+def _read_signature(module: str, attribute: str) -> Mapping[str, Parameter] | None:
+    """The arguments of a function, or of the __init__ of a class, at the top of a library's module; None: any."""
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)  # of a module below, it would import the package
+    if spec is None or spec.origin is None:
+        raise NotInstalledError(f"{module}.{attribute} needs {package!r}, which is not installed")
+    file = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
+        if isinstance(node, ast.FunctionDef) and node.name == attribute:
+            return _read_arguments(node.args)
+        if isinstance(node, ast.ClassDef) and node.name == attribute:
+            own = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
+            return _read_arguments(own.args, skip=1)
+    raise NotInstalledError(f"the installed {package!r} has no {module}.{attribute}")
+
+
 @dataclass
 class _ReadClass:
     """What the source of a class says that a configuration may ask for."""

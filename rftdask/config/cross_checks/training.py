@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.cross_checks.rule import Rules, is_natural
 from rftdask.config.plugins import argument_problems
 from rftdask.config.schema.algorithm import registered_parts
+from rftdask.config.schema.optimizer import SCHEDULES
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -40,6 +41,18 @@ def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
     [part] = registered_parts("rollout_correction").values()  # there is one, which the key names by being there
     for argument, message in argument_problems(part, config.algorithm.rollout_correction or {}):
         yield f"algorithm.rollout_correction.{argument}", message
+
+
+@RULES.reading(
+    "algorithm.optimizer.lr_scheduler_type", "algorithm.optimizer.lr_scheduler_args", "algorithm.optimizer.min_lr_ratio"
+)
+def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
+    section, at = config.algorithm.optimizer, "algorithm.optimizer"
+    name = section.lr_scheduler_type
+    for argument, message in argument_problems(SCHEDULES[name], section.lr_scheduler_args or {}):
+        yield f"{at}.lr_scheduler_args.{argument}", message
+    if section.min_lr_ratio and name not in ("constant", "constant_with_warmup", "linear", "cosine"):
+        yield f"{at}.min_lr_ratio", f"{name} ends where lr_scheduler_args say; this is of linear and cosine alone"
 
 
 @RULES.reading(

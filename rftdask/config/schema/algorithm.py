@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from rftdask.config.base import Aliases, Count, Filled, Free, Named, Section, absent
 from rftdask.config.plugins import RegisteredPart, find_part, known_part, read_parts, trait
+from rftdask.config.schema.optimizer import OptimizerConfig
 
 EXPERT_RATIO = 0.5
 """Share of demonstrations in a batch of strategy mix, where sample_strategy_args say nothing."""
@@ -83,29 +82,6 @@ def _part(kind: str, key: str, **more: Any) -> Named:
 
 _OLD_TYPES = Aliases(old_names("algorithm_type"), "the *_verl twins are deprecated")
 _OLD_ADVANTAGES = Aliases(old_names("advantage_fn"), "the *_verl twins are deprecated")
-
-
-class OptimizerConfig(Section):
-    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are optimizer steps."""
-
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    lr_warmup_steps: int = Field(default=-1, ge=-1)
-    """Steps of linear warm-up from 0. -1: `lr_warmup_steps_ratio` decides."""
-    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all steps, used when `lr_warmup_steps` is -1."""
-    min_lr_ratio: float = Field(default=0.01, ge=0, le=1)
-    """Where the cosine schedule ends, as a share of `lr`."""
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """Schedule after the warm-up."""
-    optimizer_type: Literal["adam", "adamw"] = "adam"
-    """Both names mean AdamW: weight decay is decoupled from the gradient."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of the first and second moment."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
-    clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
-    """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""
 
 
 class AlgorithmConfig(Section):

@@ -9,39 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rftdask.config.schema.algorithm import OptimizerConfig
+from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.errors import RoleError
+from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Steps with a gradient that is not finite: one may be chance, this many are not."""
 _NUM_SKIPPED = "num_skipped_in_a_row"
-
-
-def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """The rate of optimizer step `step`, counted from 1: linear warm-up to `lr`, then constant, or decay by a cosine to
-    `lr * min_lr_ratio` at `total_steps`.
-
-    Raises: ValueError: a decay whose end is not known.
-    """
-    if optimizer.lr_scheduler_type != "constant" and total_steps is None:
-        raise ValueError(
-            f"lr_scheduler_type {optimizer.lr_scheduler_type} needs a known number of steps: set trainer.total_steps"
-        )
-    warmup = optimizer.lr_warmup_steps
-    if warmup < 0:
-        # Negative: a share of the steps that are planned.
-        warmup = int(optimizer.lr_warmup_steps_ratio * (total_steps or 0))
-    if step <= warmup:
-        # From 1: the first step has a rate above 0, step `warmup` the whole one.
-        return optimizer.lr * step / warmup
-    if total_steps is None or optimizer.lr_scheduler_type == "constant":
-        return optimizer.lr
-    # A run that goes on beyond its planned end keeps the lowest rate.
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * shape)
 
 
 class Adam:
@@ -58,10 +34,9 @@ class Adam:
         """
         Args:
             grad_clip: largest norm of the gradient; 0: no limit, the norm is measured all the same.
-            total_steps: where the decay of the learning rate ends; None: not known, which only a constant rate bears.
+            total_steps: as of `learning_rate`, which raises where it has to be known.
         """
-        learning_rate(section, 1, total_steps)  # refuses what would fail at the first step
-        self._section, self._total_steps = section, total_steps
+        self._rate = learning_rate(section, total_steps)
         self._max_norm = grad_clip if grad_clip > 0 else math.inf
         self._strategy = strategy
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -87,7 +62,7 @@ class Adam:
         """
         self._strategy.reduce(self._parameters)
         norm = self._strategy.clip(self._parameters, self._max_norm)
-        lr = learning_rate(self._section, step, self._total_steps)
+        lr = self._rate(step)
         # The norm is the same on all ranks, so that they all make this step or none does.
         finite = math.isfinite(norm)
         if finite:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rftdask.config.schema.algorithm import OptimizerConfig
+from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.config.schema.trainer import CriticConfig
 from rftdask.errors import RoleError
 from rftdask.trainer.attention import hidden_states

@@ -325,6 +325,8 @@ OUR_DEFAULTS: dict[str, object] = {
     "explorer.auxiliary_models[].dtype": "auto",
     "trainer.trainer_type": "torch",
     "synchronizer.sync_method": "checkpoint",
+    # There a cosine ends at a hundredth of its peak; here, as that of transformers, at 0.
+    "algorithm.optimizer.min_lr_ratio": 0.0,
     "algorithm.optimizer.clip_grad": None,  # filled: 1.0, together with trainer.grad_clip
     "trainer.grad_clip": None,
     # Filled: that of the run, so that another `seed` is another run.
@@ -335,6 +337,7 @@ OUR_DEFAULTS: dict[str, object] = {
 """Where our default differs: each of the reference's values needs what we do not have."""
 
 OUR_KEYS = {
+    "algorithm.optimizer.lr_scheduler_args",
     "buffer.trainer_input.experience_buffer.max_unread_bytes",
     "data_processor.experience_pipeline.stage",
     "seed",

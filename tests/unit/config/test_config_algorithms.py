@@ -2,13 +2,14 @@
 does not go together is told.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from config_cases import config, grpo, problems, sft
 
 from rftdask.config import check_plugins, fill_from_environment, load_config, make_plan, replace
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts
+from rftdask.config.schema.optimizer import SCHEDULES, OptimizerConfig
 from rftdask.errors import ConfigError
 
 SHOWN = {"trainer_input": {"auxiliary_buffers": {"sft_dataset": {"path": "shown.jsonl"}}}}
@@ -263,3 +264,25 @@ def test_a_part_of_the_users_own_is_imported_by_the_check_of_plugins_alone() -> 
 def test_arguments_of_the_rollout_correction_are_checked(given: dict[str, Any], key: str, message: str) -> None:
     (line,) = problems(grpo(algorithm={"algorithm_type": "grpo", "rollout_correction": given}))
     assert line.startswith(f"algorithm.rollout_correction.{key}: {message}")
+
+
+def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> None:
+    # The type of the key is written out for those who read it, and for mypy.
+    assert set(get_args(OptimizerConfig.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
+    assert set(SCHEDULES["polynomial"].parameters or ()) == {"lr_end", "power"}
+
+    def lines(**section: object) -> list[str]:
+        return problems(grpo(algorithm={"optimizer": section}))
+
+    assert config(grpo(algorithm={"optimizer": {"lr_scheduler_type": "linear"}})).algorithm.optimizer.lr == 1e-6
+    args = "algorithm.optimizer.lr_scheduler_args"
+    assert lines(lr_scheduler_type="cosine", lr_scheduler_args={"num_cycle": 2}) == [
+        f"{args}.num_cycle: unknown argument; did you mean num_cycles?; cosine takes num_cycles"
+    ]
+    few = lines(lr_scheduler_type="cosine", lr_scheduler_args={"num_cycles": "2"})
+    assert few == [f"{args}.num_cycles: '2' is not float"]
+    assert lines(lr_scheduler_type="warmup_stable_decay") == [
+        f"{args}.num_decay_steps: required by warmup_stable_decay, and not given"
+    ]
+    [line] = lines(lr_scheduler_type="inverse_sqrt", min_lr_ratio=0.1)
+    assert line.startswith("algorithm.optimizer.min_lr_ratio: inverse_sqrt ends where lr_scheduler_args say")

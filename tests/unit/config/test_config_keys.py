@@ -20,11 +20,11 @@ from rftdask.config import Config
 from rftdask.config.base import Filled, Later, Named, Section, child_of, default_of, marks_of, plain
 from rftdask.config.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.reference_keys import Derived, Ignored, Missing, Renamed, Secret
-from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, run, trainer
+from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
 from rftdask.config.schema.walk import walk
 
 KEYS = dict(walk(Config))
-SCHEMAS = [algorithm, buffer, cluster, explorer, model, run, trainer]
+SCHEMAS = [algorithm, buffer, cluster, explorer, model, optimizer, run, trainer]
 
 
 def marked(kind: type) -> list[str]:

@@ -1,0 +1,69 @@
+"""Section `algorithm.optimizer`: how weights move, and how fast. All steps are optimizer steps, counted from 1.
+
+Schedules are those of transformers; their arguments are read from its source, so that a configuration is checked
+without importing it.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rftdask.config.base import Filled, Free, Later, Section, absent
+from rftdask.config.plugins import LibraryParts
+
+_OF_TRANSFORMERS = "transformers.optimization.get_"
+SCHEDULES = LibraryParts(
+    {
+        "constant": f"{_OF_TRANSFORMERS}constant_schedule",
+        "constant_with_warmup": f"{_OF_TRANSFORMERS}constant_schedule_with_warmup",
+        "linear": f"{_OF_TRANSFORMERS}linear_schedule_with_warmup",
+        "cosine": f"{_OF_TRANSFORMERS}cosine_schedule_with_warmup",
+        "cosine_with_restarts": f"{_OF_TRANSFORMERS}cosine_with_hard_restarts_schedule_with_warmup",
+        "polynomial": f"{_OF_TRANSFORMERS}polynomial_decay_schedule_with_warmup",
+        "inverse_sqrt": f"{_OF_TRANSFORMERS}inverse_sqrt_schedule",
+        "cosine_with_min_lr": f"{_OF_TRANSFORMERS}cosine_with_min_lr_schedule_with_warmup",
+        "cosine_warmup_with_min_lr": f"{_OF_TRANSFORMERS}cosine_with_min_lr_schedule_with_warmup_lr_rate",
+        "warmup_stable_decay": f"{_OF_TRANSFORMERS}wsd_schedule",
+    },
+    supplied=("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"),
+)
+"""The names of `transformers.get_scheduler` whose rate is a function of the step, so that a resumed run has it."""
+
+
+class OptimizerConfig(Section):
+    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are optimizer steps."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = Field(default=-1, ge=-1)
+    """Steps of linear warm-up from 0. -1: `lr_warmup_steps_ratio` decides."""
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Warm-up as a share of all steps, used when `lr_warmup_steps` is -1."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the schedules linear and cosine end, as a share of `lr`; the others say it by their arguments."""
+    lr_scheduler_type: Annotated[
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "inverse_sqrt",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "warmup_stable_decay",
+        ],
+        Later("a rate that follows a measured loss", ("reduce_lr_on_plateau", "greedy")),
+    ] = "constant"
+    """Schedule, by its name in `transformers.get_scheduler`; constant warms up, too, where it is told to."""
+    lr_scheduler_args: Free | None = None
+    """Arguments of the schedule as transformers calls them, for example {num_cycles: 2} of cosine_with_restarts."""
+    optimizer_type: Literal["adam", "adamw"] = "adam"
+    """Both names mean AdamW: weight decay is decoupled from the gradient."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
+    """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""
