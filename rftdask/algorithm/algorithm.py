@@ -30,7 +30,7 @@ class Algorithm:
 
     name: str
     schema: str
-    """Rows it trains on: "experience", "sft", "cpt" or "dpo"."""
+    """Rows it trains on: "experience", "sft", "cpt", "dpo" or "kto"."""
     repeat_times: int
     """Default number of rollouts of a task."""
     loss_agg_mode: str

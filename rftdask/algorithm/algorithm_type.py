@@ -23,7 +23,8 @@ class AlgorithmType:
     deprecated_names: ClassVar[tuple[str, ...]] = ()
     """Old names, each with one warning."""
     schema: ClassVar[str] = "experience"
-    """What it trains on: experience (rollouts), sft (prompt and response), dpo (pairs) or cpt (plain text)."""
+    """What it trains on: experience (rollouts), sft (prompt and response), dpo (pairs), kto (responses with a verdict)
+    or cpt (plain text)."""
     repeat_times: ClassVar[int] = 8
     """Rollouts per task when the user gives none."""
     sample_strategy: ClassVar[str] = "default"

@@ -1,8 +1,8 @@
 """Supervised rows: rows of a dataset as token sequences to learn from.
 
 A row is a prompt with a response or a chat (`SftRows`), a prompt with a better and a worse response (`PreferenceRows`),
-or plain text (`TextRows`). What a column means is said by the section `format` of the configuration. It knows no
-storage and no batches.
+a response with a verdict (`LabeledRows`), or plain text (`TextRows`). What a column means is said by the section
+`format` of the configuration. It knows no storage and no batches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rftdask.storage.checked_json import parse_json
 
 Row = tuple[Sequence[int], int, Sequence[bool] | None]
 """(tokens, prompt length, loss mask of the response or None for all of it)."""
+LabeledRow = tuple[Sequence[int], int, Sequence[bool] | None, float]
+"""The same, and 1.0 for a desirable response, 0.0 for an undesirable one."""
 
 
 class SftRows:
@@ -31,6 +33,8 @@ class SftRows:
 
     Example: SftRows(dataset, tokenizer, FormatConfig(), max_tokens=2048).read([3, 5])
     """
+
+    sequences_per_row = 1
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
         """max_tokens: a longer sequence loses its end. Raises: DataError: a column of the format is missing."""
@@ -152,6 +156,8 @@ class PreferenceRows:
     Example: PreferenceRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) gives [chosen row, rejected row]
     """
 
+    sequences_per_row = 2
+
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
         """`fmt` says how prompt and response are joined. Raises: DataError: a column is missing."""
         # The whole chat of a row would leave no place for a second response: prompt and responses have columns.
@@ -165,8 +171,43 @@ class PreferenceRows:
         return [row for number in numbers for side in self._sides for row in side.read([number])]
 
 
+class LabeledRows:
+    """Tokenizes rows of {prompt, response, label} on demand; or, of a dataset without labels, pairs, each as a
+    desirable and an undesirable response.
+
+    Example: LabeledRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) gives [(tokens, prompt length, None, 1.0)]
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
+        """`fmt` says how prompt and response are joined. Raises: DataError: a column is missing."""
+        self._dataset, self._label_key = dataset, fmt.label_key
+        self._rows: SftRows | PreferenceRows
+        if fmt.label_key in dataset.columns:
+            alone = fmt.model_copy(update={"messages_key": ""})  # a whole chat does not say which answer is meant
+            self._rows = SftRows(dataset, tokenizer, alone, max_tokens)
+        else:
+            self._rows = PreferenceRows(dataset, tokenizer, fmt, max_tokens)
+        self.sequences_per_row = self._rows.sequences_per_row
+
+    def read(self, numbers: Sequence[int]) -> list[LabeledRow]:
+        """Tokenize the rows of these numbers. Raises: DataError: a row has no text, or a label that is no verdict."""
+        rows = self._rows.read(numbers)
+        labels = [1.0, 0.0] * len(numbers) if self.sequences_per_row == 2 else [self._label(n) for n in numbers]
+        return [(*row, label) for row, label in zip(rows, labels, strict=True)]
+
+    def _label(self, number: int) -> float:
+        value = self._dataset[number].get(self._label_key)
+        if value not in (0, 1):  # False and True among them
+            raise DataError(
+                f"row {number}: column {self._label_key!r} holds {str(value)[:40]!r}; true or false is needed"
+            )
+        return float(value)
+
+
 class TextRows:
     """Tokenizes rows of one text (`prompt_key`) on demand; every token but the first is learned, and an end token."""
+
+    sequences_per_row = 1
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
         """max_tokens: a longer text loses its end. Raises: DataError: there is no such column."""

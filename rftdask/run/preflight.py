@@ -237,7 +237,9 @@ def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
     path, fmt = section.path or "", section.format
     dataset = open_dataset(path, split=section.split, subset_name=section.subset_name, table=section.table)
     chat = schema == "sft" and fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
-    options = {"sft": ("prompt_key", "response_key"), "dpo": ("prompt_key", "chosen_key", "rejected_key")}
+    pair = ("prompt_key", "chosen_key", "rejected_key")
+    options = {"sft": ("prompt_key", "response_key"), "dpo": pair}
+    options["kto"] = options["sft"] if fmt.label_key in dataset.columns else pair
     for option in () if chat else options.get(schema, ("prompt_key",)):
         column = getattr(fmt, option)
         if column not in dataset.columns:

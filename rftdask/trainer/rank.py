@@ -24,7 +24,7 @@ from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
-from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReadRows, ReplayedSource, RowOrder
+from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReplayedSource, RowOrder
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, fill_from_environment, load_config
@@ -32,7 +32,7 @@ from rftdask.config.plugins import find_part, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.supervised import PreferenceRows, SftRows, TextRows
+from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.errors import NotInstalledError, UserError
 from rftdask.monitor.events import CODEC, Event
@@ -56,6 +56,8 @@ _ANSWER_S = 1800
 and is longer than what a rank may have to do alone, such as writing weights. A wait for data is no wait of ranks: rank
 0 says several times a second that it waits.
 """
+RowReader = SftRows | PreferenceRows | LabeledRows | TextRows
+"""Makes sequences of the rows of a dataset."""
 _LOOK_EVERY_S = 0.2
 """Between two looks for the file that asks the trainer to stop."""
 
@@ -183,16 +185,16 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
     source: BatchSource
     if schema != "experience":
         # One row of a dataset is one sequence, or two for a pair: "chosen" and "rejected" are trained in one batch.
-        dataset, read = build_reader(section, schema, config, load_tokenizer(config))
+        dataset, reader = build_reader(section, schema, config, load_tokenizer(config))
         source = DatasetSource(
-            read,
+            reader.read,
             len(dataset),
             dataset.fingerprint,
             ledger,
             batch_size=config.buffer.train_batch_size,
             total_epochs=config.buffer.total_epochs,
             shuffle_seed=_order_seed(section),
-            group_size=2 if schema == "dpo" else 1,
+            group_size=reader.sequences_per_row,
         )
     else:
         rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)
@@ -209,9 +211,9 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         demonstrations = None
         if config.num_demonstrations:
             shown = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
-            dataset, read = build_reader(shown, "sft", config, load_tokenizer(config))
+            dataset, reader = build_reader(shown, "sft", config, load_tokenizer(config))
             order = RowOrder(len(dataset), _order_seed(shown))
-            demonstrations = Demonstrations(read, dataset.fingerprint, order, config.num_demonstrations)
+            demonstrations = Demonstrations(reader.read, dataset.fingerprint, order, config.num_demonstrations)
         source = LogSource(
             log,
             ledger,
@@ -257,16 +259,16 @@ def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
 
 def build_reader(
     section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
-) -> tuple[Dataset, ReadRows]:
-    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for "dpo".
+) -> tuple[Dataset, RowReader]:
+    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for pairs.
 
     Raises: DataError: there is no such dataset, or it lacks a column.
     """
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
     )
-    kinds: dict[str, type[TextRows | PreferenceRows | SftRows]] = {"cpt": TextRows, "dpo": PreferenceRows}
-    return dataset, kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len).read
+    kinds: dict[str, type[RowReader]] = {"cpt": TextRows, "dpo": PreferenceRows, "kto": LabeledRows}
+    return dataset, kinds.get(schema, SftRows)(dataset, tokenizer, section.format, config.model.max_model_len)
 
 
 def _order_seed(section: ExperienceBufferConfig) -> int | None:

@@ -114,6 +114,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     rows = {
         "sft": [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(10, 18)],
         "dpo": [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 11)} for i in range(10, 18)],
+        "kto": [{"prompt": f"{i}+1=", "response": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(10, 18)],
         "cpt": [{"prompt": f"{i} and 1 are {i + 1}"} for i in range(10, 18)],
     }
     for name, table in rows.items():
@@ -162,7 +163,7 @@ def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: st
         check_inputs([world.with_explorer(name)])
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo", "mix", "remax", "rec"])
+@pytest.mark.parametrize("name", ["ppo", "dpo", "kto", "mix", "remax", "rec"])
 def test_a_trainer_that_takes_over_ends_with_the_same_weights(world: World, name: str) -> None:
     drops = ("algorithm.advantage_fn_args={drop: balance}",) if name == "rec" else ()
     whole = train(world, world.config(name, *drops, run=f"{name}-whole"))

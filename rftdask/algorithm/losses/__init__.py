@@ -3,7 +3,7 @@
     ratio/      r = pi / pi_old of the sampled token, clipped or gated, times the advantage: PPO and what came of it
     reinforce/  log pi times the advantage and a weight that carries no gradient
     imitation/  log pi of what somebody else wrote: SFT, mixtures with rollouts
-    preference/ what somebody prefers: DPO and its kin, by pairs of a chosen and a rejected response
+    preference/ what somebody prefers: DPO and its kin, by pairs of responses; KTO, by verdicts on single ones
 
 Every file reads alike. Symbols: pi the policy that is trained, pi_old the policy that sampled (or the trainer's before
 the step), A the advantage, sg() stops the gradient. Suffixes are shapes: B sequences of T tokens, P pairs. A

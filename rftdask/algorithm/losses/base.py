@@ -52,6 +52,10 @@ class LossInputs:
     """[B] bool, True for a demonstration (MIX, CHORD); None: no demonstrations."""
     proximal_logprobs_BT: Tensor | None = None
     """[B, T] float, under the trainer's weights before this batch's first update; None: not recomputed."""
+    rewards_B: Tensor | None = None
+    """[B] float, reward of each sequence; of a response with a verdict (KTO) 1 if it is desirable, else 0."""
+    kl_baseline: float | None = None
+    """KTO's z0, in nats; None: the loss does not ask for it."""
     kl_coef: float | None = None
     """Current coefficient of the adaptive KL controller; None: the KL part's own."""
     uids: Sequence[str] | None = None
@@ -143,8 +147,10 @@ class PolicyLoss(ABC):
     uses_advantages: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = False
     """Whether it reads `ref_logprobs_BT`, so that the frozen initial model is loaded."""
+    uses_kl_baseline: ClassVar[bool] = False
+    """Whether it reads `kl_baseline`, for which each prompt is scored with the response to another one."""
     schema: ClassVar[str] = "experience"
-    """The rows it can read: "experience", "dpo" (pairs) or "any"."""
+    """The rows it can read: "experience", "dpo" (pairs), "kto" (responses with a verdict) or "any"."""
     only_agg_mode: ClassVar[str | None] = None
     """The one aggregation under which the loss is what its paper says; None: any."""
     ignored_args: ClassVar[tuple[str, ...]] = ()

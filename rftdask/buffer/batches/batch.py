@@ -185,26 +185,30 @@ def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarra
     return np.repeat(number_in_row % 2 == 0, lengths)
 
 
-def supervised_batch(
-    rows: Sequence[tuple[Sequence[int], int, Sequence[bool] | None]], uids: Sequence[str], group_size: int = 1
-) -> TrainingBatch:
-    """Make a batch of (tokens, prompt length, loss mask or None) without rollouts: logprobs and rewards are zeros.
+SupervisedRow = (
+    tuple[Sequence[int], int, Sequence[bool] | None] | tuple[Sequence[int], int, Sequence[bool] | None, float]
+)
+"""(tokens, prompt length, loss mask of the response or None for all of it), and a reward, if it has one."""
+
+
+def supervised_batch(rows: Sequence[SupervisedRow], uids: Sequence[str], group_size: int = 1) -> TrainingBatch:
+    """Make a batch without rollouts: logprobs are zeros, and so are rewards of rows that have none.
 
     group_size: rows that belong together, next to each other; 2 for pairs.
     """
-    lengths = np.array([len(tokens) for tokens, _, _ in rows], dtype=np.int64)
-    prompts = np.array([prompt for _, prompt, _ in rows], dtype=np.int64)
+    lengths = np.array([len(row[0]) for row in rows], dtype=np.int64)
+    prompts = np.array([row[1] for row in rows], dtype=np.int64)
     # Only responses have masks and logprobs; the prompt is context.
     responses = lengths - prompts
-    masks = [np.ones(r, bool) if m is None else np.asarray(m) for (_, _, m), r in zip(rows, responses, strict=True)]
+    masks = [np.ones(r, bool) if row[2] is None else np.asarray(row[2]) for row, r in zip(rows, responses, strict=True)]
     count = len(rows)
     return TrainingBatch(
-        tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens, _, _ in rows]),
+        tokens=np.concatenate([np.asarray(row[0], np.int32) for row in rows]),
         lengths=lengths,
         prompt_lengths=prompts,
         rollout_logprobs=np.zeros(int(responses.sum()), np.float32),
         loss_mask=np.concatenate(masks, dtype=bool),
-        rewards=np.zeros(count, np.float32),
+        rewards=np.array([row[3] if len(row) == 4 else 0.0 for row in rows], np.float32),
         groups=np.arange(count, dtype=np.int64) // group_size,
         temperatures=np.ones(count, np.float32),
         min_policy_versions=np.zeros(count, np.int64),
@@ -213,6 +217,21 @@ def supervised_batch(
         experts=np.ones(count, bool),
         uids=tuple(uids),
     )
+
+
+def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
+    """Each prompt with the response of the row one group before it, the first group's with those of the last; a
+    sequence longer than `max_tokens` loses its end.
+
+    Groups are of one size, so that the other response is to another prompt, unless there is but one group.
+    """
+    shift = int((batch.groups == batch.groups[0]).sum())
+    tokens, masks, rows = batch.row_tokens(), batch.row_masks(), list[SupervisedRow]()
+    for row, prompt in enumerate(batch.prompt_lengths.tolist()):
+        other = (row - shift) % len(batch)
+        joined = np.concatenate([tokens[row][:prompt], tokens[other][batch.prompt_lengths[other] :]])[:max_tokens]
+        rows.append((joined.tolist(), prompt, masks[other][: len(joined) - prompt].tolist()))
+    return supervised_batch(rows, batch.uids)
 
 
 _UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0}

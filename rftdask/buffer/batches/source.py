@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, supervised_batch
+from rftdask.buffer.batches.batch import SupervisedRow, TrainingBatch, batch_from_table, supervised_batch
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.schema import SCHEMA
 from rftdask.errors import DataError, FencedError
@@ -130,8 +130,8 @@ class ReplayedSource(BatchSource):
 
 # ---- supervised rows
 
-ReadRows = Callable[[Sequence[int]], list[tuple[Sequence[int], int, Sequence[bool] | None]]]
-"""Row numbers -> (tokens, prompt length, loss mask of the response or None for all of it)."""
+ReadRows = Callable[[Sequence[int]], Sequence[SupervisedRow]]
+"""Row numbers -> the sequences that they are."""
 
 
 class RowOrder:

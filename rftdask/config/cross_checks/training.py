@@ -79,6 +79,13 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
         yield at, f"{size} is not a {split}; use {f'{below} or {above}' if below else above}"
 
 
+@RULES.reading("algorithm.algorithm_type", "buffer.train_batch_size")
+def _prompts_have_others(config: Config) -> Iterator[Problem]:
+    if config.algorithm.schema_type == "kto" and config.buffer.train_batch_size < 2:
+        why = "a batch of one row has no response to another prompt, which kto needs for its KL baseline"
+        yield "buffer.train_batch_size", f"{why}; use 2 or more"
+
+
 @RULES.reading("trainer.use_dynamic_bsz", "trainer.micro_batch_size")
 def _passes_have_a_size(config: Config) -> Iterator[Problem]:
     if not config.trainer.use_dynamic_bsz and config.trainer.micro_batch_size is None:

@@ -146,7 +146,7 @@ class AlgorithmConfig(Section):
 
     @property
     def schema_type(self) -> str:
-        """What the algorithm trains on: experience, sft, dpo or cpt."""
+        """What the algorithm trains on: experience, sft, dpo, kto or cpt."""
         return str(self._of_type("schema"))
 
     def _of_type(self, name: str) -> Any:

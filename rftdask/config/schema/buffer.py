@@ -48,6 +48,9 @@ class FormatConfig(Section):
     """dpo, orpo, simpo: column of the better response."""
     rejected_key: str = "rejected"
     """dpo, orpo, simpo: column of the worse response."""
+    label_key: str = "label"
+    """kto: column of the verdict on the response, true or 1 for a desirable one. A dataset without it holds pairs, in
+    `chosen_key` and `rejected_key`, each of which is a desirable response and an undesirable one."""
     enable_concatenated_multi_turn: bool = False
     """sft: train every assistant message of a chat in one sequence, not only the last."""
 
@@ -196,10 +199,11 @@ class ExperienceBufferConfig(Section):
 
     name: str = "experience_buffer"
     """Name in messages."""
-    storage_type: Annotated[Literal["queue", "sql", "file"], Filled("file for sft, dpo and cpt, else queue")] = absent()
+    storage_type: Annotated[Literal["queue", "sql", "file"], Filled("file for a dataset, else queue")] = absent()
     """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
-    run folder. file: the same as JSON lines, for people to read. sql: a database. sft, dpo and cpt, and auxiliary
-    buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the order of its primary key."""
+    run folder. file: the same as JSON lines, for people to read. sql: a database. Of algorithms that learn
+    from a dataset, and of auxiliary buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the
+    order of its primary key."""
     path: Annotated[str | None, Completed()] = None
     """Of a dataset: local file or folder, or a name on the Hub. With storage_type sql: the database,
     postgresql://user@host/name or sqlite:////folder/file.db; None, for a log: experiences.sqlite in the run folder. A
@@ -247,9 +251,9 @@ class BufferConfig(Section):
     batch_size: Count = 1
     """Tasks in one explore step."""
     train_batch_size: Annotated[Natural, Filled("batch_size x repeat_times", zero=True)] = absent()
-    """Experiences in one train step; the part of the rollouts is a multiple of `algorithm.repeat_times`. sft, cpt, dpo:
-    rows of the dataset, for dpo pairs. None or 0: batch_size x repeat_times (sft, cpt, dpo: batch_size), and
-    the demonstrations of mix."""
+    """Experiences in one train step; the part of the rollouts is a multiple of `algorithm.repeat_times`. Of
+    algorithms that learn from a dataset: its rows, which may be pairs. None or 0: batch_size x repeat_times (of a
+    dataset: batch_size), and the demonstrations of mix."""
     total_epochs: Count = 1
     """Passes over the training tasks, or over the dataset."""
     total_steps: Count | None = None

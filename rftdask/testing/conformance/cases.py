@@ -47,6 +47,12 @@ class Batch:
         return self.values.abs()
 
     @property
+    def mismatched(self) -> tuple[Tensor, Tensor]:
+        """[B] logprobs of responses to other prompts, of the policy and of the reference; without gradient."""
+        policy, ref = ((logprobs * self.mask).sum(-1) for logprobs in (self.sampler, self.ref))
+        return policy, ref
+
+    @property
     def entropy_change(self) -> Tensor:
         """Of either sign."""
         return self.values.flip(0)
@@ -126,6 +132,8 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
             advantages_BT=batch.advantages,
             ref_logprobs_BT=batch.ref,
             proximal_logprobs_BT=batch.old if correct else None,
+            rewards_B=batch.rewards,
+            kl_baseline=max(0.0, float((batch.mismatched[0] - batch.mismatched[1]).mean())),
         )
         return algorithm.compute_loss(inputs)[0]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rftdask.testing.conformance.cases import Batch, Case, loss_of
@@ -17,6 +18,7 @@ def cases() -> list[Case]:
     """Raises: ImportError: TRL is not installed."""
     from trl.experimental.cpo import CPOTrainer  # heavy and optional, as all of it
     from trl.experimental.orpo import ORPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
 
     def simpo(batch: Batch) -> Tensor:
         trainer = _trainer(loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0, alpha=0.0)
@@ -38,8 +40,37 @@ def cases() -> list[Case]:
 
         return theirs
 
+    def kto(batch: Batch) -> Tensor:
+        trainer = _trainer(
+            model=SimpleNamespace(training=True),
+            loss_type="kto",
+            beta=0.1,
+            desirable_weight=1.3,
+            undesirable_weight=0.8,
+            calculate_KL=True,
+            precompute_ref_logps=True,
+            aux_loss_enabled=False,
+            _total_train_tokens=0,
+            _tp_size=1,
+            _compute_kl_logps=lambda *_: batch.mismatched[0],
+        )
+        prompted = torch.nn.functional.pad(batch.mask.long(), (1, 0))  # what is scored comes after one prompt token
+        said = {"log_probs": batch.policy * batch.mask, "entropy": batch.entropy, "mean_logits": batch.entropy}
+        inputs = {
+            "input_ids": prompted,
+            "attention_mask": torch.ones_like(prompted),
+            "completion_mask": prompted,
+            "label": batch.rewards > 0,
+            "ref_logps": (batch.ref * batch.mask).sum(-1),
+            "ref_KL_logps": batch.mismatched[1],
+        }
+        loss: Tensor = KTOTrainer._compute_loss(trainer, lambda **_: SimpleNamespace(**said), inputs, False)
+        return loss
+
+    weighted = loss_of("kto", policy_loss_fn_args={"desirable_weight": 1.3, "undesirable_weight": 0.8})
     by_token = "SFT's part is a mean over all chosen tokens, prompts too; ours is the paper's, by response"
     return [
+        Case("kto loss, weights 1.3 and 0.8", weighted, kto, _KINDS),
         Case("simpo loss, beta 2, gamma 1", loss_of("simpo"), simpo, _KINDS),
         Case("orpo loss, SFT's part by response", loss_of("orpo"), orpo(_sft_by_response), _KINDS, float32_only=True),
         Case("orpo loss", loss_of("orpo"), orpo(_sft_by_token), ("padded",), differs=by_token),

@@ -36,6 +36,9 @@ class PaddedRows:
         self.rollout_logprobs_NT = pad(batch.row_logprobs(), np.float32).to(device)
         self.loss_mask_NT = pad(batch.row_masks(), np.bool_).to(device)
         self.experts_N = _tensor(batch.experts).to(device)
+        self.rewards_N = _tensor(batch.rewards).to(device)
+        self.kl_baseline: float | None = None
+        """As of `LossInputs`; made by who has the models."""
 
     def uids(self, members: np.ndarray) -> list[str]:
         """The names of some rows."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.batch import TrainingBatch, mismatched
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
@@ -158,22 +158,14 @@ class TorchEngine(TrainEngine):
         """Score the batch, make its advantages, then one update of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
-        rows = PaddedRows(batch, device, self._sequence)
-        passes = plan_passes(
-            batch.lengths,
-            self._ranks,
-            hidden_size=self._model.config.get_text_config().hidden_size,
-            max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
-            max_rows=self._trainer.micro_batch_size,
-            unit=2 if algorithm.schema == "dpo" else 1,
-            together=self._strategy.passes_together,
-            group=self._sequence or self._strategy.group,
-        )
+        rows, passes = self._planned(batch)
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             scores = self._scores(rows, passes)
+            if algorithm.policy_loss_fn.uses_kl_baseline:
+                rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
             metrics: dict[str, float] = {}
             advantages_NT, returns_NT = None, None
             if algorithm.advantage_fn is not None:
@@ -215,6 +207,31 @@ class TorchEngine(TrainEngine):
             measured = metrics["kl_penalty"]
             self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
         return metrics
+
+    def _planned(self, batch: TrainingBatch) -> tuple[PaddedRows, Passes]:
+        """The rows of a batch, and what this rank computes of them."""
+        passes = plan_passes(
+            batch.lengths,
+            self._ranks,
+            hidden_size=self._model.config.get_text_config().hidden_size,
+            max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
+            max_rows=self._trainer.micro_batch_size,
+            unit=2 if self._algorithm.schema == "dpo" else 1,
+            together=self._strategy.passes_together,
+            group=self._sequence or self._strategy.group,
+        )
+        return PaddedRows(batch, self._device, self._sequence), passes
+
+    def _kl_baseline(self, batch: TrainingBatch) -> float:
+        """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
+        where responses are to other prompts."""
+        rows, passes = self._planned(batch)
+        assert self._reference is not None, "a loss with a KL baseline has a reference"
+        policy_NT, ref_NT = (
+            passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
+            for model in (self._policy, self._reference)
+        )
+        return max(0.0, float(((policy_NT - ref_NT) * rows.loss_mask_NT).sum(-1).mean()))
 
     def _advantages(
         self, rows: PaddedRows, scores: Mapping[str, Tensor], step: int
@@ -278,6 +295,8 @@ class TorchEngine(TrainEngine):
             ref_logprobs_BT=None if ref_NT is None else ref_NT[part, :width],
             entropy_BT=entropy_BT,
             expert_mask_B=rows.experts_N[part],
+            rewards_B=rows.rewards_N[part],
+            kl_baseline=rows.kl_baseline,
             proximal_logprobs_BT=None if self._config.algorithm.bypass_old_logprobs else current_BT,
             kl_coef=float(self._kl_coefs[0]),
             uids=rows.uids(members),

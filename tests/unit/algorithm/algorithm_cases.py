@@ -90,6 +90,8 @@ def random_batch(seed: int, num_rows: int = 6, width: int = 7, dtype: torch.dtyp
         entropy_BT=draw().abs().requires_grad_(),
         expert_mask_B=torch.arange(num_rows) % 3 == 0,
         proximal_logprobs_BT=policy + draw(0.2),
+        rewards_B=(torch.arange(num_rows) % 2).to(dtype),
+        kl_baseline=0.3,
     )
 
 

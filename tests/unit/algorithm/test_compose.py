@@ -59,7 +59,7 @@ def test_types_are_composed_as_in_the_reference(name: str) -> None:
 
 
 def test_the_named_types_are_all_there() -> None:
-    beyond = {"orpo", "simpo", "remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
+    beyond = {"kto", "orpo", "simpo", "remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
     assert set(ALGORITHMS) == set(REFERENCE_TYPES) | beyond
 
 

@@ -48,6 +48,27 @@ def test_orpo_by_hand() -> None:
     assert grad[1] == pytest.approx([slopes[1] / 2, slopes[1] / 2, 0.0], abs=1e-12)
 
 
+def test_kto_by_hand() -> None:
+    beta, z0 = 0.3, 0.25
+    weights, labels = {1.0: 1.2, 0.0: 0.7}, [1.0, 0.0]
+    # r of each response, the reference at -1 everywhere; the loss is the mean over rows of lambda (1 - sigmoid(s)),
+    # s = +-beta (r - z0), whose slope is -lambda sigmoid(s) (1 - sigmoid(s)).
+    r = [sum(CHOSEN) + 3, sum(REJECTED) + 2]
+    sides = [beta * (r[0] - z0), beta * (z0 - r[1])]
+    expected = sum(weights[label] * (1 - sigmoid(s)) for s, label in zip(sides, labels, strict=True)) / 2
+    slopes = [weights[label] * sigmoid(s) * (1 - sigmoid(s)) * beta / 2 for s, label in zip(sides, labels, strict=True)]
+    algorithm = loss_only("kto", beta=beta, desirable_weight=weights[1.0], undesirable_weight=weights[0.0])
+    more = {"ref_logprobs_BT": -torch.ones(2, 3).double(), "rewards_B": torch.tensor(labels), "kl_baseline": z0}
+    batch = with_weights(inputs([CHOSEN, [*REJECTED, -9.0]], mask=MASK, **more), algorithm)
+    loss, grad = gradient(batch, algorithm)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert grad[0].tolist() == pytest.approx([-slopes[0]] * 3, abs=1e-12)
+    assert grad[1].tolist() == pytest.approx([slopes[1], slopes[1], 0.0], abs=1e-12)
+    _, metrics = algorithm.compute_loss(batch)
+    assert metrics["kl_baseline"].item() == pytest.approx(z0)
+    assert metrics["reward_accuracy"].item() == pytest.approx(1.0), "1.2 and -0.7 are on their sides of z0"
+
+
 def test_orpo_of_a_response_that_is_certain_is_finite() -> None:
     batch = inputs(torch.tensor([[0.0, 0.0], [-1.0, -1.0]]), mode="seq-mean-token-mean")
     loss, grad = gradient(batch, loss_only("orpo"))

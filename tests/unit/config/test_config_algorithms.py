@@ -71,7 +71,7 @@ def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_
     inputs |= {
         "mix_chord": inputs["mix"],
         "on_policy_distill": inputs["jsd"],
-        **dict.fromkeys(("dpo", "orpo", "simpo", "cpt"), inputs["sft"]),
+        **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpt"), inputs["sft"]),
     }
     if AlgorithmConfig(algorithm_type=name).schema_type != "experience":
         del tree["buffer"]["trainer_input"]
@@ -205,6 +205,11 @@ def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_abo
     assert config(grpo(), more).warnings == (
         "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo mixes no data into its own",
     )
+
+
+def test_a_kl_baseline_needs_a_second_prompt() -> None:
+    (line,) = problems(sft(algorithm={"algorithm_type": "kto"}), "buffer.train_batch_size=1")
+    assert line.startswith("buffer.train_batch_size: a batch of one row has no response to another prompt")
 
 
 @pytest.mark.parametrize("name", ["dpo", "cpt"])

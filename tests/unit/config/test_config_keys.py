@@ -78,6 +78,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "keep_steps",
         "keep_share",
         "dataset_args",
+        "label_key",
         "default_workflow_type",
         "default_reward_fn_type",
         "name",

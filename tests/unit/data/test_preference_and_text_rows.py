@@ -11,7 +11,7 @@ import pytest
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.source import DatasetSource
 from rftdask.config.schema.buffer import FormatConfig
-from rftdask.data.supervised import PreferenceRows, TextRows
+from rftdask.data.supervised import LabeledRows, PreferenceRows, TextRows
 from rftdask.errors import DataError
 from tests.unit.buffer.buffer_cases import batch_of, new_storage
 
@@ -95,3 +95,23 @@ def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> 
 def test_a_missing_text_column_is_named() -> None:
     with pytest.raises(DataError, match="no column 'text'"):
         TextRows(PAIRS, Characters(), FormatConfig(prompt_key="text"), MAX_TOKENS)
+
+
+def test_a_verdict_comes_with_its_response() -> None:
+    rows = [{"prompt": "2+2=", "response": "4", "label": True}, {"prompt": "1+1=", "response": "3", "label": 0}]
+    reader = LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS)
+    assert [(row[1], row[3]) for row in reader.read([0, 1])] == [(4, 1.0), (4, 0.0)]
+    assert reader.sequences_per_row == 1
+
+
+def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
+    reader = LabeledRows(PAIRS, Characters(), FORMAT, MAX_TOKENS)
+    pairs = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS).read([2, 0])
+    assert reader.read([2, 0]) == [(*row, label) for row, label in zip(pairs, [1.0, 0.0] * 2, strict=True)]
+    assert reader.sequences_per_row == 2
+
+
+def test_a_label_that_is_no_verdict_is_told() -> None:
+    rows = [{"prompt": "a", "response": "b", "label": "good"}]
+    with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; true or false is needed"):
+        LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS).read([0])

@@ -21,6 +21,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.model import load_policy
 from tests.numerics import shifted_seed
 from tests.unit.trainer.trainer_cases import engine_config, new_storage
 
@@ -61,11 +62,13 @@ def batch_for(name: str) -> TrainingBatch:
     own = rollouts()
     if name == "dpo":
         return replace(rollouts(6, 2), experts=np.ones(12, bool))
+    if name == "kto":
+        return replace(rollouts(6, 1), experts=np.ones(6, bool), rewards=np.arange(6, dtype=np.float32) % 2)
     shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["shown 0", "shown 1"])
     return join_batches([own, shown]) if name == "mix" else own
 
 
-NAMES = ["grpo", "ppo", "mix", "dpo", "remax", "on_policy_distill", "reinforceplusplus", "sapo"]
+NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "remax", "on_policy_distill", "reinforceplusplus", "sapo"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,6 +134,25 @@ def test_demonstrations_are_imitated_and_enter_no_baseline(models: Path) -> None
         assert metrics[0][key] == pytest.approx(metrics[1][key]), key
     assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
     assert engine(models, "mix").train_step(both, 1)["expert_loss"] > 0
+
+
+def test_the_kl_baseline_of_kto_is_measured_on_responses_to_other_prompts(models: Path) -> None:
+    batch = replace(batch_for("kto"), rewards=np.ones(6, np.float32))  # all desirable: their likelihood rises
+    trained = engine(models, "kto", algorithm__optimizer__lr=0.01)
+    assert trained.train_step(batch, 1)["kl_baseline"] == 0.0, "policy and reference are equal"
+    policy, _ = load_policy(str(models / "policy"), "float32", "cpu")
+    reference, _ = load_policy(str(models / "policy"), "float32", "cpu")
+    policy.load_state_dict(load(trained.weights()["model.safetensors"]))
+    tokens, ratios = batch.row_tokens(), []
+    for row in range(6):
+        response = tokens[row - 1][2:]
+        joined = torch.tensor(np.concatenate([tokens[row][:2], response]))[None].long()
+        with torch.no_grad():
+            both = [torch.log_softmax(model(joined).logits[0, 1:-1], -1) for model in (policy, reference)]
+        ratios.append((both[0] - both[1])[range(len(response)), response].sum().item())
+    expected = sum(ratios) / 6
+    assert expected > 0.01
+    assert trained.train_step(batch, 2)["kl_baseline"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path) -> None:

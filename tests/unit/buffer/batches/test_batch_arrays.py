@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.batch import BATCH_COLUMNS, batch_from_table, join_batches, supervised_batch
+from rftdask.buffer.batches.batch import BATCH_COLUMNS, batch_from_table, join_batches, mismatched, supervised_batch
 from rftdask.buffer.log.schema import Experience, experiences_to_table
 from tests.unit.buffer.buffer_cases import experience
 
@@ -115,3 +115,12 @@ def test_supervised_rows_have_no_rewards_and_no_logprobs() -> None:
     assert batch.rewards.tolist() == [0.0, 0.0]
     assert batch.groups.tolist() == [0, 1]
     assert not batch.sampled
+
+
+def test_mismatched_gives_each_prompt_the_response_of_the_group_before() -> None:
+    rows = [((1, 2, 10), 2, None, 1.0), ((3, 20, 21), 1, (True, False), 0.0), ((4, 5, 30), 2, None, 1.0)]
+    other = mismatched(supervised_batch(rows, ["a", "b", "c"]), max_tokens=3)
+    assert [row.tolist() for row in other.row_tokens()] == [[1, 2, 30], [3, 10], [4, 5, 20]]
+    assert [row.tolist() for row in other.row_masks()] == [[True], [True], [True]]
+    pairs = supervised_batch([((p, 10 * p + side), 1, None) for p in (1, 2) for side in (0, 1)], list("abcd"), 2)
+    assert [row.tolist() for row in mismatched(pairs, 9).row_tokens()] == [[1, 20], [1, 21], [2, 10], [2, 11]]
