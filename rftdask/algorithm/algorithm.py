@@ -56,6 +56,12 @@ class Algorithm:
         return self.kl_loss_fn.is_active or self.kl_penalty_fn.is_active or self.policy_loss_fn.uses_reference
 
     @property
+    def use_teacher(self) -> bool:
+        """Whether a teacher is needed: its logprobs by the advantages, or all it says by the policy loss."""
+        needs = () if self.advantage_fn is None else self.advantage_fn.needs
+        return "teacher_logprobs_NT" in needs or self.policy_loss_fn.uses_teacher
+
+    @property
     def use_entropy(self) -> bool:
         """Whether entropy_BT is needed by the loss."""
         return self.entropy_loss_fn.is_active

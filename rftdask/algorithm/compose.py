@@ -105,7 +105,7 @@ def make_algorithm(
     if not loss.uses_advantages and (parts.get("advantage_fn") or given["advantage_fn"]):
         raise UserError(
             f"policy_loss_fn {names['policy_loss_fn']!r} takes no advantages; "
-            f"remove advantage_fn from algorithm_type {type_name!r}"
+            f"remove advantage_fn from algorithm_type {type_name!r} (its arguments are policy_loss_fn_args)"
         )
     if loss.uses_advantages and names["advantage_fn"] is None:
         raise UserError(

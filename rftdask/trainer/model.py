@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.packing import PackedRows
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_LOGITS_OF_A_DIVERGENCE = 4
+"""Logits that a divergence counts for: plain expressions of two models keep about four times the [Q, V] that the
+logprobs of one do."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
 
 
@@ -106,12 +110,30 @@ def _check_head(model: PreTrainedModel, model_path: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher says of packed rows, short of its logits, which are made of it some positions at a time."""
+
+    states_QH: Tensor
+    """`predicting_states` of the teacher."""
+    head: torch.nn.Module
+    """Makes logits of them."""
+    divergence: Callable[[Tensor, Tensor], Tensor]
+    """([Q, V] logits of the policy, of the teacher) -> [Q]; see `PolicyLoss.divergence`."""
+
+
+def predicting_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
+    """[Q, H] last hidden states from which each response token is predicted."""
+    return hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
+
+
 def token_logprobs(
     model: torch.nn.Module,
     rows: PackedRows,
     *,
     with_entropy: bool = False,
     statistic: Callable[[Tensor], Tensor] | None = None,
+    teacher: TeacherStates | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs of the response tokens under softmax(logits / temperature), by one forward pass over the tokens alone.
@@ -122,27 +144,32 @@ def token_logprobs(
     Args:
         statistic: returned in place of the entropy, with_entropy or not, and without gradient: [Q, V] logprobs -> [Q]
             or [Q, K].
+        teacher: the divergence from it is wanted, too.
     Returns:
         [B, T] float32 logprobs, and [B, T] float32 entropies of the same distributions in nats (None unless
-        `with_entropy`); [b, t] is about response token t, zero beyond its end. Both have gradients, if enabled.
+        `with_entropy`); with a teacher [B, T, 2], its divergence and the entropy (0 unless `with_entropy`). [b, t] is
+        about response token t, zero beyond its end. All have gradients, if enabled.
     """
-    hidden_QH = hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
+    hidden_QH = predicting_states(model, rows)
     causal: Any = model
     head = causal.get_output_embeddings()
     # Logits are the largest tensor by far, tokens times vocabulary: a chunk of them at a time bounds the memory.
     size = max(1, max_logits // head.weight.shape[0])
+    if teacher is not None:
+        size = max(1, size // _LOGITS_OF_A_DIVERGENCE)
     wanted = statistic or with_entropy
+    of_positions = (hidden_QH, rows.target_Q, rows.temperature_Q, None if teacher is None else teacher.states_QH)
     if len(hidden_QH) <= size:
-        logprobs_Q, more_Q = _score(head, hidden_QH, rows.target_Q, rows.temperature_Q, wanted)
+        logprobs_Q, more_Q = _score(head, *of_positions, wanted, teacher)
     else:
-        hidden = hidden_QH.split(size)
-        temperatures = [None] * len(hidden) if rows.temperature_Q is None else rows.temperature_Q.split(size)
-        chunks = zip(hidden, rows.target_Q.split(size), temperatures, strict=True)
+        num_chunks = -(-len(hidden_QH) // size)
+        split = ([None] * num_chunks if values is None else values.split(size) for values in of_positions)
+        chunks = zip(*split, strict=True)
         # Without checkpoint() the chunks' logits would be kept for backward and add up to what chunks should avoid.
         again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        parts = [checkpoint(_score, head, *chunk, wanted, **again) for chunk in chunks]
+        parts = [checkpoint(_score, head, *chunk, wanted, teacher, **again) for chunk in chunks]
         logprobs_Q, more_Q = (torch.cat(values) for values in zip(*parts, strict=True))
-    return rows.aligned(logprobs_Q), rows.aligned(more_Q) if wanted else None
+    return rows.aligned(logprobs_Q), rows.aligned(more_Q) if wanted or teacher else None
 
 
 def entropy(logprobs_QV: Tensor) -> Tensor:
@@ -177,16 +204,26 @@ def _score(
     hidden_QH: Tensor,
     targets_Q: Tensor,
     temperature_Q: Tensor | None,
+    states_QH: Tensor | None,
     wanted: Callable[[Tensor], Tensor] | bool,
+    teacher: TeacherStates | None,
 ) -> tuple[Tensor, Tensor]:
-    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False)."""
+    """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False); [Q, 2] with a teacher, of
+    whose states `states_QH` are those of these positions.
+    """
     if callable(wanted):
         with torch.no_grad():
             logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)
             return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
     logits_QV = head(hidden_QH).float()
     score: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _LogprobAndEntropy.apply
-    return score(logits_QV, targets_Q, temperature_Q, wanted)
+    logprobs_Q, entropy_Q = score(logits_QV, targets_Q, temperature_Q, wanted)
+    if teacher is None:
+        return logprobs_Q, entropy_Q
+    with torch.no_grad():
+        teacher_logits_QV = teacher.head(states_QH).float()
+    divergence_Q = teacher.divergence(logits_QV, teacher_logits_QV)
+    return logprobs_Q, torch.stack([divergence_Q, entropy_Q if wanted else torch.zeros_like(divergence_Q)], dim=-1)
 
 
 def _logprobs(logits_QV: Tensor, temperature_Q: Tensor | None) -> Tensor:

@@ -195,7 +195,7 @@ def test_demonstrations_are_in_the_ledger_beside_the_rollouts(world: World) -> N
 
 @pytest.mark.parametrize("name", sorted(registered_parts("advantage_fn")))
 def test_every_advantage_function_trains_where_it_fits(world: World, name: str) -> None:
-    fitting = {"ppo": "ppo", "remax": "remax", "on_policy_distill": "on_policy_distill", "jsd": "jsd"}.get(name, "grpo")
+    fitting = {"ppo": "ppo", "remax": "remax", "on_policy_distill": "on_policy_distill"}.get(name, "grpo")
     storage = train(world, world.config(fitting, f"algorithm.advantage_fn={name}", run=f"by-{name}"))
     frame = read_metrics(storage, "trainer")
     assert (frame["grad_norm"] > 0).any()

@@ -164,8 +164,14 @@ class RemaxAlgorithm(AlgorithmType):
 
 @dataclass(frozen=True)
 class OnPolicyDistill(AdvantageFn):
-    """c (log p_teacher - log p_sampler): reverse KL to a teacher, token by token. Thinking Machines, "On-Policy
-    Distillation", 2025."""
+    """c (log p_teacher - log p_sampler): reverse KL to a teacher, on the sampled tokens. Thinking Machines, "On-Policy
+    Distillation", 2025.
+
+    With Q the policy and P the teacher at one position, grad KL(Q || P) = sum_v grad Q_v (log Q_v - log P_v), because
+    sum_v Q_v grad log Q_v = grad 1 = 0; that is E_{v ~ Q}[(log Q_v - log P_v) grad log Q_v]. A policy gradient goes up
+    A grad log Q_v, so going down the KL takes A = log P_v - log Q_v: positive where the teacher says more. What later
+    tokens owe to this one is left out. All of the vocabulary, exactly: `jsd` with beta 1.
+    """
 
     kl_coef: float = 1.0
 
@@ -187,53 +193,6 @@ class OnPolicyDistillAlgorithm(AlgorithmType):
 
     algorithm_type = "on_policy_distill"
     advantage_fn = "on_policy_distill"
-    kl_loss_fn = "none"
-    entropy_loss_fn = "none"
-
-
-@dataclass(frozen=True)
-class Jsd(AdvantageFn):
-    """-c (lambda (t - m) + (1 - lambda) (s - m)), m = log(lambda e^t + (1 - lambda) e^s), on the sampled token. GKD,
-    arXiv:2306.13649.
-
-    s and t are the student's and teacher's logprobs divided by the temperature; lambda 0 is s - t, lambda 1 is t - s.
-    """
-
-    lambda_coef: float = 0.5
-    kl_coef: float = 1.0
-    temperature: float = 1.0
-
-    advantage_name = "jsd"
-    needs = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
-    uses_groups = False
-    token_level = True
-    ignored_args = ("chunk_size",)
-
-    def __post_init__(self) -> None:
-        require(0.0 <= self.lambda_coef <= 1.0, f"lambda_coef must be within [0, 1], got {self.lambda_coef}")
-        require(self.temperature > 0.0, f"temperature must be > 0, got {self.temperature}")
-
-    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Rewards are not used; metric jsd is the mean over the trained tokens."""
-        student_NT, teacher_NT = (x / self.temperature for x in student_and_teacher(inputs))
-        share = self.lambda_coef
-        if share in (0.0, 1.0):
-            # The mixture is one of the two, whose log-share would be log 0.
-            jsd_NT = (student_NT - teacher_NT) * (1.0 - 2.0 * share)
-        else:
-            log_share = torch.tensor([1.0 - share, share], dtype=student_NT.dtype, device=student_NT.device).log()
-            # m, the log of the mixture, without leaving logs: either probability may underflow.
-            mixture_NT = torch.logaddexp(student_NT + log_share[0], teacher_NT + log_share[1])
-            jsd_NT = share * (teacher_NT - mixture_NT) + (1.0 - share) * (student_NT - mixture_NT)
-        mean = float(torch.where(used_mask(inputs), jsd_NT, 0.0).sum() / used_mask(inputs).sum().clamp(min=1))
-        return token_result(inputs, -self.kl_coef * jsd_NT, {"jsd": mean})
-
-
-class JsdAlgorithm(AlgorithmType):
-    """PPO's loss; as on_policy_distill, with the Jensen-Shannon divergence to the teacher."""
-
-    algorithm_type = "jsd"
-    advantage_fn = "jsd"
     kl_loss_fn = "none"
     entropy_loss_fn = "none"
 

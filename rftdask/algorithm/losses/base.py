@@ -25,6 +25,7 @@ _PER_TOKEN = (
     "ref_logprobs_BT",
     "proximal_logprobs_BT",
     "entropy_BT",
+    "divergence_BT",
 )
 
 
@@ -56,6 +57,8 @@ class LossInputs:
     """[B] float, reward of each sequence; of a response with a verdict (KTO) 1 if it is desirable, else 0."""
     kl_baseline: float | None = None
     """KTO's z0, in nats; None: the loss does not ask for it."""
+    divergence_BT: Tensor | None = None
+    """[B, T] float, `PolicyLoss.divergence` of the policy and its teacher in nats; requires grad. None: no teacher."""
     kl_coef: float | None = None
     """Current coefficient of the adaptive KL controller; None: the KL part's own."""
     uids: Sequence[str] | None = None
@@ -149,6 +152,8 @@ class PolicyLoss(ABC):
     """Whether it reads `ref_logprobs_BT`, so that the frozen initial model is loaded."""
     uses_kl_baseline: ClassVar[bool] = False
     """Whether it reads `kl_baseline`, for which each prompt is scored with the response to another one."""
+    uses_teacher: ClassVar[bool] = False
+    """Whether it reads `divergence_BT`, so that a teacher is loaded; then it has a `divergence`."""
     schema: ClassVar[str] = "experience"
     """The rows it can read: "experience", "dpo" (pairs), "kto" (responses with a verdict) or "any"."""
     only_agg_mode: ClassVar[str | None] = None
@@ -165,6 +170,11 @@ class PolicyLoss(ABC):
             by `token_weights_BT` (see `LossInputs.weighted`), so that it adds over micro-batches.
         Raises: ValueError: the batch lacks something the loss needs.
         """
+
+    def divergence(self, policy_logits_QV: Tensor, teacher_logits_QV: Tensor) -> Tensor:
+        """[Q] float32 divergence of the policy from its teacher at each of Q positions, from [Q, V] float32 logits over
+        the vocabulary, of some positions at a time; differentiable in the policy's. Of losses that use a teacher."""
+        raise NotImplementedError(f"{type(self).__name__} has uses_teacher and no divergence")
 
     def token_weights(
         self,

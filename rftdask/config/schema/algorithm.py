@@ -197,8 +197,11 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether it learns from the log-probabilities of a second model."""
-        return "teacher_logprobs_NT" in self._of_advantage(self.advantage_fn, "needs", ())
+        """Whether it learns from what a second model says: log-probabilities of the tokens, or of all words. Of a loss
+        of the user's own, which is not imported here, only the algorithm itself knows (`Algorithm.use_teacher`)."""
+        needs = self._of_advantage(self.advantage_fn, "needs", ())
+        loss = registered_parts("policy_loss_fn").get(self.policy_loss_fn or self._of_type("policy_loss_fn"))
+        return "teacher_logprobs_NT" in needs or (loss is not None and bool(loss.traits["uses_teacher"]))
 
     @property
     def greedy_baseline(self) -> bool:

@@ -61,7 +61,6 @@ def _advantage_cases() -> list[Case]:
     from trinity.algorithm.advantage_fn.clipb_advantage import ClipBAdvantageFn
     from trinity.algorithm.advantage_fn.clipv_advantage import ClipVAdvantageFn
     from trinity.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
-    from trinity.algorithm.advantage_fn.jsd_advantage import JSDAdvantage
     from trinity.algorithm.advantage_fn.on_policy_distill_advantage import OnPolicyDistillAdvantage
     from trinity.algorithm.advantage_fn.ppo_advantage import PPOAdvantageFn
     from trinity.algorithm.advantage_fn.reinforce_plus_plus_advantage import REINFORCEPLUSPLUSAdvantageFn
@@ -97,7 +96,6 @@ def _advantage_cases() -> list[Case]:
         case("rloo advantage", "rloo", RLOOAdvantageFn, whole),
         case("reinforceplusplus advantage", "reinforceplusplus", REINFORCEPLUSPLUSAdvantageFn, whole),
         case("on_policy_distill advantage", "on_policy_distill", OnPolicyDistillAdvantage, whole),
-        case("jsd advantage", "jsd", JSDAdvantage, whole),
         case("clipb advantage, mu 0.5", "clipb", ClipBAdvantageFn, holes, mu=0.5),
         *(
             case(f"clipv advantage, {args}", "clipv", ClipVAdvantageFn, holes, mu=0.1, max_frac=share)

@@ -48,7 +48,16 @@ from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.tensor_files import SavedTensors
-from rftdask.trainer.model import dtype_at_rest, entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.model import (
+    TeacherStates,
+    dtype_at_rest,
+    entropy_signals,
+    export_hf,
+    load_policy,
+    predicting_states,
+    state_bytes,
+    token_logprobs,
+)
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
@@ -58,7 +67,7 @@ _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
 
 Scores = tuple[Tensor, Tensor | None]
-"""[B, T] logprobs, and entropies where they were asked for; as of `token_logprobs`."""
+"""[B, T] logprobs, and what else was asked for; as of `token_logprobs`."""
 
 
 class Scorer(torch.nn.Module):
@@ -68,9 +77,9 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, **inputs: Any) -> Scores:
-        """([B, T] logprobs, [B, T] entropies or None) of the packed rows; arguments as of `token_logprobs`."""
-        return token_logprobs(self.model, **inputs)
+    def forward(self, *, states_alone: bool = False, **inputs: Any) -> Scores | Tensor:
+        """Of the packed rows; arguments as of `token_logprobs`. `states_alone`: `predicting_states`, [Q, H]."""
+        return predicting_states(self.model, **inputs) if states_alone else token_logprobs(self.model, **inputs)
 
 
 class TorchEngine(TrainEngine):
@@ -143,7 +152,7 @@ class TorchEngine(TrainEngine):
         self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_steps)
         self._reference = self._load_reference() if algorithm.use_reference else None
         self._teacher: Scorer | None = None
-        if "teacher_logprobs_NT" in self._needs:
+        if algorithm.use_teacher:
             self._teacher = self._load_frozen(config.explorer.auxiliary_models[0].model_path or "")
         self._critic: Critic | None = None
         if algorithm.use_critic:
@@ -189,7 +198,7 @@ class TorchEngine(TrainEngine):
                     for name, value in more.items():
                         sums[name] = sums[name] + value if name in sums else value
                 # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient of 0.
-                passes.idle_backward(rows, lambda **inputs: self._policy(**inputs)[0])
+                passes.idle_backward(rows, lambda **inputs: self._update_scores(**inputs)[0])
                 # Sums over passes and ranks: every loss weighs its tokens by the whole batch, so sums are the batch's
                 # means.
                 of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
@@ -255,7 +264,8 @@ class TorchEngine(TrainEngine):
         """[N, T] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
         for; by the names that `AdvantageInputs` has for it."""
         scores: dict[str, Tensor] = {}
-        for name, model in (("ref_logprobs_NT", self._reference), ("teacher_logprobs_NT", self._teacher)):
+        teacher = self._teacher if "teacher_logprobs_NT" in self._needs else None
+        for name, model in (("ref_logprobs_NT", self._reference), ("teacher_logprobs_NT", teacher)):
             if model is not None:
                 scores[name] = passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
         if "necs_NT" in self._needs:
@@ -268,6 +278,22 @@ class TorchEngine(TrainEngine):
             scores["values_NT"] = self._critic.values(rows, passes)
         return scores
 
+    def _update_scores(self, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """[B, T] logprobs, entropies and divergences from the teacher of one pass of an update, None where the loss
+        takes none."""
+        loss, use_entropy, teacher = self._algorithm.policy_loss_fn, self._algorithm.use_entropy, None
+        if loss.uses_teacher:
+            assert self._teacher is not None
+            with torch.no_grad():
+                states_QH = self._teacher(**inputs, states_alone=True)
+            causal: Any = self._teacher.model
+            teacher = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
+        logprobs_BT, more = self._policy(**inputs, with_entropy=use_entropy, teacher=teacher)
+        if teacher is None:
+            return logprobs_BT, more, None
+        divergence_BT, entropy_BT = more.unbind(-1)
+        return logprobs_BT, entropy_BT if use_entropy else None, divergence_BT
+
     def _loss_inputs(
         self,
         rows: PaddedRows,
@@ -278,7 +304,7 @@ class TorchEngine(TrainEngine):
     ) -> LossInputs:
         """One forward pass of the policy, and of the batch what belongs to its rows."""
         part = torch.from_numpy(members).to(self._device)
-        policy_BT, entropy_BT = self._policy(**rows.model_inputs(members), with_entropy=self._algorithm.use_entropy)
+        policy_BT, entropy_BT, divergence_BT = self._update_scores(**rows.model_inputs(members))
         # A micro-batch is as wide as its own longest response, the tensors of the batch as its longest of all.
         width = policy_BT.shape[1]
         # One update per batch: the weights before it are the current ones.
@@ -294,6 +320,7 @@ class TorchEngine(TrainEngine):
             advantages_BT=advantages_NT,
             ref_logprobs_BT=None if ref_NT is None else ref_NT[part, :width],
             entropy_BT=entropy_BT,
+            divergence_BT=divergence_BT,
             expert_mask_B=rows.experts_N[part],
             rewards_B=rows.rewards_N[part],
             kl_baseline=rows.kl_baseline,

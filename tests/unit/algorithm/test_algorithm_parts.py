@@ -57,6 +57,7 @@ def test_the_facts_are_those_of_the_composition(name: str) -> None:
     assert section.usual_sample_strategy == algorithm.sample_strategy
     assert section.trains_critic == algorithm.use_critic
     assert section.compares_reference == algorithm.use_reference
+    assert section.needs_teacher == algorithm.use_teacher
     assert section.compares_groups == (advantage is not None and advantage.uses_groups)
 
 
@@ -68,6 +69,7 @@ def test_what_an_advantage_needs_is_known() -> None:
     assert AlgorithmConfig(algorithm_type="jsd").needs_teacher
     assert AlgorithmConfig(algorithm_type="remax").greedy_baseline
     assert not AlgorithmConfig(algorithm_type="sft").needs_teacher
+    assert AlgorithmConfig(algorithm_type="sft", policy_loss_fn="jsd").needs_teacher
 
 
 def test_old_names_stand_for_names_that_are_there() -> None:

@@ -43,7 +43,7 @@ REFERENCE_TYPES = {
     "cpt": (False, False, 1, None, "sft", "none", "default"),
     "dpo": (False, True, 2, None, "dpo", "none", "default"),
     "on_policy_distill": (False, False, 8, "on_policy_distill", "ppo", "none", "default"),
-    "jsd": (False, False, 8, "jsd", "ppo", "none", "default"),
+    "jsd": (False, False, 8, None, "jsd", "none", "default"),  # there an advantage of the sampled tokens
 }
 
 

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:
     overrides = {"deterministic": True, **overrides}
-    if name == "on_policy_distill":
+    if name in ("on_policy_distill", "jsd"):
         overrides.setdefault("explorer__auxiliary_models", [{"model_path": str(models / "teacher")}])
     return TorchEngine(engine_config(models / "policy", **overrides), make_algorithm(name, **(parts or {})))
 
@@ -68,7 +68,7 @@ def batch_for(name: str) -> TrainingBatch:
     return join_batches([own, shown]) if name == "mix" else own
 
 
-NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "remax", "on_policy_distill", "reinforceplusplus", "sapo"]
+NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "remax", "on_policy_distill", "jsd", "reinforceplusplus", "sapo"]
 
 
 @pytest.mark.parametrize("name", NAMES)
