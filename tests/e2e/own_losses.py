@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
 from torch import Tensor
 
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
+from rftdask.algorithm.losses.ratio.ppo import Ppo
 from tests.e2e.own_stack import write_own_calls
+
+KILL_AT = "RFTDASK_TEST_KILL_AT"
+"""Environment variable: number of a call of `KilledPpo` and, after a space, a file."""
+_calls = count(1)
+
+
+@dataclass(frozen=True)
+class KilledPpo(Ppo):
+    """PPO's; the call that KILL_AT names kills its process, unless the file is there, which it leaves."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        number, _, mark = os.environ.get(KILL_AT, "0").partition(" ")
+        if next(_calls) == int(number) and not Path(mark).exists():
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(inputs)
 
 
 @dataclass(frozen=True)

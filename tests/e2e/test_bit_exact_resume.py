@@ -1,5 +1,6 @@
 """A real run on the CPU, style fixed, of one or two ranks, killed at random moments, ends with the very bits of a run
-of as many ranks that nobody disturbed: killed as a whole and started again, or a rank alone, which the run mends.
+of as many ranks that nobody disturbed: killed as a whole and started again, or a rank alone, which the run mends, also
+between two updates from one batch.
 """
 
 import random
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rftdask import Experiment
+from tests.e2e.own_losses import KILL_AT
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
 from tests.integration.run_cases import TRAINER, RunProcess, assert_sound, final_weights, ledger_of, num_steps
 
@@ -17,7 +19,10 @@ STEPS = 20
 
 def write_config(folder: Path, num_ranks: int) -> Path:
     trainer = {"total_steps": STEPS, "save_interval": 3, "num_ranks": num_ranks, "save_hf_checkpoint": "never"}
-    return write_grpo_config(folder, trainer=trainer, cluster={"num_cpus": 1 + num_ranks})
+    # Sixteen experiences make two updates, and each is seen twice.
+    trainer |= {"ppo_epochs": 2, "ppo_mini_batch_size": 8}
+    algorithm = {"policy_loss_fn": "tests.e2e.own_losses.KilledPpo"}
+    return write_grpo_config(folder, trainer=trainer, algorithm=algorithm, cluster={"num_cpus": 1 + num_ranks})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -32,8 +37,10 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
     folder = run_folder(config)
     dice = random.SystemRandom()
     first, second = sorted(dice.sample(range(2, STEPS - 2), 2))
-    with RunProcess("run", str(config)) as run:
-        run.wait_until(lambda: num_steps(folder) >= first, DEADLINE_S)
+    # Call 7 of the loss is the third update of step 2.
+    killed_between_updates = tmp_path / "killed between updates"
+    with RunProcess("run", str(config), env={KILL_AT: f"7 {killed_between_updates}"}) as run:
+        run.wait_until(lambda: killed_between_updates.exists() and num_steps(folder) >= first, DEADLINE_S)
         time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
         run.kill()
         run.wait_for_no_survivors()

@@ -44,6 +44,11 @@ TOLERANCE = 1e-5
 VARIANTS: dict[str, dict[str, Any]] = {
     "activations again": {"trainer__gradient_checkpointing": True},
     "adapters": {"model__lora_configs": [{"lora_rank": 4}]},
+    "several updates": {
+        "trainer__ppo_epochs": 2,
+        "trainer__ppo_mini_batch_size": 16,  # of 32: half a batch
+        "algorithm__bypass_old_logprobs": False,
+    },
 }
 PAIRS = (("ddp", 2, 2), ("fsdp2", 2, 2))
 SPLIT_GANGS = {

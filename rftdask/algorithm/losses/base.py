@@ -154,6 +154,9 @@ class PolicyLoss(ABC):
     """Whether it reads `kl_baseline`, for which each prompt is scored with the response to another one."""
     uses_teacher: ClassVar[bool] = False
     """Whether it reads `divergence_BT`, so that a teacher is loaded; then it has a `divergence`."""
+    uses_proximal: ClassVar[bool] = False
+    """Whether it reads `proximal_logprobs_BT` whatever the ratios of the batch are taken to, so that they are computed
+    where a batch makes several updates."""
     schema: ClassVar[str] = "experience"
     """The rows it can read: "experience", "dpo" (pairs), "kto" (responses with a verdict) or "any"."""
     only_agg_mode: ClassVar[str | None] = None

@@ -134,6 +134,13 @@ ReadRows = Callable[[Sequence[int]], Sequence[SupervisedRow]]
 """Row numbers -> the sequences that they are."""
 
 
+def random_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """[num_rows] int64: the numbers of all rows in an order drawn for this epoch."""
+    # Keyed by the epoch and not drawn on: a resumed run jumps into any epoch without walking the ones before.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows)
+
+
 class RowOrder:
     """An endless walk over the rows of a dataset: each once in an epoch, every epoch in a new order.
 
@@ -153,10 +160,7 @@ class RowOrder:
         """Row number at a place, counted from 0 through all epochs."""
         epoch, within = divmod(place, self.num_rows)
         if self._seed is not None and epoch != self._epoch:
-            # Keyed by the epoch and not drawn on: a resumed run jumps into any epoch without walking the ones before.
-            key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
-            random = np.random.Generator(np.random.Philox(key=key))
-            self._epoch, self._order = epoch, random.permutation(self.num_rows)
+            self._epoch, self._order = epoch, random_order(self.num_rows, self._seed, epoch)
         return int(self._order[within])
 
 

@@ -93,6 +93,14 @@ def _passes_have_a_size(config: Config) -> Iterator[Problem]:
         yield "trainer.use_dynamic_bsz", f"{what}; give it or leave this out"
 
 
+@RULES.reading("trainer.ppo_mini_batch_size", "buffer.train_batch_size")
+def _mini_batches_make_a_batch(config: Config) -> Iterator[Problem]:
+    size, mini = config.buffer.train_batch_size, config.trainer.ppo_mini_batch_size
+    if mini is not None and size % mini:
+        below = next(fits for fits in range(min(mini, size), 0, -1) if size % fits == 0)
+        yield "trainer.ppo_mini_batch_size", f"{mini} does not divide buffer.train_batch_size {size}; use {below}"
+
+
 @RULES.reading("algorithm.optimizer.clip_grad", "trainer.grad_clip")
 def _one_gradient_norm(config: Config) -> Iterator[Problem]:
     ours, reference = config.trainer.grad_clip, config.algorithm.optimizer.clip_grad

@@ -140,7 +140,7 @@ class AlgorithmConfig(Section):
     """How token losses become one number; None: as the algorithm's paper does."""
     bypass_old_logprobs: bool = True
     """True: ratios are taken to the log-probabilities recorded in the rollout. False: to those of the trainer's weights
-    before the step, so that every ratio begins at 1."""
+    before the step, so that every ratio begins at 1. Either is kept for all updates of the step."""
     rollout_correction: Free | None = None
     """Importance correction between engine and trainer, for example {method: truncate, level: token, high: 2.0}."""
 

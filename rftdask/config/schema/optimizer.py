@@ -1,4 +1,5 @@
-"""Section `algorithm.optimizer`: how weights move, and how fast. All steps are optimizer steps, counted from 1.
+"""Section `algorithm.optimizer`: how weights move, and how fast. All steps are updates, counted from 1, of which
+a batch may make several (`trainer.ppo_epochs`).
 
 Schedules are those of transformers; their arguments are read from its source, so that a configuration is checked
 without importing it.
@@ -31,7 +32,8 @@ SCHEDULES = LibraryParts(
 
 
 class OptimizerConfig(Section):
-    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are optimizer steps."""
+    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are updates, of which a batch may make
+    several."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""

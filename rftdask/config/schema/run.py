@@ -217,6 +217,12 @@ class Config(Section):
         return self.buffer.train_batch_size - self.num_demonstrations
 
     @property
+    def num_mini_batches(self) -> int:
+        """Updates of one pass over a batch."""
+        whole = self.buffer.train_batch_size
+        return whole // (self.trainer.ppo_mini_batch_size or whole)
+
+    @property
     def demonstrations(self) -> str:
         """Name of the auxiliary buffer that strategy mix takes its demonstrations from: as given, else `EXPERT_BUFFER`
         if there is one, else the first there is.

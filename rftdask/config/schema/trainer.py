@@ -24,7 +24,7 @@ class CriticConfig(Section):
 
 
 class TrainerConfig(Section):
-    """`trainer`: optimizer steps and checkpoints. Intervals are optimizer steps."""
+    """`trainer`: steps, each the updates from one batch, and checkpoints. Intervals are steps."""
 
     name: str = Field(default="trainer", pattern=NAME)
     """Name in the plan that `rftdask validate` prints, and in estimates."""
@@ -60,6 +60,11 @@ class TrainerConfig(Section):
     max_token_len_per_gpu: Count | None = None
     """Tokens in one such pass; nothing is padded. None: `DEFAULT_TOKENS_PER_MICRO_BATCH`. An experience that is longer
     goes alone. The gradient does not depend on it. Ranks that split sequences take so many each."""
+    ppo_epochs: Count = 1
+    """Passes over each batch. All updates from one batch are one step."""
+    ppo_mini_batch_size: Count | None = None
+    """Experiences of a batch that make one update, counted as `buffer.train_batch_size` is, which it divides. None: all
+    of them."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
     total_steps: Count | None = None

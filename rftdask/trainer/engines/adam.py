@@ -16,7 +16,7 @@ from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 
 MAX_SKIPPED_IN_A_ROW = 3
-"""Steps with a gradient that is not finite: one may be chance, this many are not."""
+"""Updates with a gradient that is not finite: one may be chance, this many are not."""
 _NUM_SKIPPED = "num_skipped_in_a_row"
 
 
@@ -54,15 +54,15 @@ class Adam:
             foreach=True,
         )
 
-    def step(self, step: int) -> dict[str, float]:
-        """Optimizer step number `step`; the gradients are gone after it. A gradient that is not finite changes nothing,
-        and is counted.
+    def step(self, update: int, step: int) -> dict[str, float]:
+        """Update number `update` of the run, counted from 1, as a part of `step`; the gradients are gone after it. A
+        gradient that is not finite changes nothing, and is counted.
 
         Raises: RoleError: too many of them in a row.
         """
         self._strategy.reduce(self._parameters)
         norm = self._strategy.clip(self._parameters, self._max_norm)
-        lr = self._rate(step)
+        lr = self._rate(update)
         # The norm is the same on all ranks, so that they all make this step or none does.
         finite = math.isfinite(norm)
         if finite:
@@ -74,8 +74,8 @@ class Adam:
         self._num_skipped_in_a_row = 0 if finite else self._num_skipped_in_a_row + 1
         if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RoleError(
-                f"step {step}: the gradient norm is {norm}, and was not finite in the {MAX_SKIPPED_IN_A_ROW - 1} steps "
-                "before; lower the learning rate or look at the batches in the ledger"
+                f"step {step}: the gradient norm is {norm}, and was not finite in the {MAX_SKIPPED_IN_A_ROW - 1} "
+                "updates before; lower the learning rate or look at the batches in the ledger"
             )
         return {**({"grad_norm": norm} if finite else {}), "lr": lr, "num_skipped_steps": float(not finite)}
 

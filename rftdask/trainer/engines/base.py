@@ -1,4 +1,4 @@
-"""Train engine: one optimizer step on a batch. It knows nothing of storage, ledgers or Dask.
+"""Train engine: one step on a batch, of one update or several. It knows nothing of storage, ledgers or Dask.
 
 Promise: in deterministic mode on a CPU, the same state and the same batch give the same bits.
 """
@@ -31,7 +31,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Train on `batch` as optimizer step `step` (1-based); the metrics of the step.
+        """Train on `batch` as step `step` (1-based); the metrics of the step.
 
         Raises: RoleError: a loss or gradient is not finite, naming the step.
         """

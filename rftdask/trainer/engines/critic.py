@@ -72,14 +72,24 @@ class Critic:
         return passes.scored(rows, self._model)
 
     def update(
-        self, rows: PaddedRows, passes: Passes, old_NT: Tensor, returns_NT: Tensor, step: int
+        self,
+        rows: PaddedRows,
+        passes: Passes,
+        mask_NT: Tensor,
+        old_NT: Tensor,
+        returns_NT: Tensor,
+        *,
+        update: int,
+        step: int,
     ) -> dict[str, float]:
-        """One optimizer step toward the returns over the trained tokens; old_NT: the values the returns were made with.
+        """One update toward the returns over the tokens of `mask_NT`, which are in `passes`.
+
+        old_NT: the values the returns were made with. update, step: as of `Adam.step`.
 
         Raises: RoleError: the loss or its gradient is not finite.
         """
-        # A mean over the trained tokens of the whole batch; parts of it add up over passes and ranks.
-        weights_NT = rows.loss_mask_NT / rows.loss_mask_NT.sum().clamp(min=1)
+        # A mean over the trained tokens of the mini-batch; parts of it add up over passes and ranks.
+        weights_NT = mask_NT / mask_NT.sum().clamp(min=1)
         total = 0.0
         for members in passes.own:
             part = torch.from_numpy(members).to(weights_NT.device)
@@ -93,8 +103,8 @@ class Critic:
         total = passes.add_metrics({"loss": total})["loss"]
         if not math.isfinite(total):
             raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
-        residual_NT = (returns_NT - old_NT) * rows.loss_mask_NT
-        metrics = {f"critic_{name}": value for name, value in self._adam.step(step).items()}
+        residual_NT = (returns_NT - old_NT) * mask_NT
+        metrics = {f"critic_{name}": value for name, value in self._adam.step(update, step).items()}
         return {"critic_loss": total, "critic_error": float((residual_NT.square() * weights_NT).sum()), **metrics}
 
     def state_files(self) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The learning rate of each step: the schedules of transformers as pure functions. It knows no model."""
+"""The learning rate of each update: the schedules of transformers as pure functions. It knows no model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 
 
 def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable[[int], float]:
-    """The rate of an optimizer step, counted from 1: that of `transformers.get_scheduler` at every step, whose warm-up
-    begins with a step of rate 0.
+    """The rate of an update, a step of the schedule, counted from 1: that of `transformers.get_scheduler` at every
+    step, whose warm-up begins with a step of rate 0.
 
     total_steps: where a decay ends, and a share of warm-up is taken of; steps beyond it keep its rate. None: not known.
     Raises: ValueError: it has to be known, or transformers refuses the arguments.

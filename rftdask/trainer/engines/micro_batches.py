@@ -1,4 +1,5 @@
-"""Micro-batches: the rows of a batch dealt to ranks and cut into passes, and given to models as tensors.
+"""Micro-batches: the rows of a batch cut into mini-batches, one an update, dealt to ranks and cut into passes, and
+given to models as tensors.
 
 It knows neither models nor losses. How rows are dealt follows from their lengths, which all ranks know, so that they
 agree without a word.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.source import random_order
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 
@@ -43,6 +45,10 @@ class PaddedRows:
     def uids(self, members: np.ndarray) -> list[str]:
         """The names of some rows."""
         return [self._batch.uids[i] for i in members]
+
+    def among(self, members: np.ndarray) -> Tensor:
+        """[N] bool: whether a row is one of these."""
+        return torch.from_numpy(np.isin(np.arange(len(self._batch)), members)).to(self._device)
 
     def model_inputs(self, members: np.ndarray) -> dict[str, PackedRows]:
         """The token side of some rows, as `token_logprobs` takes it."""
@@ -127,8 +133,23 @@ class Passes:
             (score(**rows.model_inputs(self.filler)) * 0.0).sum().backward()
 
 
+def mini_batches(experts_N: np.ndarray, count: int, *, unit: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Row numbers, ascending, of the updates of one pass over a batch: at most `count`, none of them empty.
+
+    Args:
+        experts_N: [N] bool: demonstrations, of which every mini-batch has its share.
+        unit: neighbors that are never parted.
+        epoch: which pass of the run it is; each has an order of its own, on all ranks the same.
+    """
+    order = random_order(len(experts_N) // unit, seed, epoch)
+    # Dealt like cards, demonstrations last: sizes differ by a unit at most, and so do shares.
+    order = order[np.argsort(experts_N[::unit][order], kind="stable")]
+    return [rows_of_units(np.sort(order[part::count]), unit) for part in range(min(count, len(order)))]
+
+
 def plan_passes(
     lengths: np.ndarray,
+    members: np.ndarray,
     ranks: Ranks,
     *,
     hidden_size: int,
@@ -141,11 +162,14 @@ def plan_passes(
     """Rows dealt to the ranks by cost, then cut into micro-batches.
 
     Args:
+        lengths: tokens of each row of the batch.
+        members: numbers of the rows to plan for, whole units.
         unit: neighbors that are never parted.
         together: all ranks must make the same number of passes.
         group: the ranks that compute the same rows with this one; the rows are dealt to such groups. None: no other.
     """
     size = 1 if group is None else group.size
+    lengths = lengths[members]
     cut: list[list[np.ndarray]] = []
     # Every rank deals for all of them, by lengths alone, and so knows how many passes the others make.
     for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
@@ -153,13 +177,13 @@ def plan_passes(
         # Within a rank by cost, too: passes of about the same cost keep the peak of the memory low.
         costs = unit_costs(lengths[rows], hidden_size)
         parts = micro_batches(lengths[rows], max_tokens=max_tokens, max_rows=max_rows, unit=unit, costs=costs)
-        cut.append([rows[part] for part in parts])
+        cut.append([members[rows[part]] for part in parts])
     own = cut[ranks.rank // size]
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     # The cheapest unit of the batch, which every rank knows.
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
-    return Passes(ranks, group is None or group.is_rank0, own, num_idle, rows_of_units(shortest, unit))
+    return Passes(ranks, group is None or group.is_rank0, own, num_idle, members[rows_of_units(shortest, unit)])
 
 
 def micro_batches(

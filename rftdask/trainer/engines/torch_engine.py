@@ -2,15 +2,15 @@
 
 Every rank is given the whole batch, and computes its own rows of it. A step: what frozen models and the critic say of
 the rows, brought together; then the advantages over the whole batch, on every rank the same; then one update of the
-policy and one of the critic, by gradients added over the ranks. Letters: N rows of the batch; B rows of a micro-batch;
-T response tokens of the longest response.
+policy and one of the critic for each mini-batch of each pass over the batch, by gradients added over the ranks.
+Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from rftdask.models.lora import (
 from rftdask.trainer.engines.adam import Adam
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, plan_passes
+from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, mini_batches, plan_passes
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -115,7 +115,7 @@ class TorchEngine(TrainEngine):
         Args:
             strategy: None is one rank with the whole model.
             sequence: the ranks, all neighbors of this one, that split each sequence with it; None: nobody does.
-            total_steps: where the decay of the learning rate ends.
+            total_steps: where the decay of the learning rate ends; each is as many updates as a batch makes.
         Raises: DataError: a model cannot be loaded or split, or the teacher has another vocabulary.
         """
         self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
@@ -127,6 +127,7 @@ class TorchEngine(TrainEngine):
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
         self._algorithm = algorithm.without_drops()
         self._needs = () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs
+        self._unit = 2 if algorithm.schema == "dpo" else 1  # rows that are never parted
         self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
         trusted = config.model.trust_remote_code
@@ -149,7 +150,12 @@ class TorchEngine(TrainEngine):
         # Sharded after adapters and compiled layers are in place, and before the optimizer sees the parameters.
         self._policy = self._prepared(self._model)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
-        self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_steps)
+        per_step = self._trainer.ppo_epochs * config.num_mini_batches
+        total_updates = None if total_steps is None else total_steps * per_step
+        # Of several updates all but the first have moved weights: what those before the step say is computed once.
+        reads_proximal = algorithm.policy_loss_fn.uses_proximal or not config.algorithm.bypass_old_logprobs
+        self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
+        self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_updates)
         self._reference = self._load_reference() if algorithm.use_reference else None
         self._teacher: Scorer | None = None
         if algorithm.use_teacher:
@@ -164,50 +170,64 @@ class TorchEngine(TrainEngine):
         )
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Score the batch, make its advantages, then one update of the policy and one of the critic."""
+        """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
-        rows, passes = self._planned(batch)
+        rows = PaddedRows(batch, device, self._sequence)
+        whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
+        updates: list[dict[str, float]] = []
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            scores = self._scores(rows, passes)
+            # Once for all updates: what they are compared with is what the batch began with.
+            scores = self._scores(rows, whole)
             if algorithm.policy_loss_fn.uses_kl_baseline:
                 rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
             metrics: dict[str, float] = {}
             advantages_NT, returns_NT = None, None
             if algorithm.advantage_fn is not None:
                 advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
-            if self._critic is None or step > self._trainer.critic_warmup:
-                # One denominator for the whole batch: the gradients of passes and ranks then add up to the batch's.
-                weights_NT = algorithm.token_weights(
-                    rows.loss_mask_NT,
-                    max_tokens=self._config.model.max_response_tokens,
-                    expert_mask_B=rows.experts_N,
-                    step=step,
-                )
-                sums: dict[str, Tensor] = {}
-                # Gradients are added pass by pass; nothing moves before `Adam.step`.
-                for members in passes.own:
-                    inputs = self._loss_inputs(rows, members, weights_NT, scores.get("ref_logprobs_NT"), advantages_NT)
-                    loss, more = algorithm.compute_loss(inputs)
-                    loss.backward()
-                    if algorithm.schema == "experience":
-                        more |= _mismatch(inputs)
-                    for name, value in more.items():
-                        sums[name] = sums[name] + value if name in sums else value
-                # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient of 0.
-                passes.idle_backward(rows, lambda **inputs: self._update_scores(**inputs)[0])
-                # Sums over passes and ranks: every loss weighs its tokens by the whole batch, so sums are the batch's
-                # means.
-                of_ranks = passes.add_metrics({name: float(value) for name, value in sums.items()})
-                if "mismatch_kl" in of_ranks:
-                    of_ranks["mismatch_kl"] /= max(of_ranks.pop("mismatch_tokens"), 1.0)
-                metrics |= {**of_ranks, **self._adam.step(step)}
-            if self._critic is not None:
-                assert returns_NT is not None
-                metrics |= self._critic.update(rows, passes, scores["values_NT"], returns_NT, step)
+            for number, members in self._mini_batches(batch, step):
+                passes = whole if len(members) == len(batch) else self._plan(batch, members)
+                mask_NT = rows.loss_mask_NT & rows.among(members)[:, None]
+                of_update: dict[str, float] = {}
+                if self._critic is None or step > self._trainer.critic_warmup:
+                    # One denominator for the whole mini-batch: the gradients of passes and ranks then add up to its
+                    # own.
+                    weights_NT = algorithm.token_weights(
+                        mask_NT,
+                        max_tokens=self._config.model.max_response_tokens,
+                        expert_mask_B=rows.experts_N,
+                        step=step,
+                    )
+                    sums: dict[str, Tensor] = {}
+                    # Gradients are added pass by pass; nothing moves before `Adam.step`.
+                    for part in passes.own:
+                        inputs = self._loss_inputs(rows, part, weights_NT, scores, advantages_NT)
+                        loss, more = algorithm.compute_loss(inputs)
+                        loss.backward()
+                        # Before the first update alone: after it the weights differ from what sampled by more.
+                        if algorithm.schema == "experience" and not updates:
+                            more |= _mismatch(inputs)
+                        for name, value in more.items():
+                            sums[name] = sums[name] + value if name in sums else value
+                    # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient
+                    # of 0.
+                    passes.idle_backward(rows, lambda **inputs: self._update_scores(**inputs)[0])
+                    # Sums over passes and ranks: every loss weighs its tokens by the whole mini-batch, so sums are its
+                    # means.
+                    of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
+                    if "mismatch_kl" in of_update:
+                        of_update["mismatch_kl"] /= max(of_update.pop("mismatch_tokens"), 1.0)
+                    of_update |= self._adam.step(number, step)
+                if self._critic is not None:
+                    assert returns_NT is not None
+                    of_update |= self._critic.update(
+                        rows, passes, mask_NT, scores["values_NT"], returns_NT, update=number, step=step
+                    )
+                updates.append(of_update)
+        metrics |= _over_updates(updates)
         if "kl" in metrics:
             # For the step after this one, from numbers that are the same on all ranks.
             measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
@@ -217,24 +237,31 @@ class TorchEngine(TrainEngine):
             self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
         return metrics
 
-    def _planned(self, batch: TrainingBatch) -> tuple[PaddedRows, Passes]:
-        """The rows of a batch, and what this rank computes of them."""
-        passes = plan_passes(
+    def _mini_batches(self, batch: TrainingBatch, step: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the update in the run, counted from 1; its row numbers) of all updates of a step."""
+        count, epochs = self._config.num_mini_batches, self._trainer.ppo_epochs
+        for epoch in range((step - 1) * epochs, step * epochs):
+            parts = mini_batches(batch.experts, count, unit=self._unit, seed=self._config.seed, epoch=epoch)
+            yield from enumerate(parts, epoch * count + 1)
+
+    def _plan(self, batch: TrainingBatch, members: np.ndarray) -> Passes:
+        """What this rank computes of some rows."""
+        return plan_passes(
             batch.lengths,
+            members,
             self._ranks,
             hidden_size=self._model.config.get_text_config().hidden_size,
             max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
             max_rows=self._trainer.micro_batch_size,
-            unit=2 if self._algorithm.schema == "dpo" else 1,
+            unit=self._unit,
             together=self._strategy.passes_together,
             group=self._sequence or self._strategy.group,
         )
-        return PaddedRows(batch, self._device, self._sequence), passes
 
     def _kl_baseline(self, batch: TrainingBatch) -> float:
         """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
         where responses are to other prompts."""
-        rows, passes = self._planned(batch)
+        rows, passes = PaddedRows(batch, self._device, self._sequence), self._plan(batch, np.arange(len(batch)))
         assert self._reference is not None, "a loss with a KL baseline has a reference"
         policy_NT, ref_NT = (
             passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
@@ -274,6 +301,8 @@ class TorchEngine(TrainEngine):
             scores |= dict(zip(names, three_NT3.unbind(-1), strict=True))
         elif "entropy_NT" in self._needs:
             scores["entropy_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
+        if self._keeps_proximal and "policy_logprobs_NT" not in scores:
+            scores["policy_logprobs_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs)[0])
         if self._critic is not None:
             scores["values_NT"] = self._critic.values(rows, passes)
         return scores
@@ -299,7 +328,7 @@ class TorchEngine(TrainEngine):
         rows: PaddedRows,
         members: np.ndarray,
         weights_NT: Tensor,
-        ref_NT: Tensor | None,
+        scores: Mapping[str, Tensor],
         advantages_NT: Tensor | None,
     ) -> LossInputs:
         """One forward pass of the policy, and of the batch what belongs to its rows."""
@@ -307,8 +336,13 @@ class TorchEngine(TrainEngine):
         policy_BT, entropy_BT, divergence_BT = self._update_scores(**rows.model_inputs(members))
         # A micro-batch is as wide as its own longest response, the tensors of the batch as its longest of all.
         width = policy_BT.shape[1]
-        # One update per batch: the weights before it are the current ones.
         current_BT = policy_BT.detach()
+        proximal_BT = None
+        if self._keeps_proximal:
+            proximal_BT = scores["policy_logprobs_NT"][part, :width]
+        elif not self._config.algorithm.bypass_old_logprobs:
+            proximal_BT = current_BT  # of the only update: the weights before it are the current ones
+        ref_NT = scores.get("ref_logprobs_NT")
         sampled_BT = rows.rollout_logprobs_NT[part, :width]
         if advantages_NT is not None:  # [N, 1] where a row has one number; a batch may have no response token at all
             advantages_NT = advantages_NT[part, : max(1, min(width, advantages_NT.shape[1]))]
@@ -324,7 +358,7 @@ class TorchEngine(TrainEngine):
             expert_mask_B=rows.experts_N[part],
             rewards_B=rows.rewards_N[part],
             kl_baseline=rows.kl_baseline,
-            proximal_logprobs_BT=None if self._config.algorithm.bypass_old_logprobs else current_BT,
+            proximal_logprobs_BT=proximal_BT,
             kl_coef=float(self._kl_coefs[0]),
             uids=rows.uids(members),
         )
@@ -434,6 +468,12 @@ class TorchEngine(TrainEngine):
         scorer = Scorer(model)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         return scorer
+
+
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the updates that tell it; what is counted (num_...) is added."""
+    told = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
+    return {name: sum(values) / (1 if "num_" in name else len(values)) for name, values in told.items()}
 
 
 @torch.no_grad()

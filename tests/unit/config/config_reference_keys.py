@@ -391,6 +391,8 @@ OUR_KEYS = {
     "trainer.critic.lr",
     "trainer.critic.cliprange_value",
     "trainer.micro_batch_size",
+    "trainer.ppo_epochs",
+    "trainer.ppo_mini_batch_size",
     "synchronizer.max_staleness",
     "synchronizer.poll_interval_s",
     "model.lora_configs[].use_rslora",

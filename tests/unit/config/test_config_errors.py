@@ -358,6 +358,17 @@ def test_passes_of_a_fixed_number_of_experiences_need_the_number() -> None:
     load_config(grpo(), ["trainer.use_dynamic_bsz=false", "trainer.micro_batch_size=4"])
 
 
+def test_mini_batches_make_a_whole_batch() -> None:
+    sizes = ("buffer.batch_size=3", "algorithm.repeat_times=4")
+    assert problems(grpo(), *sizes, "trainer.ppo_mini_batch_size=5") == [
+        "trainer.ppo_mini_batch_size: 5 does not divide buffer.train_batch_size 12; use 4"
+    ]
+    assert problems(grpo(), *sizes, "trainer.ppo_mini_batch_size=24") == [
+        "trainer.ppo_mini_batch_size: 24 does not divide buffer.train_batch_size 12; use 12"
+    ]
+    assert load_config(grpo(), [*sizes, "trainer.ppo_mini_batch_size=4"]).num_mini_batches == 3
+
+
 def test_only_one_adapter_can_be_trained() -> None:
     load_config(grpo(), ["model.lora_configs=[{}]"])
     assert problems(grpo(), "model.lora_configs=[{}, {}]") == [

@@ -206,5 +206,5 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is
     again.load_state_files(trained.state_files())
     for each in (trained, again):  # a resumed engine goes on counting
         each.train_step(spoil(rollouts()), 4)
-        with pytest.raises(RoleError, match=r"step 5: the gradient norm is .* not finite in the 2 steps before"):
+        with pytest.raises(RoleError, match=r"step 5: the gradient norm is .* not finite in the 2 updates before"):
             each.train_step(spoil(rollouts()), 5)

@@ -24,6 +24,7 @@ class DecoupledPpo(Ppo):
     """Tokens with p_proximal / p_behavior above it are dropped (AReaL's default); None: none."""
 
     loss_name = "decoupled_ppo"
+    uses_proximal = True
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_pi_BT, log_behavior_BT = inputs.policy_logprobs_BT, inputs.rollout_logprobs_BT
