@@ -41,8 +41,14 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
 
-    def apply_chat_template(self, messages: Any, /, **options: Any) -> Any:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
         """A chat as the policy reads it: text, or token ids with `tokenize=True`."""
+
+
+class _Splitting(Protocol):
+    """A transformers tokenizer that has special tokens."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool) -> list[int]: ...
 
 
 class ByteTokenizer:
@@ -58,7 +64,7 @@ class ByteTokenizer:
         """Never fails: bytes that are no UTF-8 become replacement characters."""
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The contents alone, without roles; `tools` and the like are ignored."""
         return "\n".join(str(message["content"]) for message in messages)
 
@@ -104,7 +110,7 @@ def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) ->
             tokens += tokenizer.encode(joined, add_special_tokens=False) if joined else []
             continue
         assert special is not None
-        found = cast(Any, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
+        found = cast(_Splitting, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
         if not ids.isdisjoint(found):
             # A vocabulary of whole words finds it all the same; cut in two, nobody does.
             cuts = [0, *(match.start() + 1 for match in special.finditer(joined)), len(joined)]

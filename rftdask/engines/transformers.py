@@ -12,15 +12,22 @@ Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 
 from rftdask.config.schema.explorer import InferenceModelConfig
@@ -67,7 +74,7 @@ class TransformersEngine(Engine):
         self.max_batch_tokens = max_batch_tokens
         source = local_model(model_path)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attn_implementation,
@@ -75,25 +82,29 @@ class TransformersEngine(Engine):
                 trust_remote_code=trust_remote_code,
                 local_files_only=Path(source).is_dir(),
             )
-            model, report = loaded
+            model, report = cast(tuple[PreTrainedModel, Mapping[str, Collection[str]]], loaded)
             ends = end_ids(source, trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
-        self._model: Any = model
-        self._model.to(self.device).eval()
+        self._loaded: PreTrainedModel | None = model
+        cast(torch.nn.Module, model).to(self.device).eval()
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
-        self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
+        self._vocab_size = len(next(model.get_input_embeddings().parameters()))  # [V, width]
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TransformersEngine:
         path = section.model_path or model.model_path
         return cls(path, dtype=section.dtype, device=device, trust_remote_code=model.trust_remote_code)
 
-    def serve(self, take: Take, give: Give) -> None:
-        if self._model is None:
+    @property
+    def _model(self) -> PreTrainedModel:
+        if self._loaded is None:
             raise RoleError(f"{self} was closed; make a new one")
+        return self._loaded
+
+    def serve(self, take: Take, give: Give) -> None:
         batch = DecodeBatch(self._end_ids, self._vocab_size, self.device)
         try:
             with torch.inference_mode():
@@ -103,14 +114,14 @@ class TransformersEngine(Engine):
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. One pair after the other, without padding, so that the bits depend on the pair alone."""
-        if self._model is None:
-            raise RoleError(f"{self} was closed; make a new one")
         scored = []
         for prompt, response in pairs:
             if not prompt or not response or max(*prompt, *response) >= self._vocab_size:
                 raise RoleError(f"{self} cannot score: an empty prompt or response, or tokens it does not know")
             tokens_1L = torch.tensor([[*prompt, *response]], device=self.device)
             with torch.inference_mode():
+                # [R, V]: the logits at a place say what comes after it, so those of the response begin one place before
+                # it.
                 logits_RV = self._model(input_ids=tokens_1L, use_cache=False).logits[0, len(prompt) - 1 : -1]
                 logprobs_RV = logits_RV.float().log_softmax(dim=-1)
                 scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
@@ -132,8 +143,7 @@ class TransformersEngine(Engine):
         raise RoleError(f"{self} cannot answer request {number}: {problem}")
 
     def _serve(self, batch: DecodeBatch, take: Take, give: Give) -> None:
-        logits_BV: Any = None
-        cache: Any = None
+        cache, logits_BV = DynamicCache(), torch.empty(0)  # of no rows
         may_enter = False
         while True:
             for number, request in take():
@@ -150,6 +160,8 @@ class TransformersEngine(Engine):
             ):
                 alone = not batch.numbers
                 prompts, others = batch.enter(num), DynamicCache(config=self._model.config)
+                # The newcomers are computed by themselves, into a cache of their own: in one pass with them every row
+                # under way would be padded to the longest prompt.
                 others_BV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
                 if len(others_BV) < len(prompts.prompt_B):
                     # Each distinct prompt was computed once; now each row gets a copy.
@@ -162,6 +174,7 @@ class TransformersEngine(Engine):
                     join(cache, others)
             if not batch.numbers:
                 return
+            # One token for every row, also for those that have finished and not yet left; what they draw is not kept.
             tokens_B = batch.sample(logits_BV)
             num_done, num_bad = batch.counts()
             if num_bad:
@@ -172,6 +185,7 @@ class TransformersEngine(Engine):
             if num_done > len(batch.told):
                 for number, generation in batch.finished(self.policy_version):
                     give(number, generation)
+            # Leaving copies the cache of all that stay, so rows that have finished stay until there are enough of them.
             may_enter = num_done * COMPACT_SHARE >= len(tokens_B)
             if may_enter:
                 index_B, num_columns = batch.drop_done(trim=can_join(cache))
@@ -180,7 +194,7 @@ class TransformersEngine(Engine):
             if batch.numbers:
                 logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
 
-    def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
+    def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         output = self._model(
             input_ids=tokens,
             attention_mask=mask,
@@ -197,15 +211,13 @@ class TransformersEngine(Engine):
 
         Adapters stay beside the weights, where the trainer has them: added to them, both would differ by rounding.
         """
-        if self._model is None:
-            raise RoleError(f"{self} was closed; make a new one")
         by_name = {file.name: file for file in files}
         if ADAPTER_FILE in by_name:
             try:
                 load_files(self._model, by_name[ADAPTER_CONFIG_FILE], by_name[ADAPTER_FILE])
             except (KeyError, OSError, SafetensorError, DataError) as error:
                 raise RoleError(f"{self} cannot load the adapter of version {version}: {error}") from error
-            self._model.to(self.device).eval()
+            cast(torch.nn.Module, self._model).to(self.device).eval()
             self.policy_version = version
             return
         targets: dict[str, Tensor] = self._model.state_dict()
@@ -222,7 +234,7 @@ class TransformersEngine(Engine):
         self.policy_version = version
 
     def close(self) -> None:
-        self._model = None
+        self._loaded = None
 
     def __str__(self) -> str:
         return f"engine 'transformers' ({self.model_path}, policy version {self.policy_version})"
@@ -230,6 +242,13 @@ class TransformersEngine(Engine):
 
 # ---- the cache: keys and values of sequences under way. Its last column is the newest token of every row; what is
 # missing on the left is zero, and masked.
+
+
+class _Layer(Protocol):
+    """A layer of the cache once it holds something: [rows, heads, columns, head size]."""
+
+    keys: Tensor
+    values: Tensor
 
 
 def can_join(cache: DynamicCache) -> bool:
@@ -242,8 +261,7 @@ def can_join(cache: DynamicCache) -> bool:
 def keep(cache: DynamicCache, index_B: Tensor, num_columns: int) -> None:
     """Keep the rows `index_B` and drop their first `num_columns` columns; above 0 only in caches that `can_join`."""
     cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor will do
-    layers: list[Any] = list(cache.layers) if num_columns else []
-    for layer in layers:
+    for layer in cast(list[_Layer], cache.layers) if num_columns else ():
         layer.keys = layer.keys[:, :, num_columns:]
         layer.values = layer.values[:, :, num_columns:]
 
@@ -256,8 +274,7 @@ def join(cache: DynamicCache, others: DynamicCache) -> None:
         columns = max(ones.shape[2], others.shape[2])
         return torch.cat([pad(part, (0, 0, columns - part.shape[2], 0)) for part in (ones, others)])
 
-    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, others.layers, strict=True))
-    for layer, other in pairs:
+    for layer, other in zip(cast(list[_Layer], cache.layers), cast(list[_Layer], others.layers), strict=True):
         layer.keys = joined(layer.keys, other.keys)
         layer.values = joined(layer.values, other.values)
 
@@ -271,12 +288,14 @@ def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
     Raises: OSError, ValueError: the model has no config, or its tokenizer cannot be read.
     """
     folder = Path(model_path)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
-    found = [AutoConfig.from_pretrained(model_path, **options).get_text_config().eos_token_id]
+    local, trust = folder.is_dir(), trust_remote_code
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust, local_files_only=local)
+    found = [config.get_text_config().eos_token_id]
     with contextlib.suppress(OSError):  # a model need not have one
-        found.append(GenerationConfig.from_pretrained(model_path, local_files_only=folder.is_dir()).eos_token_id)
-    if not folder.is_dir() or (folder / "tokenizer_config.json").is_file():
-        found.append(AutoTokenizer.from_pretrained(model_path, **options).eos_token_id)
+        found.append(GenerationConfig.from_pretrained(model_path, local_files_only=local).eos_token_id)
+    if not local or (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust, local_files_only=local)
+        found.append(tokenizer.eos_token_id)
     ids: set[int] = set()
     for value in found:
         ids.update([value] if isinstance(value, int) else value or [])
@@ -298,6 +317,7 @@ def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
                 elif name in found:
                     problems.append(f"{name} is in {file} and in a file before it")
                 found.add(name)
+    # By storage and not by name: of tied tensors a file holds one name only, and the other is filled with it.
     filled = {targets[name].data_ptr() for name in found if name in targets}
     problems += [f"{name} is in no file" for name, tensor in targets.items() if tensor.data_ptr() not in filled]
     return problems

@@ -18,11 +18,11 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from transformers.utils.hub import cached_file
 
@@ -39,6 +39,50 @@ from rftdask.weights.fingerprint import SEQUENCE_LENGTH
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+# ---- what is used of vLLM's objects, whose classes are not there where vLLM is not installed
+
+
+class _FlatLogprobs(Protocol):
+    logprobs: Sequence[float]
+    start_indices: Sequence[int]
+    """Where each token's logprobs begin: its own comes first, then those that were asked for beside it."""
+
+
+class _Completion(Protocol):
+    token_ids: Sequence[int]
+    logprobs: _FlatLogprobs
+    finish_reason: Literal["stop", "length", "abort", "error"] | None
+
+
+class _Logprob(Protocol):
+    logprob: float
+
+
+class _RequestOutput(Protocol):
+    outputs: Sequence[_Completion]
+    prompt_logprobs: Sequence[Mapping[int, _Logprob]]
+    """By place, then by token; None at the first place."""
+
+
+class _LoRARequest(Protocol):
+    lora_int_id: int
+    lora_path: str
+
+
+class _AsyncLLM(Protocol):
+    def generate(
+        self, prompt: object, sampling_params: object, request_id: str, *, lora_request: _LoRARequest | None
+    ) -> AsyncIterator[_RequestOutput]: ...
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[object]: ...
+    async def pause_generation(self, *, mode: str) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def add_lora(self, lora_request: _LoRARequest) -> bool: ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
+    def shutdown(self) -> None: ...
+
+
 ENGINE_PID = "RFTDASK_ENGINE_PID"
 """Environment variable of vLLM's processes: the engine's process, with which they end."""
 CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
@@ -134,9 +178,10 @@ class VllmEngine(Engine):
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
         self._num_requests = self._num_adapters = 0
-        self._adapter: Any = None
-        self._llm: Any = None
+        self._adapter: _LoRARequest | None = None
+        self._running: _AsyncLLM | None = None
         self._loop = asyncio.new_event_loop()
+        # vLLM's client is async and must stay on one loop; `serve` blocks, in the thread of its caller.
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._start(model_path)
@@ -162,6 +207,7 @@ class VllmEngine(Engine):
         under_way: dict[Future[Generation], int] = {}
         try:
             while True:
+                # First all news, then one answer at most: what came in one look enters vLLM's batch together.
                 unwanted = set()
                 for number, request in take():
                     if request is None:
@@ -242,11 +288,18 @@ class VllmEngine(Engine):
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         return self._run(score_all(), f"scoring {len(pairs)} responses")
 
-    async def _ask(self, tokens: Sequence[int], sampling: Any) -> Any:
+    @property
+    def _llm(self) -> _AsyncLLM:
+        if self._running is None:
+            raise RoleError(f"{self} was closed; make a new one")
+        return self._running
+
+    async def _ask(self, tokens: Sequence[int], sampling: object) -> _RequestOutput:
         # Run one request to its last output; it shares cached prefixes only with those of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
+        # The salt is part of the key of a cached prefix: keys and values of older weights are never reused.
         prompt = tokens_input(list(tokens), cache_salt=f"version-{self.policy_version}")
         outputs = self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
         return [output async for output in outputs][-1]
@@ -261,6 +314,8 @@ class VllmEngine(Engine):
         if missing:
             raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
         by_name = {file.name: file for file in files}
+        # "keep": what is under way stays in its place, and goes on with the new weights. Nothing is under way when the
+        # client asks, see server.py.
         await self._llm.pause_generation(mode="keep")
         if ADAPTER_FILE not in by_name:
             await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
@@ -274,6 +329,7 @@ class VllmEngine(Engine):
                 shutil.copyfile(by_name[name], folder / name)  # vLLM may read them again
             adapter = LoRARequest(folder.name, self._num_adapters, str(folder))
             await self._llm.add_lora(adapter)
+            # The new one is loaded before the old one goes: vLLM holds two on the CPU (max_cpu_loras), one in use.
             former, self._adapter = self._adapter, adapter
             if former is not None:
                 await self._llm.remove_lora(former.lora_int_id)
@@ -314,11 +370,12 @@ class VllmEngine(Engine):
         except TypeError as error:
             raise UserError(f"explorer.rollout_model.extra_engine_args: vLLM does not take them: {error}") from error
 
-        async def start() -> Any:
-            return AsyncLLM.from_engine_args(args)
+        async def start() -> _AsyncLLM:
+            llm: _AsyncLLM = AsyncLLM.from_engine_args(args)
+            return llm
 
         try:
-            self._llm = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+            self._running = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         except (ValueError, OSError, RuntimeError) as error:
             raise DataError(f"vLLM cannot serve model {model_path}: {self._cause() or error}") from error
         if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
@@ -328,8 +385,8 @@ class VllmEngine(Engine):
         return self._result(self._submit(work), what)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._llm is None:
-            work.close()
+        if self._running is None:
+            work.close()  # else Python warns of a coroutine that nobody awaited
             raise RoleError(f"{self} was closed; make a new one")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -350,17 +407,18 @@ class VllmEngine(Engine):
             return ""
 
     def _stop(self) -> None:
-        async def shut_down(llm: Any) -> None:
+        async def shut_down(llm: _AsyncLLM) -> None:
             llm.shutdown()
+            # vLLM's readers of its pipes run on this loop and never end by themselves.
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
             if left:
                 await asyncio.wait(left, timeout=_STOP_S)
 
-        if self._llm is not None:
-            self._run(shut_down(self._llm), "its end")
-        self._llm = self._adapter = None
+        if self._running is not None:
+            self._run(shut_down(self._running), "its end")
+        self._running = self._adapter = None
 
     def close(self) -> None:
         if self._loop.is_closed():

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,30 @@ _WHERE_PROCESSES_END = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.c
 """Modules of vLLM that log what ends a worker or the engine core; others log errors with which it goes on."""
 
 
+# ---- what is used of vLLM's objects
+
+
+class _SamplingMetadata(Protocol):
+    all_greedy: bool
+    temperature: Tensor
+
+
+class _ModelRunner(Protocol):
+    sampler: Sampler
+
+    def get_model(self) -> torch.nn.Module: ...
+    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
+
+
+class _QuantMethod(Protocol):
+    def process_weights_after_loading(self, layer: object) -> None: ...
+
+
+class _Layer(Protocol):
+    weight: Tensor
+    quant_method: _QuantMethod
+
+
 class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
     """vLLM's sampler, whose logprobs of sampled tokens are of softmax(logits / temperature), before penalties,
     min_tokens, top-k and top-p. vLLM offers them before all of it or after all of it, and a trainer computes neither
@@ -35,7 +59,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
 
     _temperature_B: Tensor | None = None
 
-    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, logits: Tensor, sampling_metadata: _SamplingMetadata, *args: object, **kwargs: object) -> object:
         temperature_B = None if sampling_metadata.all_greedy else sampling_metadata.temperature
         self._temperature_B = temperature_B
         try:
@@ -47,6 +71,8 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         """[B, V] float32 logprobs of `logits`, tempered while tokens are sampled."""
         temperature_B = self._temperature_B
         if temperature_B is not None:
+            # Greedy rows have temperature 0 in vLLM; their logprobs are of softmax(logits), as `SamplingParams`
+            # promises.
             scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
             logits = logits.float() / scale_B[:, None]
         return logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -55,7 +81,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
 class WeightWorker:
     """Methods that VllmEngine calls in every worker by `collective_rpc`."""
 
-    model_runner: Any
+    model_runner: _ModelRunner
 
     def use_tempered_logprobs(self) -> bool:
         """Replace this worker's sampler. Returns: False if it is another than vLLM's; workers that do not sample have
@@ -66,6 +92,7 @@ class WeightWorker:
             return True
         if type(sampler) is not Sampler:
             return False
+        # In place: what vLLM has set up in its sampler stays.
         sampler.__class__ = TemperedSampler
         return True
 
@@ -89,9 +116,9 @@ def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
                 yield name, weights.get_tensor(name)
 
 
-def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[_Layer, _Layer]]:
     # (output layer, the embedding that it shares its weights with).
-    modules = [module for module in model.modules() if getattr(module, "weight", None) is not None]
+    modules = cast(list[_Layer], [m for m in model.modules() if getattr(m, "weight", None) is not None])
     for head in modules:
         if isinstance(head, ParallelLMHead):
             for other in modules:

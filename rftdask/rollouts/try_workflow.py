@@ -6,7 +6,7 @@ Everything but the engine is what a run has: sandboxes, timeouts, checks of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
@@ -123,9 +123,8 @@ class _CharacterTokenizer:
     """Code points as tokens, roles and contents line by line."""
 
     eos_token_id: int | None = _END
-    chat_template: Any = None
 
-    def apply_chat_template(self, messages: Any, /, **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rftdask.rollouts.policy.openai_client import CompletionStream
 from rftdask.rollouts.workflows.base import PolicyModel
+
+if TYPE_CHECKING:
+    from aiohttp.web import Request, Response, StreamResponse
 
 KEY_VARIABLE = "RFTDASK_POLICY_API_KEY"
 """Environment variable of the key, for clients that take it from there."""
@@ -30,18 +32,18 @@ class ChatEndpoint:
         ...  # ask at endpoint.url with the key in $RFTDASK_POLICY_API_KEY
     """
 
-    def __init__(self, model: PolicyModel, web: Any) -> None:
+    def __init__(self, model: PolicyModel) -> None:
         self.url = ""
         self.failure: Exception | None = None
         self._client = model.openai_client()
-        self._web = web
 
-    async def answer(self, request: Any) -> Any:
-        """Answer one request, of aiohttp's types."""
+    async def answer(self, request: Request) -> StreamResponse:
+        """Answer one request."""
+        from aiohttp import web  # late: see open_endpoint
 
-        def refused(status: int, text: str) -> Any:
+        def refused(status: int, text: str) -> Response:
             error = {"message": text, "type": "invalid_request_error", "code": None}
-            return self._web.json_response({"error": error}, status=status)
+            return web.json_response({"error": error}, status=status)
 
         if request.headers.get("Authorization") != f"Bearer {os.environ[KEY_VARIABLE]}":
             return refused(401, "wrong key")
@@ -56,8 +58,8 @@ class ChatEndpoint:
             status = 400 if isinstance(error, ValueError | TypeError | KeyError) else 500
             return refused(status, f"{type(error).__name__}: {error}")
         if not isinstance(answer, CompletionStream):
-            return self._web.json_response(answer.model_dump(exclude_none=True))
-        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            return web.json_response(answer.model_dump(exclude_none=True))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for chunk in answer:
             await response.write(f"data: {chunk.model_dump_json(exclude_none=True)}\n\n".encode())
@@ -68,10 +70,10 @@ class ChatEndpoint:
 @contextlib.asynccontextmanager
 async def open_endpoint(model: PolicyModel) -> AsyncIterator[ChatEndpoint]:
     """Serve the model on a free port of this machine while inside. Needs the package aiohttp."""
-    # By name, and late: only workflows that need an endpoint need aiohttp.
-    web: Any = importlib.import_module("aiohttp.web")
+    from aiohttp import web  # late: only workflows that need an endpoint need aiohttp
+
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
-    endpoint = ChatEndpoint(model, web)
+    endpoint = ChatEndpoint(model)
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", endpoint.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)

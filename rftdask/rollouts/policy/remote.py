@@ -8,17 +8,21 @@ one) are those of the client library, `openai`. Address and key come from enviro
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
+
+if TYPE_CHECKING:
+    from openai.resources import AsyncCompletions
+    from openai.resources.chat import AsyncCompletions as AsyncChatCompletions
+    from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 _MAX_RETRIES = 8
 """Retries of a request: about a minute of pauses, as the library doubles them; a rate limit counts by the minute."""
@@ -83,9 +87,9 @@ class RemoteModel:
         self._max_retries = max_retries
         self._where = f"model {name!r} of the service at ${service.base_url_env}"
         self._places = asyncio.Semaphore(max_concurrent)
-        # By name, and late: importing it takes most of a second, and whether it is installed is no matter of types.
-        self._openai: Any = importlib.import_module("openai")
-        self._client: Any = self._openai.AsyncOpenAI(
+        import openai  # late: it takes most of a second, and is installed where it is needed
+
+        self._client = openai.AsyncOpenAI(
             base_url=os.environ[service.base_url_env],
             api_key=os.environ[service.api_key_env],
             timeout=timeout_s,
@@ -103,14 +107,17 @@ class RemoteModel:
 
         Raises: RemoteModelError; UserError: the service refuses us.
         """
+        from openai import APIStatusError, OpenAIError  # late: see __init__
+
         if self.failure is not None:
             raise self.failure
-        request = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
+        request: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
         # Of the parameters that not every service knows those that differ from defaults.
         usual = SamplingParams(max_tokens=1)
         more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
         if extra := {name: value for name, value in more.items() if value != getattr(usual, name)}:
             request["extra_body"] = extra
+        endpoint: AsyncCompletions | AsyncChatCompletions
         if isinstance(asked, str):
             endpoint, request["prompt"] = self._client.completions, asked
         else:
@@ -120,13 +127,13 @@ class RemoteModel:
         try:
             async with self._places:
                 answer = await endpoint.create(model=self._name, seed=seed, **request)
-        except self._openai.APIStatusError as error:
+        except APIStatusError as error:
             told = f"{self._where} refuses us: {_one_line(error)}"
             if error.status_code in _REFUSALS:
                 self.failure = UserError(f"{told}; check its name, address and key")
                 raise self.failure from None
             raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
-        except self._openai.OpenAIError as error:
+        except OpenAIError as error:
             raise RemoteModelError(f"{self._where}, {self._max_retries + 1} tries: {_one_line(error)}") from None
         if not getattr(answer, "choices", None):
             raise RemoteModelError(f"{self._where} answered without a choice")
@@ -143,7 +150,7 @@ class RemoteModel:
         await self._client.close()
 
 
-def _written(call: Any) -> str:
+def _written(call: ChatCompletionMessageFunctionToolCall) -> str:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
