@@ -149,6 +149,8 @@ class Experiment:
             ):
                 for number, config in enumerate(stages):
                     began = time.monotonic()
+                    # What the stage before made. Written into the config, so that the run.json of this stage says it
+                    # and a resume finds it.
                     config = replace(config, {"model.model_path": model_path}) if model_path else config
                     stage_storage = open_storage(config.checkpoint_job_dir)
                     config = open_run(stage_storage, config, made_of[number].to_json())

@@ -91,9 +91,11 @@ def make_algorithm(
     names: dict[str, Any] = {part: parts.get(part) or getattr(kind, part, None) for part in PARTS}
 
     def make(part: str) -> Any:
+        # The type's arguments are for its own part: another part of the same kind may have none of that name.
         own = getattr(kind, f"{part}_args", {}) if names[part] == getattr(kind, part, None) else {}
         return make_part(part, names[part] or "none", {**own, **given[part]}, plugin_dirs)
 
+    # Files of the reference system have it among the arguments of the loss.
     inner_mode = given["policy_loss_fn"].pop("loss_agg_mode", None)
     if None not in (inner_mode, loss_agg_mode) and inner_mode != loss_agg_mode:
         raise UserError(f"loss_agg_mode is {loss_agg_mode!r}, but policy_loss_fn_args say {inner_mode!r}; give it once")

@@ -136,6 +136,7 @@ class DapoDynamicSampling(Operator):
             given_N = table.stats[self.metric_key]
             scores_N = torch.where(torch.isnan(given_N), scores_N, given_N)
         keep_N = table.keep_N
+        # [G] rollouts that are left of each task, and how many of them are correct.
         size_G = group_sums(keep_N, table.group_N, table.num_groups)
         correct_G = group_sums(keep_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
         # Groups whose rows were all dropped before are both; the counts leave them out.

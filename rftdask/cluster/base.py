@@ -83,6 +83,7 @@ def scaled(
     # The oldest stay: they have loaded their models, and the newest have the least to lose.
     kept = [worker for worker in workers if role in worker.resources][:num_workers]
     others = [worker for worker in workers if role not in worker.resources]
+    # All GPUs that somebody keeps, each of an engine's own range.
     used = {w.gpu + i for w in (*others, *kept) if w.gpu is not None for i in range(w.num_gpus)}
     free = [gpu for gpu in range(num_gpus) if gpu not in used]
     num_new = max(0, num_workers - len(kept))
@@ -292,6 +293,7 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     if ranks:
         workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     else:
+        # One thread, and no share of the cores: it answers and waits.
         workers.append(WorkerPlan("control-0", (CONTROL_RESOURCE,), 1))
     return Layout(tuple(workers))
 

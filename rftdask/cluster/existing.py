@@ -77,6 +77,8 @@ class ExistingCluster(Cluster):
             raise UserError(f"cluster.options: no Dask scheduler answers at {address or file}: {error}") from error
         try:
             workers = workers_of(self.client)
+            # By a call on each worker: resources given here are the scheduler's from then on, and the workers keep them
+            # after this run.
             for worker, resources in assign(workers, layout).items():
                 self.client.run(_set_resources, resources, workers=[worker])
         except BaseException:

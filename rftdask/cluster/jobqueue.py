@@ -192,6 +192,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         super().__init__(config, layout, folder)
         scheduler, loop = self._cluster.scheduler, self._cluster.loop
         assert isinstance(scheduler, Scheduler) and loop is not None
+        # In the loop of the scheduler, which is not safe to change from another thread.
         loop.add_callback(scheduler.add_plugin, _OnLoss(self._on_loss))
         self._thread = threading.Thread(target=self._keep, name="jobs", daemon=True)
         self._thread.start()
@@ -259,6 +260,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 note_workers(job, any(name.startswith(f"{job.name}-{job.job_id}-") for name in names), now_s)
                 for job in self._jobs[role]
             ]
+            # Which of our jobs live; then which to give up, to cancel and to submit, and whether that can go on.
             states = self.states([job.job_id for job in jobs])
             if states is None:
                 # No command to ask by: a job lives until its worker was there and has been gone for long. One that
@@ -273,6 +275,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             self._failed_starts[role] = change.num_failed_starts
             for job in change.cancel:
                 self.cancel(job.job_id)
+            # What their last lines say is the reason, mostly a missing module or a wrong partition; so they go into the
+            # error.
             if change.num_failed_starts >= MAX_FAILED_STARTS:
                 last = change.lost[-1].job_id if change.lost else "?"
                 found = sorted(self._logs.glob(f"*{last}.[el]*")) if change.lost else []

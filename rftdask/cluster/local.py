@@ -209,10 +209,12 @@ class LocalCluster(Cluster):
         return sum(role in plan.resources for plan in self._plans)
 
     def _apply(self, spec: dict[str, Any]) -> None:
+        # What is the same in both stays as it is: a worker that is there keeps its engine.
         there = self._cluster.worker_spec
         for name in there.keys() - spec.keys():
             del there[name]
         there.update({name: spec[name] for name in spec.keys() - there.keys()})
+        # Dask's own step from the dict to processes: it starts what is new there, and ends what is gone.
         self._cluster._correct_state()
 
     def close(self) -> None:

@@ -47,6 +47,7 @@ def dask_setup(server: Any) -> None:
     grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
     if grace_s:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
+    # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 

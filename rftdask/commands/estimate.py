@@ -141,6 +141,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
     trainer = config.trainer
     left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
     num_ranks = trainer.num_ranks or max(1, left)
+    # A pass takes at least the longest experience, whatever the limit says.
     longest = longest_part(config)
     tokens = max(trainer.max_tokens_per_micro_batch, longest)
     # The last limit is what a batch has at all.

@@ -179,6 +179,7 @@ def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
         entry = theirs.read(step)
         if entry is None:
             raise DataError(f"{storage.url}: the ledger of lineage {parent.lineage} lacks step {step}")
+        # A copy of what came before, so that the lineage's own ledger has no gap.
         ours.write(replace(entry, lineage=parent.name))
     if parent.step and not checkpoint_steps(target):
         folder = checkpoint_folder(parent.step)

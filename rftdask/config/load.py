@@ -108,6 +108,7 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
     for index, stage in enumerate(draft.stages):
         parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
         own = Checker(has_secrets=checker.has_secrets)
+        # Cleaned again: a stage may use old names, and each of its mistakes is told with the stage.
         tree = own.clean(_merged({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
         stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
         where = f"stages[{index}] ({stage.stage_name})"

@@ -51,6 +51,7 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
     Raises: UserError: no such name, module or attribute, with what comes nearest; what the part needs is not installed;
         or its module raises when it is imported, with the file and line.
     """
+    # Only then: loading folders imports the user's modules, which a registered name has no need of.
     if name not in registered:
         load_plugin_folders(plugin_dirs)
     if name in registered:
@@ -144,6 +145,8 @@ def register(kind: str, registered: dict[str, Any], name: str, part: Any, **decl
     registered[name] = part
     for attribute, value in declared.items():
         if value is not None:
+            # On the part itself, where `requires`, `runs_in_process` and a sandbox find it, by whatever name it is
+            # called.
             setattr(part, attribute, value)
 
 

@@ -170,6 +170,7 @@ class _Resolver:
             self._problems.append((path, f"cannot be resolved: {_first_line(error)}"))
             return _UNRESOLVED
         if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._is_completed(path, value):
+            # The text before interpolation: what is written down names the variable and never has its value.
             written = str(node._get_node(key)._value())
             # What names other keys as well means nothing without them, and an escaped text is meant as it stands.
             if _VARIABLE.search(written) and "${" not in _VARIABLE.sub("", written) and "\\${" not in written:

@@ -149,6 +149,7 @@ class RowsDataset:
         self.fingerprint = fingerprint
         self._parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
+        # Of rows all keys that any of them has: a line of JSON may lack some.
         names = (p.column_names if isinstance(p, pa.Table) else chain.from_iterable(p) for p in parts)
         self.columns = tuple(dict.fromkeys(chain.from_iterable(names)))
 
@@ -158,6 +159,7 @@ class RowsDataset:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # `_ends` are the rows up to the end of each part: the first beyond `index` is that of its part.
         number = bisect_right(self._ends, index)
         part = self._parts[number]
         offset = index - (self._ends[number] - len(part))
@@ -307,6 +309,7 @@ def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
     which = f"split {split!r}, subset {subset_name!r}"
     try:
         try:
+            # First what this machine has: a run on a node without a network, or with a slow one, starts the same.
             with without_hub():
                 rows = datasets.load_dataset(path, subset_name, split=split)
         except (OSError, ValueError):  # not in the cache of this machine, or not whole

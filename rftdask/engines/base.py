@@ -130,6 +130,7 @@ class Engine(EngineTraits, ABC):
         """
         # Engines fail to load without saying so: vLLM 0.32 on a CPU kept the old output head of models whose embeddings
         # are tied.
+        # The quick way first; the sure one costs a minute with some engines.
         for load in (self.load_weights, self.load_anew):
             load(version, files)
             if fingerprint is None or not self.has_model:

@@ -103,6 +103,8 @@ class EngineClient:
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
         self._child = Child(
+            # A process of its own: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
+            # worker.
             server.TARGET,
             spec.to_plain(),
             name=f"engine-{spec.section.engine_type}",
@@ -147,8 +149,12 @@ class EngineClient:
             self._has_work = True
             numbers = [self._register(future) for future in futures]
             numbered = (server.NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
+            # One message for all of them: the engine takes them in one step, and siblings share the work on their
+            # prompt.
             self._outbox.put(server.Generate(tuple(numbered)))
 
+        # Called when the future is done, also by an answer; only a cancelled one is told to the engine. A future that
+        # waits for its answer is still in `_asked`: so exactly one of answer and drop takes it out.
         def drop(number: int, future: Future[Any]) -> None:
             if future.cancelled():
                 with self._lock:
@@ -231,6 +237,7 @@ class EngineClient:
 
     def _fail(self, error: RftError) -> None:
         with self._lock:
+            # The first error is the cause; what fails after it fails because of it.
             self._failure = self._failure or error
             asked, self._asked = self._asked, {}
         self._outbox.put(None)
@@ -251,6 +258,8 @@ class EngineClient:
                 try:
                     served = self._load(storage, published)
                     break
+                # A file that is being replicated, or read half from a cache, is whole a moment later. A version that
+                # was removed stays away, and ends here.
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:
                         raise StorageError(
@@ -258,6 +267,7 @@ class EngineClient:
                         ) from error
             if served != published.version:
                 raise RoleError(f"the engine serves version {served} after loading {published.version}")
+            # Only now: after an error the next call loads again, or finds the engine dead.
             self.weights = published
 
     def _load(self, storage: Storage, published: Published) -> int:

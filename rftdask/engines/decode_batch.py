@@ -28,6 +28,7 @@ class Prompts:
     """The distinct prompts of some requests, as the model takes them."""
 
     def __init__(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
+        # Siblings of a group ask for the same prompt, which is computed once.
         index_of: dict[tuple[int, ...], int] = {}
         prompt_B = [index_of.setdefault(request.prompt_tokens, len(index_of)) for request in requests]
         self.longest = max(map(len, index_of))
@@ -36,6 +37,7 @@ class Prompts:
         for prompt, index in index_of.items():
             tokens_DP[index, -len(prompt) :] = prompt
             mask_DP[index, -len(prompt) :] = 1
+        # Positions count tokens, not columns: the padding on the left has none, and gets 0, which the mask hides.
         positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
         self.prompt_B = torch.tensor(prompt_B, device=device)
         """[B] index of each request's prompt among the distinct ones."""
@@ -64,6 +66,7 @@ class _Rows:
     def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
         """Rows of requests that enter a batch of `columns` columns; nothing is sampled yet."""
         params = [request.sampling for request in requests]
+        # One column more than the longest response: a row that has finished goes on in the one after its last token.
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
         for row, (request, param) in enumerate(zip(requests, params, strict=True)):
             if param.temperature > 0:
@@ -155,6 +158,7 @@ class DecodeBatch:
         for num_fitting, request in enumerate(self._waiting.values()):
             columns = max(columns, len(request.prompt_tokens))
             rest = max(rest, request.sampling.max_tokens)
+            # Every row has as many columns as the longest, so one long prompt costs all of them.
             if (num_rows + num_fitting) and (num_rows + num_fitting + 1) * (columns + rest) > max_batch_tokens:
                 return num_fitting
         return len(self._waiting)
@@ -170,6 +174,7 @@ class DecodeBatch:
         columns = max(self.columns, prompts.longest)
         newcomers = _Rows.make(requests, self._vocab_size, columns, self._device)
         if self.numbers:
+            # A longer prompt enters: the rows under way are padded on the left by as many columns.
             self._rows.start_B += columns - self.columns
             newcomers = self._rows.joined(newcomers)
         self.columns = columns
@@ -180,6 +185,7 @@ class DecodeBatch:
 
     def _set_rows(self, rows: _Rows) -> None:
         self._rows = rows
+        # Asked once per change of the rows and not once per step: it waits for the device.
         self._padded = bool(rows.start_B.any())
         requests = [self._requests[number] for number in self.numbers]
         params = [request.sampling for request in requests]
@@ -205,6 +211,7 @@ class DecodeBatch:
             rows.seen_BV.scatter_(1, tokens_B[:, None], True)
         rows.tokens_BT.scatter_(1, place_B1, tokens_B[:, None])
         rows.logprobs_BT.scatter_(1, place_B1, logprobs_B[:, None])
+        # A row that has finished does not grow: it samples on, into the one column after its response.
         rows.length_B += ~rows.done_B
         self._bad_B = logprobs_B.isnan() & ~rows.done_B
         ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B

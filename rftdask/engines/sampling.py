@@ -86,12 +86,15 @@ def keep_top(logprobs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
     The likeliest token stays always; among equals the lower id is likelier. Not renormalized.
     """
+    # Stable, so that ties are decided by the token's id and not by the kernel.
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logprobs_BV.shape[-1], device=logprobs_BV.device)
     sorted_BV = sorted_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
     weights_BV = _fixed_point(sorted_BV)
     cumulative_BV = weights_BV.cumsum(dim=-1)
     share_B1 = top_p_B[:, None] * cumulative_BV[:, -1:]
+    # A token goes if those before it have the share already; so the one that reaches it stays, and the first always
+    # does.
     drop_BV = (cumulative_BV - weights_BV >= share_B1) & (rank_V > 0)
     sorted_BV = sorted_BV.masked_fill(drop_BV, -torch.inf)
     return torch.empty_like(sorted_BV).scatter_(-1, order_BV, sorted_BV)
@@ -106,6 +109,8 @@ def sample_inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     cumulative_BV = _fixed_point(logprobs_BV).cumsum(dim=-1)
     total_B = cumulative_BV[:, -1]
+    # [B] int64. Below the total: of a row that is not normalized the product may be rounded up to it, and no token
+    # reaches beyond.
     target_B = torch.minimum((uniforms_B * total_B).long(), total_B - 1)
     return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
 
@@ -147,6 +152,7 @@ def sample_tokens(
         allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:
+        # Without penalty and forbidden tokens both are of the same logits, and the second softmax is saved.
         choice_BV = all_logprobs_BV
         if allowed_BV is not logits_BV:
             choice_BV = torch.log_softmax(allowed_BV / rows.temperature_B[:, None], dim=-1)

@@ -149,10 +149,14 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     def give(number: int, generation: Generation) -> None:
         channel.send(FROM_SERVER.encode(Generated(number, generation)))
 
+    # One message at a time, in the order sent: so a `LoadWeights` waits until every request before it is answered, and
+    # no answer mixes two versions.
     for plain in channel:
         message = FROM_CLIENT.decode(plain)
         while message is not None:
             if isinstance(message, Generate | Drop):
+                # It ends when nothing is under way; `take` has left the next message of another kind in `message`, or
+                # None.
                 engine.serve(take, give)
                 continue
             answer: FromServer
@@ -160,6 +164,8 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
             else:
                 engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
+                # Only after the first load: it shows that the path of loading leaves an engine that works. Each load is
+                # compared with the trainer's fingerprint above.
                 engine.generate(again)
                 again = []
                 log.info("serves policy version %d", engine.policy_version)

@@ -119,6 +119,7 @@ class EvaluationQueue:
     def finish(self, unit: RolloutTask) -> bool:
         """Note that a unit is on storage; True if it was the last of its evaluation, which is recorded then."""
         names = [f"eval/{taskset.name}" for taskset in self._tasksets]
+        # Of an evaluation the explore step is the policy version, see RolloutTask.
         key = (unit.explore_step, names.index(unit.folder))
         self._num_open[key] -= 1
         if self._num_open[key]:
@@ -166,6 +167,7 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     """
     # By index of the unit: of two shards with the same rollouts one counts.
     shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
+    # By task, then by rollout, the metrics of a rollout.
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_turns = 0
     turn_sums: dict[str, float] = {}

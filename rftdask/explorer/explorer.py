@@ -326,6 +326,8 @@ class Explorer:
 
     def _has_room(self, step: int, unit_index: int) -> bool:
         # True if so little lies unread before this unit that it may begin.
+        # Groups of all units before this one in the schedule: whatever of them is not settled by the trainer lies
+        # unread.
         num_groups = (step - 1) * self._config.buffer.batch_size + unit_index * self._config.tasks_per_unit
         return self._backpressure.has_room(num_groups)
 
@@ -425,6 +427,8 @@ class Explorer:
 
         error: None: the worker was lost after the unit had ended, so nothing of the unit is to blame.
         """
+        # Three kinds of failure: what stays as it is ends the run; what was lost runs again and is a clue to poison;
+        # what could not answer is tried a few times.
         name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | FencedError | StorageRefusedError):
             raise error
@@ -483,6 +487,7 @@ class Explorer:
         self._done.add((step, unit.unit_index))
         self._advance()
         if self._is_complete(step) and (results := self._results.pop(step, [])):
+            # Steps overlap, so the time of one counts from the end of the step before, not from its own first unit.
             began, self._step_ended = self._step_ended, time.monotonic()
             metrics = step_metrics(results, self._step_ended - began)
             self._metrics["explorer"].write(step, metrics)

@@ -362,6 +362,7 @@ def commit_poisoned(
         for slot in slots
         for rollout in range(unit.repeat_times + unit.greedy_baseline)
     ]
+    # A part names its slots, so that the rest of the unit still counts as missing.
     whole = len(slots) == len(unit.tasks)
     part = None if whole else Part(tuple(slots), len(unit.tasks))
     name = log.commit(experiences, explore_step=unit.explore_step, unit=unit.unit_index, part=part)
@@ -411,6 +412,7 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
             rewards_by_group[group_id].append(reward)
     # Of each task `repeat_times` samples, then its greedy baseline if there is one.
     per_task = unit.repeat_times + unit.greedy_baseline
+    # By position: the outcome has the times of rollouts in the order in which the runner made them.
     times = [times for number, times in enumerate(outcome.times) if number % per_task < unit.repeat_times]
     rewards = [reward for group in rewards_by_group.values() for reward in group]
     return RolloutResult(

@@ -182,6 +182,7 @@ def _read_heads(folder: Path) -> dict[str, tuple[int, ...]]:
             head = parse_object(stream.read(size))
         tensors = {name: entry for name, entry in head.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        # A download that broke off has a whole head and too few bytes behind it.
         if file.stat().st_size != 8 + size + end:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, and its head tells of {8 + size + end}")
         weights |= {name: tuple(entry["shape"]) for name, entry in tensors.items()}

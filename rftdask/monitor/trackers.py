@@ -120,6 +120,7 @@ class WandbTracker(Tracker):
         if wandb.api.api_key is None and "mode" not in args:
             # Its init would ask on the terminal, for ever in a batch job.
             args = {"mode": os.environ.get("WANDB_MODE", "offline"), **args}
+        # The same name at every start, by which a resumed run is found again; 64 characters at most.
         identity = re.sub(r"[^\w-]", "-", f"{run.project}-{run.name}")[-64:]
         settings = {"project": run.project, "name": run.name, "id": identity, "resume": "allow", "dir": str(run.folder)}
         self._run: Any = wandb.init(**{**settings, "config": dict(run.config), **args})

@@ -171,6 +171,7 @@ class RunTables:
     def _lost_shards(self) -> Iterator[_LostShard]:
         """Shards that the audit counts, and that the table of experiences does not have."""
         there = set(self.table("experiences")["shard"].unique().to_pylist())
+        # A skipped step may name shards that were lost before; they count as dropped there.
         skipped = skipped_sources(entry for _, entry in self._entries)
         named = set(self.table("ledger")["shard"].unique().to_pylist())
         for stage in self.stages:

@@ -176,12 +176,14 @@ def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
     mine = _where(unit, uid=uid).slice(0, 1).to_pylist()[0]
     group = _where(unit, taskset=mine["taskset"], epoch=mine["epoch"], task_index=mine["task_index"])
     ledger = _where(tables.table("ledger"), stage=stage.name)
+    # Of its group alone, in place of the table of all states, which would read every shard of the run.
     states = row_states(group, ledger, tables.positions, tables.made_steps).to_pylist()
     rows = {(row["shard"], row["row"]): row for row in group.to_pylist()}
     copies = []
     for (shard, number), row in rows.items():
         if row["uid"] != uid:
             continue
+        # One for each ledger line that names the row, else one.
         own = [s for s in states if (s["shard"], s["row"]) == (shard, number)]
         uses = tuple(_use(tables, stage, ledger, state) for state in own if state["step"])
         lost_to = None

@@ -113,6 +113,7 @@ class Rollout:
         # Attempt it until an attempt ends well, cannot be repeated, or was the last.
         for attempt in range(self.explorer.max_retry_times + 1):
             self.times.num_retries = attempt
+            # A new model for each attempt: its calls are those of this attempt alone, and the old one answers no more.
             model = self.new_model(self)
             try:
                 reward = await self._attempt(model)
@@ -133,6 +134,7 @@ class Rollout:
                     raise failure
                 return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
             finally:
+                # Of failed attempts, too: they have kept the engine busy.
                 self.times.generate_s += model.times.get("generate", 0.0)
                 self.times.tool_s += model.times.get("tool", 0.0)
                 self.times.reward_s += model.times.get("reward", 0.0)
@@ -171,6 +173,7 @@ class Rollout:
             model.close()  # an attempt that will not stop must not go on beside its retry
             if not attempt.done():
                 attempt.cancel()
+                # Time for its `finally` blocks: an environment closes its connection, a tool removes its files.
                 await asyncio.wait({attempt}, timeout=STOP_GRACE_S)
             if attempt.done() and not attempt.cancelled():
                 attempt.exception()  # marks an error on the way out as seen; the deadline is what counts

@@ -149,6 +149,7 @@ async def run_work_unit(
                 weights=weights,
             )
             for number, task in enumerate(tasks)
+            # The greedy one comes last, as number `repeat_times`, and only its sampling tells it from its siblings.
             for rollout in range(repeat_times + greedy_baseline)
         ]
         # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
@@ -322,6 +323,7 @@ class _RunningUnit:
                     replace(each, status=Status.FILTERED, error=reason) if each.status.trainable else each
                     for each in given
                 ]
+        # From here on the group may be committed, also when the rest of the unit is lost.
         self._on_group(number, self._group(number))
 
     def _group(self, number: int) -> list[Experience]:

@@ -86,6 +86,8 @@ class MadeOf:
         """
         files = find_sources(stage, modules)
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+        # Models by the key that names them. The policy only of the first stage: later ones train what the run itself
+        # made.
         found = {"model.critic_model_path": stage.model.critic_model_path}
         for number, model in enumerate(stage.explorer.auxiliary_models):
             found[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
@@ -129,6 +131,7 @@ def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
     refused = [text for text in changes if not text.startswith(f"taskset {_EVALUATES}")]
     if not changes:
         return
+    # Other rows for evaluation change no weights: they are told and written down, and refuse nothing.
     if refused and not accept:
         raise DataError(_refusal(storage, refused))
     for text in (text for text in changes if text not in refused):
@@ -164,6 +167,7 @@ class WholeContents:
         self._storage, self._mode, self._made_of, self._accept = storage, mode, made_of, accept
         self._error: BaseException | None = None
         self._closed = threading.Event()
+        # Daemon: a run that ends does not wait for the hash of a hundred gigabytes.
         self._thread = threading.Thread(target=self._run, name="contents", daemon=True)
         if made_of.large:
             self._thread.start()
@@ -197,6 +201,7 @@ class WholeContents:
 
     def _settle(self, now: Mapping[str, str]) -> None:
         storage, names = self._storage, self._storage.list("control")
+        # Only what was hashed since the last accepted change compares with what is there now.
         number = max(numbers_in(names, "accepted-", ".json"), default=0)
         was: dict[str, str] = {}
         for path in (f"control/{name}" for name in names if re.fullmatch(rf"contents-\w+-{number}\.json", name)):

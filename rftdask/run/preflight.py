@@ -137,6 +137,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
         *(source.train_tasksets if explores else ()),
         *(source.eval_tasksets if stage.mode != "train" else ()),
     ):
+        # Until it can be read; so later checks find every name.
         sizes[config.name] = 0
         with _noted(problems, unchecked):
             taskset = Taskset(config)
@@ -157,6 +158,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
                     "PYTHONPATH or in a folder of explorer.plugin_dirs"
                 )
             inputs.modules.update(modules.values())
+            # One row of each workflow and reward is enough to see that they work.
             tasks += samples
     if not problems:  # what cannot be found cannot be tried
         with _noted(problems, unchecked):

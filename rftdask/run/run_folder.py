@@ -278,6 +278,7 @@ def _with_batches(config: Config, first: Config) -> Config:
     if config.explorer.tasks_per_batch is not None:
         return config
     tree = config.to_dict()
+    # Derived from the number of engines at the first start; another number of engines later must not move it.
     tree["explorer"]["tasks_per_batch"] = first.tasks_per_unit
     return load_config(tree, was_checked=True)
 
@@ -355,6 +356,7 @@ class Lease:
             self._check_free(self._number - 1)
         if not storage.put_new(_lease_path(self._role, self._number), self._content(released=False)):
             raise FencedError(f"another process has just started as {role} of {storage.url}; this one stops")
+        # A thread: the owner may be busy for minutes in one call, and must not lose the role for it.
         self._thread = threading.Thread(target=self._beat, name=f"lease-{role}", daemon=True)
         self._thread.start()
 

@@ -51,6 +51,8 @@ def find_sources(stage: Config, modules: Iterable[str]) -> dict[str, Path]:
         path = str(getattr(sys.modules.get(name), "__file__", None) or "")
         if path.endswith(".py") and name.partition(".")[0] != "rftdask":
             found.setdefault(name, Path(path))
+    # What they import of the user's own, and so on; `seen` has also what is installed, so that each name is looked up
+    # once.
     waiting, seen = list(found), set(found)
     while waiting:
         name = waiting.pop()
@@ -113,6 +115,7 @@ def copy_for_jobs(sources: Mapping[str, Path], plugin_dirs: Sequence[str], folde
         copy = folder.joinpath(part, *below).with_suffix(".py")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
+        # A module may open a file next to it; such files may be large, so they are linked where they are.
         beside[copy.parent] = file.resolve().parent
     for place, original in beside.items():
         for other in original.iterdir():
@@ -152,6 +155,7 @@ def _git_states(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
                 continue
             seen.add(top)
             commit = ask(top, "rev-parse", "HEAD")
+            # Of the run's own sources: an untracked file elsewhere in the repository says nothing about the run.
             known = [str(file) for file in files if file.is_relative_to(top)]
             unknown = ask(top, "ls-files", "--others", "--", *known) if known else ""
             yield top, {"commit": commit, "is_dirty": bool(unknown or ask(top, "status", "--porcelain", "-uno"))}

@@ -66,6 +66,7 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
     if config.algorithm.schema_type != "experience":
         rows = sizes.get("dataset")
         return StageWork(0, least(None if rows is None else rows * buffer.total_epochs // buffer.train_batch_size))
+    # How many explore steps the tasks are good for, then how many optimizer steps those fill, then back again.
     rules = make_sync_rules(config)
     tasksets = [sizes[t.name] for t in buffer.explorer_input.train_tasksets if t.name in sizes]
     if not tasksets:
@@ -129,6 +130,7 @@ class StageRun:
         Raises: the error of the role that failed first; FencedError: another process has a role, or took one over.
         """
         roles = roles_of(self._config)
+        # Also of those before one that is refused: the outer `finally` releases them.
         leases: list[Lease] = []
         try:
             for role in roles:
@@ -148,6 +150,7 @@ class StageRun:
             if "trainer" in roles:
                 self._work["trainer"] = self._threads.submit(self._make_gang().run)
             try:
+                # Until every role of this stage is gone. Retention is in `_work` as well, and ends nothing.
                 while self._work.keys() & set(roles):
                     self._pass_events_on(_TICK_S)
                     self._watch(leases)
@@ -177,6 +180,7 @@ class StageRun:
             return self._trainer_ended or Ended(0, stopped=self._over.is_set())
         finally:
             self._over.set()
+            # Without waiting: a role that hangs, such as in a call of Dask, must not keep the process from its end.
             self._threads.shutdown(wait=False)
             for lease in leases:
                 lease.release()
@@ -220,6 +224,7 @@ class StageRun:
                     self._explorer.wake(ended.step)
 
     def _make_gang(self) -> Gang:
+        # All that a rank needs to find its run again; it reads the rest from storage, at a restart too.
         spec = RankSpec(
             config=self._config.to_dict(),
             url=self._storage.url,
@@ -270,6 +275,7 @@ class StageRun:
         rule = self._config.buffer.trainer_input.experience_buffer.retention
         if rule.keep == "all" or self._config.algorithm.schema_type != "experience":
             return 0
+        # Thinning only lists and removes, and runs in the explorer's own time for it.
         if rule.keep != "compact" and self._explorer is not None:
             return self._apply_retention(rule)
         # Seconds for each bucket, which neither the explorer nor this loop waits for.
@@ -321,6 +327,8 @@ class StageRun:
             while True:
                 if isinstance(event, Published):
                     if self._sync is not None:
+                        # Both are told, because they wait apart: the actor for workers in `wait_for_version`, the
+                        # explorer for its next submission.
                         self._sync.hint()
                     if self._explorer is not None:
                         self._explorer.wake(event.version)

@@ -213,6 +213,7 @@ class Patience:
             try:
                 return operation()
             except Exception as error:  # every client has its own tree; what cannot pass rises again
+                # Both bounds: many quick refusals, or few calls that each hang to a timeout of their own.
                 is_over = self.tries == self._max_tries or time.monotonic() - began >= PATIENCE_S
                 if is_over or not self._is_transient(error):
                     raise

@@ -122,6 +122,7 @@ def check_replace(store: Storage) -> Check:
             num_reads += 1
             try:
                 data = store.get("replace")
+                # Every value is one byte repeated, so a read that mixes two of them shows.
                 num_torn += data != data[:1] * _VALUE_BYTES
             except NotFoundError:
                 num_absent += 1

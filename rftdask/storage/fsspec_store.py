@@ -77,6 +77,7 @@ class FsspecStorage(Storage):
         A reply lost inside gcsfs or adlfs, which repeat by themselves, reads as False: the safe side.
         """
         target = self._at(path)
+        # It goes with the object as metadata: whoever reads "exists" sees by it whether the object is its own.
         token = uuid.uuid4().hex
         options: dict[str, Any] = {"Metadata": {_TOKEN: token}} if self._protocol in _S3 else {}
         in_doubt = False  # an earlier try may have made the object although it seemed to fail
@@ -116,6 +117,7 @@ class FsspecStorage(Storage):
             return []
         names = set()
         for entry in entries:
+            # Clients differ in what they list: with a slash or without, and some list the folder itself.
             full = entry["name"].rstrip("/")
             if full != target:  # the marker of an empty folder, or `target` is a file
                 names.add(full.rpartition("/")[2] + ("/" if entry["type"] == "directory" else ""))

@@ -216,6 +216,7 @@ class LocalStorage(Storage):
         """A rename out of sight first, so that no reader sees half a folder."""
         target = self._at(path)
         folder = os.path.dirname(target)
+        # In the same folder, so that the rename stays within one file system; `list` hides the name.
         doomed = _tmp_name(folder)
         # Tried again after a fault, it must not rename again: by then another may have made `target` anew.
         is_hidden = False
@@ -254,6 +255,7 @@ class LocalStorage(Storage):
 
         def write() -> bool:
             nonlocal in_doubt
+            # A new name for each try: what a killed one left is never written on.
             tmp = _tmp_name(folder)
             try:
                 try:
@@ -277,6 +279,7 @@ class LocalStorage(Storage):
                     created = self._link(tmp, target) or (was_in_doubt and self._posix.read(target) == data)
             finally:
                 with suppress(OSError):
+                    # After a rename there is nothing left under it; after a link it is a second name of the target.
                     self._posix.unlink(tmp)
             # Only now does the name survive a power loss; also for who lost put_new: False means it is there for good.
             self._sync_folder(folder)

@@ -95,6 +95,7 @@ class Synchronizer:
             published = await asyncio.to_thread(latest_published, self._storage)
         except StorageError:
             return  # no news; who waits has a deadline of its own
+        # By content and not by number: a version that was replaced after damage is news as well.
         if published is not None and published != self._published:
             async with self._changed:
                 self._published = published
@@ -165,6 +166,7 @@ class SyncHandle:
                     f"policy version {version} was not published in {deadline_s:.0f} s; newest: {there}. "
                     "Is the trainer alive? (synchronizer.sync_timeout)"
                 )
+            # The actor may have missed a move of the pointer, or be of an older generation: storage has the last word.
             newest = self._ask_actor(version, left_s) or self.latest()
         return newest
 

@@ -118,6 +118,7 @@ class SyncRules:
     def _unavoidable_staleness(self) -> int:
         """Staleness of a step's last group when it begins with all that the steps before it can have published."""
         count, batch = self.experiences_per_step, self.train_batch_size
+        # What is left over is always a multiple of gcd(count, batch) and less than a batch.
         left_over = batch - math.gcd(count, batch)  # most experiences that the steps before leave without a batch
         return -(-(left_over + count) // batch) - 1 + self.trainer_sync_interval - 1
 
@@ -128,6 +129,7 @@ class SyncRules:
         # After so many explore steps both counters are at a boundary together, and the pattern repeats.
         period = interval * (batch // math.gcd(interval * count, batch))
         last = self.sync_offset + 2 * min(period, _LONGEST_WALK)  # the first period begins after the offset
+        # Last of a step's groups: it is trained latest, with the weights the whole step began with.
         return max(self._trained_at(step) - 1 - self.weights_for(step).version for step in range(1, last + 1))
 
     def _trained_at(self, explore_step: int) -> int:
@@ -140,6 +142,7 @@ class SyncRules:
 
     def _fresh_enough(self, explore_step: int) -> int:
         """The oldest version whose tokens are still within the bound when the last group of the step is trained."""
+        # Optimizer step t trains with weights t - 1, so a token of version v has staleness t - 1 - v.
         needed = max(0, self._trained_at(explore_step) - 1 - self.staleness_bound)
         if self.style is SyncStyle.EXPLORER_DRIVEN:
             return min(needed, self.num_steps_from(explore_step - 1))

@@ -180,6 +180,7 @@ class Checkpoints:
     def _write(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
         folder = checkpoint_folder(step)
         report: dict[str, Any] = {}
+        # All ranks go through all turns, also those that write in another one: `all_gather` is a call of everybody.
         for turn in range(max(self._turns) + 1):
             if turn:
                 self._writers.all_gather(None)  # all of the turn before have written

@@ -68,6 +68,7 @@ class SequenceSplit:
         # [ranks, s, numbers for that rank]: what goes to one rank lies together.
         parts = torch.cat([t.unflatten(1, (size, -1)).flatten(2) for t in tensors], dim=2).transpose(0, 1)
         swapped = self._swap(parts.flatten(0, 1), self._own_sizes, self.sizes)
+        # Query, keys and values went in one exchange, side by side; here they are parted again.
         widths = [t.shape[1] // size * t.shape[2] for t in tensors]
         return [
             part.unflatten(1, (t.shape[1] // size, t.shape[2]))

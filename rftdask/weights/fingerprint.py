@@ -40,6 +40,7 @@ class Fingerprint:
     @property
     def pairs(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(first token, the others) of each sequence, as `Engine.logprobs` takes them."""
+        # The first token has nothing before it, so it has no logprob.
         return [(sequence[:1], sequence[1:]) for sequence in self.sequences]
 
     def problem(self, measured: Sequence[Sequence[float]], dtype: str) -> str:

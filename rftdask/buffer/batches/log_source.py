@@ -203,6 +203,7 @@ class LogSource(BatchSource):
 
         # What is compacted is settled: when this trainer looks for the first time, or else by itself, so it knows it.
         look = self.log.loose_shards if self._looked else self.log.shards
+        # Shards of steps that are settled hold nothing for a new batch.
         names = [name for name in look(self._cursor.low) if name.text not in self._seen]
         for name, table in zip(names, in_order(try_read, names, self.log.num_readers), strict=True):
             if isinstance(table, DamagedError):
@@ -233,6 +234,7 @@ class LogSource(BatchSource):
         for group in selection.use + selection.stale + selection.empty:
             drop.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
         drop.extend(Rows(group.source, group.trainable_rows, "stale") for group in selection.stale)
+        # In one table, because filters compare groups with each other.
         table = self._reader.rows([Rows(group.source, group.trainable_rows) for group in selection.use])
         reasons = iter(self.batch_filter.reasons(table, step))
         use: list[Rows] = []

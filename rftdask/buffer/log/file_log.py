@@ -263,6 +263,8 @@ class ParquetLog(FileLog):
             small = [name for name in shards if name not in merged]
             # One shard alone gains nothing; it waits for a pass that finds others of its bucket.
             if len(small) > 1:
+                # Read ahead by some threads, and written while the next are read: the merger holds one file, not the
+                # bucket.
                 tables = zip(small, in_order(read, small, NUM_THREADS), strict=True)
                 done += self._compacted.write(bucket, ((name, table) for name, table in tables if table is not None))
             self._compacted.check(bucket, merged.intersection(shards))

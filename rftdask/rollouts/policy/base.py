@@ -118,6 +118,8 @@ class BlockingModel:
     def wait(self, answer: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine, run on the event loop. Raises: BlockedLoopError: called on the loop itself."""
         with contextlib.suppress(RuntimeError):
+            # It would wait for an answer that only the loop it blocks can give. RuntimeError: no loop runs in this
+            # thread, as it should be.
             if asyncio.get_running_loop() is self._loop:
                 answer.close()
                 raise BlockedLoopError("a blocking call on the event loop waits for itself; await the async one")

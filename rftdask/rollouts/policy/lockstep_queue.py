@@ -161,6 +161,7 @@ class LockstepQueue(RequestQueue):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # By identity and not by arrival: the place of a row in its batch decides how sums are rounded.
         batch = sorted(self._waiting, key=lambda waiting: (waiting.rollout, waiting.turn))
         self._waiting = []
         self._in_flight = asyncio.create_task(self._run(batch))
@@ -182,6 +183,7 @@ class LockstepQueue(RequestQueue):
                     waiting.answer.set_result(generation)
                     self._resume(waiting.rollout)
         finally:
+            # `_changed` below finds those that were answered busy (`_resume`): their coroutines have not run yet.
             self._in_flight = None
             self.busy_s += time.perf_counter() - began
         self._changed()

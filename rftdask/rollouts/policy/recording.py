@@ -71,6 +71,8 @@ class Call:
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
     """Seed of one request, 0 <= seed < 2**63; the same for every attempt."""
     identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
+    # A hash of the identity, not a running number: it does not depend on who asked before, so a rollout draws the same
+    # tokens on any worker and after any restart.
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
@@ -142,6 +144,7 @@ class RecordingModel(PolicyHandle):
         )
         if name == POLICY:
             counts = len(request.prompt_tokens), len(generation.tokens)
+            # By turn and not appended: a workflow may ask several things at once, and they are answered in any order.
             self._calls[turn] = Call(show_hidden(prompt, hidden), truncated, request, generation, response, *counts)
         return response
 
@@ -156,6 +159,7 @@ class RecordingModel(PolicyHandle):
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
             prompt = asked if isinstance(asked, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
+            # No tokens and version 0: what a remote model says is read and measured, and cannot be trained on.
             generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
             counts = answer.num_prompt_tokens, answer.num_response_tokens
             self._calls[turn] = Call(prompt, False, request, generation, response, *counts)

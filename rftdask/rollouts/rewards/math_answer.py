@@ -140,12 +140,14 @@ def extract_answer(response: str) -> str:
         return re.split(r"\.(?:\s|$)", phrases[-1][:_MAX_LENGTH], maxsplit=1)[0].strip()
     last = ""
     for match in _NUMBER.finditer(response):
+        # A minus sign belongs to the number; one between two numbers, as in 5-3, is taken for a sign too.
         last = response[match.start() - 1 : match.end()] if response[: match.start()].endswith("-") else match.group()
     return last
 
 
 def same_answer(answer: str, truth: str) -> bool:
     """True if two answers are equal as numbers or as normalized texts. An empty answer equals nothing."""
+    # The truth may be a whole solution, as in MATH, or a worked one that ends in "#### 72", as in GSM8K.
     boxed = _last_boxed(truth)
     left, right = _normalize(answer), _normalize(final_answer(truth) if boxed is None else boxed)
     if not left or not right:
@@ -155,6 +157,7 @@ def same_answer(answer: str, truth: str) -> bool:
     left_number, right_number = _number(left), _number(right)
     if left_number is None or right_number is None:
         return False
+    # An integer is exact: 0.999999 is not 1.
     if left_number.denominator == 1 or right_number.denominator == 1:
         return left_number == right_number
     return abs(left_number - right_number) <= _TOLERANCE
@@ -169,6 +172,7 @@ def _last_boxed(text: str) -> str | None:
             return None
         depth = 0
         body = start + len("\\boxed{")
+        # Braces are counted, because \frac{1}{2} is inside; no pattern can do that.
         for position, character in enumerate(text[body : body + _MAX_LENGTH], start=body):
             depth += (character == "{") - (character == "}")
             if depth < 0:

@@ -61,6 +61,7 @@ def compute_reward(
     Raises: ValueError: the function wants the number of tokens, and `response` is text alone; what it raises itself.
     """
     name = task.reward_fn or default
+    # Defaults are the workflow's for its own reward function; another function need not take them.
     arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
     function = get_reward(name)
     if getattr(function, "needs_num_tokens", False):

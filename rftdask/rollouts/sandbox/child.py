@@ -78,6 +78,8 @@ def _guard(server: int, control_fd: int) -> None:
         state = os.waitid(os.P_PID, server, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if state is not None and state.si_code != os.CLD_STOPPED:
             break
+        # Three things end the wait: the server has ended (above), it is stopped, or the worker's end of the socket is
+        # closed; the last two only after a grace, in which a stopped server may be continued.
         if state is None and not worker.poll(0):
             deadline = math.inf
         elif deadline == math.inf:
@@ -133,6 +135,7 @@ class _ForkServer:
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # SIGCHLD writes a byte that `select` sees; its handler does nothing, so nothing is left half done.
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._own = _children()  # what plug-ins started when they were imported

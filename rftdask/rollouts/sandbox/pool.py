@@ -90,10 +90,13 @@ class ForkServer:
                 stderr=self._log,
                 pass_fds=[far.fileno()],
                 env={**os.environ, **dict(spec.env)},
+                # A group of its own: `end` kills all of it, and Ctrl-C at a terminal does not reach it.
                 start_new_session=True,
             )
         setup = messages.Setup(path, spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
+        # One answer to the setup, by deadline: imports may hang (a plug-in that asks a server that is away), and may
+        # end the process.
         reply: messages.FromForkServer | None = None
         try:
             self._control.send(msgpack.packb(messages.TO_FORK_SERVER.encode(setup)))
@@ -343,6 +346,7 @@ class _Process:
         """
         try:
             size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
+            # Before the body is read: the length alone says that it is too much, and nothing is allocated for it.
             self._num_received += size
             if size > messages.MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
                 raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")

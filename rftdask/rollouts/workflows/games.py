@@ -62,9 +62,12 @@ async def _play(arguments: Mapping[str, Any], task: Task, model: PolicyModel) ->
         state, _ = game.reset(seed=int(task.row.get("seed", task.index)))
         while not is_over and len(steps) < options["max_turns"]:
             model.set_state(turn=len(steps))
+            # Each turn shows the board anew and no history: a turn is an experience of its own, and its state is all
+            # there is to know.
             question = f"{board_text(game.render())}\n\nAnswer with one of: {', '.join(options['actions'])}."
             reply = (await model.chat([*rules, {"role": "user", "content": question}])).text
             action = find_action(reply, options["actions"])
+            # The state before the move: algorithms compare the moves that were made from one state.
             before, earned = str(state), float(options["invalid_reward"])
             if action is None:
                 num_invalid += 1

@@ -39,6 +39,7 @@ async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
         question = _GRADE.format(question=_question(task), answer=answer)
         yes, no = [sum(await judge.logprobs(question, options[word])) for word in ("yes", "no")]
     metrics = {"accuracy": float(same_answer(extract_answer(answer), task.truth))} if task.truth else {}
+    # softmax over the two words alone; the exponent is bounded, so that exp does not overflow.
     return Reward(1.0 / (1.0 + math.exp(min(max(no - yes, -700.0), 700.0))), metrics)
 
 
@@ -59,6 +60,7 @@ async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
         listed = "\n".join(f"{number}: {text}" for number, (text, _) in enumerate(rubric, start=1))
         prompt = _JUDGE.format(question=_question(task), answer=answer, criteria=listed)
         asked = [{"role": "user", "content": prompt}]
+        # Greedy: the same answer gets the same verdict.
         said = await judge.chat(asked, max_tokens=options["max_judge_tokens"], temperature=0.0)
         met = parse_verdicts(said.text, len(rubric))
     total = sum(weight for _, weight in rubric)

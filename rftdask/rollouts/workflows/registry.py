@@ -73,6 +73,7 @@ def find_workflow(name: str) -> FoundWorkflow:
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
+    # Of a class the plain function is looked at, which has `self` before the two.
     takes_self = inspect.isclass(plugin) and inspect.isfunction(inspect.getattr_static(plugin, "run"))
     check_call("workflow", name, function, *("self",) * takes_self, "task", "model")
     is_async = inspect.iscoroutinefunction(function)
@@ -84,6 +85,7 @@ def find_workflow(name: str) -> FoundWorkflow:
         make: Any = plugin
         run = lambda task, model: make().run(task, model)  # noqa: E731 -- an instance for each rollout
 
+    # The sandbox's event loop stays free to carry the questions that the thread waits for.
     async def run_in_thread(task: Task, model: PolicyModel) -> Any:
         return await asyncio.to_thread(run, task, model.blocking())
 

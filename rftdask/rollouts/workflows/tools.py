@@ -51,12 +51,14 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
         model.set_state(turn=num_turns, num_tool_calls=num_calls)
         answer = (await model.chat(messages)).text
         num_turns += 1
+        # A call that cannot be read is no call, so the answer counts as the last one.
         calls = parse_tool_calls(answer)
         if not calls:
             break
         with model.timer("tool"):
             results = [call_tool(call) for call in calls]
         num_calls += len(calls)
+        # The answer stays as the policy wrote it, calls included.
         messages.append({"role": "assistant", "content": answer})
         text = "\n".join(f"<tool_response>{result}</tool_response>" for result in results)
         messages.append({"role": "user", "content": text})

@@ -58,6 +58,7 @@ class MultiTurnWorkflow:
                 model.set_state(turn=number)
                 if not await self.turn(task, model, number):
                     break
+            # Before `end`, which may close the environment that knows how it went.
             return await self.reward(task, model)
         finally:
             await self.end(task)

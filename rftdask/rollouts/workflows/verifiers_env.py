@@ -51,6 +51,7 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "without a reason"
         raise RuntimeError(f"the episode of task {task.group_id} failed: {text[:400]}")
+    # One trace for each agent; every call of each is recorded, and trained with the mean.
     rewards = [float(trace.reward) for trace in episode.traces]
     trace = episode.traces[0]
     told = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}

@@ -66,6 +66,7 @@ class PaddedRows:
             values_BT = score(**self.model_inputs(members))
             if values_NT.ndim < values_BT.ndim:
                 values_NT = values_NT.new_zeros((*values_NT.shape, *values_BT.shape[2:]))
+            # A part is as wide as its own longest response; beyond it the rows have no tokens.
             values_NT[torch.from_numpy(members).to(self._device), : values_BT.shape[1]] = values_BT
         return values_NT
 
