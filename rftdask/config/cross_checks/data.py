@@ -98,11 +98,13 @@ def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
 @RULES.reading("mode", "algorithm", "buffer.trainer_input")
 def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
     algorithm, strategy = config.algorithm.algorithm_type, config.algorithm.sample_strategy
-    mixes = takes_demonstrations(config.algorithm.usual_sample_strategy)
-    if mixes != takes_demonstrations(strategy):
-        remedy = "leave it out" if mixes else "mix is for the algorithms mix and mix_chord"
+    mixes, shown = takes_demonstrations(config.algorithm.usual_sample_strategy), takes_demonstrations(strategy)
+    # A loss without advantages is the same for a rollout and for a row of a dataset.
+    takes_both = config.algorithm.schema_type == "experience" and not config.algorithm.takes_advantages
+    if mixes != shown and not takes_both:
+        remedy = "leave it out" if mixes else "mix is for mix, mix_chord and rollouts without advantages, such as jsd"
         yield "algorithm.sample_strategy", f"{strategy} does not go with {algorithm}; {remedy}"
-    if not takes_demonstrations(strategy):
+    if not shown:
         return
     ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
     if not is_share(ratio):

@@ -99,9 +99,9 @@ class AlgorithmConfig(Section):
         Filled("the algorithm's default"),
         Aliases({"warmup": "default"}, "warmup is deprecated"),
     ] = absent()
-    """How batches are made: default (oldest rollouts first), staleness_control (none too old), mix (mix, mix_chord:
-    demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts), or a class of your own
-    (docs/buffer.md)."""
+    """How batches are made: default (oldest rollouts first), staleness_control (none too old), mix (mix, mix_chord, and
+    where asked for jsd: demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts), or a class of
+    your own (docs/buffer.md)."""
     sample_strategy_args: Free | None = None
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
     sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if
@@ -194,6 +194,11 @@ class AlgorithmConfig(Section):
         """Share of demonstrations in a batch of strategy mix; the default where it is no number of [0, 1)."""
         ratio = (self.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
         return float(ratio) if is_share(ratio) else EXPERT_RATIO
+
+    @property
+    def takes_advantages(self) -> bool:
+        """Whether the type weighs tokens by advantages, which rows of a dataset do not have."""
+        return self._of_type("advantage_fn") is not None
 
     @property
     def needs_teacher(self) -> bool:

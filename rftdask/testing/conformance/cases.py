@@ -58,6 +58,17 @@ class Batch:
         return self.values.flip(0)
 
     @property
+    def policy_logits(self) -> Tensor:
+        """[B, T, MAX_TOKENS] over a vocabulary of so many words; each moves with another number of `policy`, whose
+        gradient so tells the words apart."""
+        return torch.stack([self.policy.roll(word, dims=1) for word in range(MAX_TOKENS)], dim=-1)
+
+    @property
+    def teacher_logits(self) -> Tensor:
+        """The same of `ref`."""
+        return torch.stack([self.ref.roll(word, dims=1) for word in range(MAX_TOKENS)], dim=-1)
+
+    @property
     def float_mask(self) -> Tensor:
         """The mask in the dtype of the numbers, as most peers want it."""
         return self.mask.to(self.policy.dtype)
@@ -124,6 +135,10 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
     algorithm = make_algorithm(algorithm_type, **{"kl_loss_fn": "none", **parts})
 
     def ours(batch: Batch) -> Tensor:
+        divergence_BT = None
+        if algorithm.use_teacher:
+            both = (logits.flatten(0, 1) for logits in (batch.policy_logits, batch.teacher_logits))
+            divergence_BT = algorithm.policy_loss_fn.divergence(*both).view_as(batch.policy)
         inputs = LossInputs(
             policy_logprobs_BT=batch.policy,
             rollout_logprobs_BT=batch.sampler if correct else batch.old,
@@ -132,6 +147,7 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
             advantages_BT=batch.advantages,
             ref_logprobs_BT=batch.ref,
             proximal_logprobs_BT=batch.old if correct else None,
+            divergence_BT=divergence_BT,
             rewards_B=batch.rewards,
             kl_baseline=max(0.0, float((batch.mismatched[0] - batch.mismatched[1]).mean())),
         )

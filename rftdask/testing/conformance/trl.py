@@ -1,5 +1,5 @@
 """TRL: GRPOTrainer._compute_loss, called with a stand-in for the trainer whose forward pass returns the batch's
-logprobs."""
+logprobs; and the loss of GKDTrainer."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +27,8 @@ TRL_SETTINGS: dict[str, Any] = {
 
 def cases() -> list[Case]:
     """Raises: ImportError: TRL is not installed."""
-    from trl.trainer.grpo_trainer import GRPOTrainer  # heavy and optional
+    from trl.experimental.gkd import GKDTrainer  # heavy and optional
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     def trl(loss_type: str, **settings: Any) -> Callable[[Batch], Tensor]:
         def theirs(batch: Batch) -> Tensor:
@@ -47,6 +48,18 @@ def cases() -> list[Case]:
             return loss
 
         return theirs
+
+    def gkd(beta: float, temperature: float = 1.0) -> Case:
+        def theirs(b: Batch) -> Tensor:
+            labels = b.mask.long() - 100 * (~b.mask).long()
+            given = {"labels": labels, "beta": beta, "temperature": temperature}
+            loss: Tensor = GKDTrainer.generalized_jsd_loss(b.policy_logits, b.teacher_logits, **given)
+            return loss
+
+        ours = loss_of(
+            "jsd", loss_agg_mode="token-mean", policy_loss_fn_args={"beta": beta, "temperature": temperature}
+        )
+        return Case(f"generalized_jsd_loss of GKD, beta {beta}, temperature {temperature}", ours, theirs)
 
     not_empty = ("padded", "holes", "short", "extreme")
     no_dual: dict[str, Any] = {"policy_loss_fn_args": {"clip_ratio_c": None}}
@@ -69,6 +82,7 @@ def cases() -> list[Case]:
         Case("gspo loss (sequence level)", loss_of("gspo", **clip), trl("grpo", level="sequence"), not_empty),
         Case("grpo loss with empty rows", grpo, trl("grpo"), ("empty",), differs=counted),
         Case("k3 penalty in the loss", loss_of("bnpo", **no_dual, **k3), trl("bnpo", beta=0.1)),
+        *(gkd(*args) for args in ((0.0,), (0.1,), (0.5,), (0.9, 2.5), (1.0,))),
         *trl_preferences.cases(),
     ]
 

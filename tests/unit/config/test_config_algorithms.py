@@ -92,6 +92,20 @@ def test_a_sample_strategy_goes_with_its_algorithms() -> None:
     assert "default does not go with mix" in line
 
 
+def test_a_student_learns_from_a_share_of_a_dataset_beside_its_rollouts() -> None:
+    """GKD's mix: lambda is 1 - expert_data_ratio."""
+    teacher, shown = "explorer.auxiliary_models=[{model_path: t}]", "buffer.trainer_input.auxiliary_buffers.d.path=x"
+    mixed = {"algorithm_type": "jsd", "repeat_times": 1, "sample_strategy": "mix"}
+    mixed["sample_strategy_args"] = {"expert_data_ratio": 0.25}
+    loaded = config(grpo(algorithm=mixed), teacher, shown, "buffer.batch_size=6")
+    assert (loaded.num_own_rollouts, loaded.num_demonstrations) == (6, 2)
+    (line,) = problems(grpo(algorithm=mixed), teacher)
+    assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.path: required for jsd")
+    # Of whom a row is matters to what weighs it by an advantage.
+    (line,) = problems(grpo(algorithm={**mixed, "algorithm_type": "on_policy_distill"}), teacher, shown)
+    assert "mix does not go with on_policy_distill" in line
+
+
 def test_the_bound_of_a_mixture_is_the_bound_of_the_run() -> None:
     assert config(mix({"max_staleness": 3})).synchronizer.max_staleness == 3
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.imitation.jsd import Jsd
-from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import TeacherStates, load_policy, predicting_states, token_logprobs
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def student(models: Path, name: str, parts: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:
     overrides.setdefault("explorer__auxiliary_models", [{"model_path": str(models / "teacher")}])
-    config = engine_config(models / "policy", algorithm__algorithm_type=name, deterministic=True, **overrides)
+    config = engine_config(models / "policy", deterministic=True, **overrides)
     return TorchEngine(config, make_algorithm(name, **(parts or {})))
 
 
@@ -125,3 +125,20 @@ def test_a_student_comes_nearer_to_its_teacher(models: Path, beta: float | None)
     after = logprobs(trained._model.eval(), batch)
     assert mean_kl(teacher, after) < 0.9 * mean_kl(teacher, before)
     assert mean_kl(after, teacher) < 0.9 * mean_kl(before, teacher)
+
+
+def test_rollouts_and_rows_of_a_dataset_weigh_by_their_number(models: Path) -> None:
+    """A step on both is, in expectation over the share, GKD's loss: the mean over sequences, whoever wrote them."""
+    own, shown = rollouts(0, 9), rollouts(1, 3)
+    shown.experts[:] = True
+    values = [student(models, "jsd").train_step(batch, 1)["jsd"] for batch in (own, shown, join_batches([own, shown]))]
+    assert values[2] == pytest.approx(0.75 * values[0] + 0.25 * values[1], rel=1e-5)
+    assert values[0] != pytest.approx(values[1], rel=1e-3)
+
+
+def test_a_dataset_alone_is_distilled_from_by_sft(models: Path) -> None:
+    batch = rollouts()
+    batch.experts[:] = True
+    trained = student(models, "sft", {"policy_loss_fn": "jsd"})
+    first = trained.train_step(batch, 1)["jsd"]
+    assert trained.train_step(batch, 2)["jsd"] < first
