@@ -100,7 +100,7 @@ def losses(report: Report, rounds: int) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in registered_parts("policy_loss_fn")]
     cases += [("m2po", {"scope": scope, "m2_threshold": 0.004}) for scope in ("sequence", "batch")]
     for name, arguments in cases:
-        kind = name if name in registered_parts("algorithm_type") else "grpo"
+        kind = name if name in registered_parts("algorithm_type") else "dpo" if name == "bradley_terry" else "grpo"
         algorithm = make_algorithm(kind, policy_loss_fn=name, policy_loss_fn_args=arguments, kl_loss_fn="none")
         weights = algorithm.token_weights(mask, expert_mask_B=batch.expert_mask_B)
         ready = replace(batch, token_weights_BT=weights)

@@ -150,6 +150,8 @@ def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, a
             f"{schema!r} rows have neither rewards nor recorded logprobs: algorithm_type {name!r} takes neither "
             "kl_penalty_fn nor rollout_correction"
         )
+    if loss.scores_sequences and (algorithm.use_reference or algorithm.use_entropy):
+        return f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs: no kl_loss_fn, no entropy"
     if algorithm.kl_penalty_fn.is_active and algorithm.advantage_fn is None:
         return f"kl_penalty_fn changes rewards, and algorithm_type {name!r} reads none; use kl_loss_fn"
     return ""

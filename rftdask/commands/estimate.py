@@ -72,6 +72,8 @@ class TrainSizes:
     num_frozen: int = 0
     """Whole frozen models beside the policy: reference, teacher."""
     critic: bool = False
+    scalar_head: bool = False
+    """A reward model: no position has logits."""
     compute_bytes: int = 2
     """Bytes of a number in a matrix product: 2 on a GPU (bfloat16), 4 on a CPU."""
 
@@ -95,7 +97,8 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
             whole = (count - outside) // max(1, shape.num_layers) * 2 + outside
         parts.append(Part("products", sizes.compute_bytes * whole, "weights in bfloat16, while they multiply"))
     parts.append(Part("activations", activation_bytes(shape, sizes), f"{sizes.tokens:,} tokens a pass"))
-    parts.append(Part("logits", logit_bytes(shape, sizes.tokens), f"{shape.vocab_size:,} words, in chunks"))
+    if not sizes.scalar_head:
+        parts.append(Part("logits", logit_bytes(shape, sizes.tokens), f"{shape.vocab_size:,} words, in chunks"))
     return tuple(part for part in parts if part.num_bytes)
 
 
@@ -161,12 +164,16 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         trained=trained,
         num_frozen=int(reference) + int(config.algorithm.needs_teacher),
         critic=config.algorithm.trains_critic,
+        scalar_head=config.algorithm.trains_reward_model,
     )
 
 
 def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
     """Estimate the memory of the trainer and of the explorer's engines, where the mode has them."""
     shape = shape or read_shape(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+    if config.algorithm.trains_reward_model:
+        kept = {name: dims for name, dims in shape.weights.items() if name != "lm_head.weight"}
+        shape = replace(shape, weights=kept | {"score.weight": (1, shape.hidden_size)})
     found = []
     if config.mode in ("both", "train"):
         sizes = train_sizes(config, shape)

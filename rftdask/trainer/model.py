@@ -20,7 +20,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
@@ -33,6 +40,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4
 """Logits that a divergence counts for: plain expressions of two models keep about four times the [Q, V] that the
 logprobs of one do."""
+_SCALAR_HEAD = "score.weight"
+"""What a language model lacks of a reward model."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
 
 
@@ -44,6 +53,7 @@ def load_policy(
     trust_remote_code: bool = False,
     offline: bool = False,
     num_splits: int = 1,
+    scalar_head: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
@@ -51,6 +61,7 @@ def load_policy(
         dtype: of the weights: "float32", "bfloat16", "float16".
         offline: take a name from the cache of this machine alone.
         num_splits: ranks that are to split each sequence.
+        scalar_head: a reward model, with one number in place of the vocabulary's; of a language model it begins at 0.
     Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
     its sequences cannot be split so.
     """
@@ -66,19 +77,30 @@ def load_policy(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), output_loading_info=True, **options
+        options |= {"dtype": getattr(torch, dtype), "output_loading_info": True}
+        loaded: Any = (
+            AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
+            if scalar_head
+            else AutoModelForCausalLM.from_pretrained(source, **options)
         )
     except (OSError, ValueError, SafetensorError) as error:
         where = "" if folder.is_dir() else "; it is no folder on this machine"
         raise DataError(f"model.model_path {model_path} cannot be loaded{where}: {error}") from error
     model: PreTrainedModel = loaded[0]
     report: Mapping[str, Collection[str]] = loaded[1]
-    if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
-        raise DataError(f"model.model_path {model_path} lacks the weights {sorted(report['missing_keys'])}")
+    missing = sorted(report["missing_keys"])
+    if scalar_head and missing == [_SCALAR_HEAD]:
+        torch.nn.init.zeros_(loaded[0].score.weight)
+    elif missing:  # transformers fills them at random, with no more than a warning
+        raise DataError(f"model.model_path {model_path} lacks the weights {missing}")
     model.config.name_or_path = model_path  # adapters name their base by it, not by a copy in this machine's cache
     loaded[0].to(device).eval()  # theirs has types that fit no call
-    _check_head(model, model_path)
+    if not scalar_head:
+        _check_head(model, model_path)
+    elif not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise DataError(f"model.model_path {model_path}: {type(model).__name__} has no linear head `score` to train")
+    elif model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the end of a row in a batch
     pack_if_equal(model)
     if num_splits > 1:
         try:
@@ -170,6 +192,25 @@ def token_logprobs(
         parts = [checkpoint(_score, head, *chunk, wanted, teacher, **again) for chunk in chunks]
         logprobs_Q, more_Q = (torch.cat(values) for values in zip(*parts, strict=True))
     return rows.aligned(logprobs_Q), rows.aligned(more_Q) if wanted or teacher else None
+
+
+def row_scores(model: torch.nn.Module, rows: PackedRows) -> Tensor:
+    """[B, T] float32 score of each row by a reward model, the same at each of its places; with gradient.
+
+    It is read where transformers reads it: at the last token of the row that is not the padding token.
+    """
+    scorer: Any = model
+    hidden_SH = hidden_states(model, rows)
+    # Counted from 1, so that 0 is the end of the prompt, which is read where a response is all padding.
+    counted_Q = rows.column_Q + 1
+    if scorer.config.pad_token_id is not None:
+        counted_Q = counted_Q.masked_fill(rows.target_Q == scorer.config.pad_token_id, 0)
+    last_B = rows.aligned(counted_Q).amax(dim=-1)
+    prompt_end_B = rows.place_Q[rows.column_Q == 0] - 1
+    # In float32 whatever the products before it: only the difference of two scores counts.
+    with torch.autocast(hidden_SH.device.type, enabled=False):
+        scores_B: Tensor = scorer.score(hidden_SH.index_select(0, prompt_end_B + last_B).float())[:, 0]
+    return scores_B[:, None].expand(-1, rows.max_response)
 
 
 def entropy(logprobs_QV: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class LossInputs:
     """
 
     policy_logprobs_BT: Tensor
-    """[B, T] float, log p of the token under the current weights; requires grad."""
+    """[B, T] float, log p of the token under the current weights; of a reward model the score of the row, at all of
+    its tokens; requires grad."""
     rollout_logprobs_BT: Tensor
     """[B, T] float, recorded when the token was sampled. SFT and DPO do not read it: give the policy's, detached."""
     loss_mask_BT: Tensor
@@ -150,6 +151,8 @@ class PolicyLoss(ABC):
     uses_advantages: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = False
     """Whether it reads `ref_logprobs_BT`, so that the frozen initial model is loaded."""
+    scores_sequences: ClassVar[bool] = False
+    """Whether it trains a reward model: a head of one number in place of the vocabulary's."""
     uses_kl_baseline: ClassVar[bool] = False
     """Whether it reads `kl_baseline`, for which each prompt is scored with the response to another one."""
     uses_teacher: ClassVar[bool] = False

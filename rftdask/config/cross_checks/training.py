@@ -36,6 +36,29 @@ def _mode_fits_algorithm(config: Config) -> Iterator[Problem]:
         yield "mode", f"{why}; use mode train (bench to evaluate its checkpoints)"
 
 
+@RULES.reading(
+    "mode",
+    "algorithm.algorithm_type",
+    "algorithm.policy_loss_fn",
+    "model.lora_configs",
+    "trainer.ulysses_sequence_parallel_size",
+    "trainer.tensor_parallel_size",
+)
+def _reward_models_are_whole(config: Config) -> Iterator[Problem]:
+    if not config.algorithm.trains_reward_model:
+        return
+    if config.mode == "bench":
+        yield "mode", "a reward model answers no tasks; use mode train, and its scores as the reward_model reward"
+    parts = {
+        "model.lora_configs": bool(config.model.lora_configs),
+        "trainer.ulysses_sequence_parallel_size": config.trainer.ulysses_sequence_parallel_size > 1,
+        "trainer.tensor_parallel_size": config.trainer.tensor_parallel_size > 1,
+    }
+    for at, chosen in parts.items():
+        if chosen:
+            yield at, "a reward model is trained whole, and its head reads whole sequences; leave this out"
+
+
 @RULES.reading("algorithm.rollout_correction")
 def _correction_takes_its_arguments(config: Config) -> Iterator[Problem]:
     [part] = registered_parts("rollout_correction").values()  # there is one, which the key names by being there

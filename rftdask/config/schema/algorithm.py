@@ -190,6 +190,14 @@ class AlgorithmConfig(Section):
         return self._of_type("kl_loss_fn") != "none" or bool(trait(loss, "uses_reference"))
 
     @property
+    def trains_reward_model(self) -> bool:
+        """Whether what is trained scores whole sequences, with a head of one number; a loss of the user's own is not
+        asked.
+        """
+        loss = registered_parts("policy_loss_fn").get(self.policy_loss_fn or self._of_type("policy_loss_fn"))
+        return loss is not None and bool(trait(loss, "scores_sequences"))
+
+    @property
     def expert_ratio(self) -> float:
         """Share of demonstrations in a batch of strategy mix; the default where it is no number of [0, 1)."""
         ratio = (self.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)

@@ -45,9 +45,9 @@ class FormatConfig(Section):
     reward_fn_key: str = ""
     """Column that names the reward function of a row. Empty: the taskset's reward function."""
     chosen_key: str = "chosen"
-    """dpo, orpo, simpo: column of the better response."""
+    """dpo, orpo, simpo, reward_model: column of the better response."""
     rejected_key: str = "rejected"
-    """dpo, orpo, simpo: column of the worse response."""
+    """dpo, orpo, simpo, reward_model: column of the worse response."""
     label_key: str = "label"
     """kto: column of the verdict on the response, true or 1 for a desirable one. A dataset without it holds pairs, in
     `chosen_key` and `rejected_key`, each of which is a desirable response and an undesirable one."""

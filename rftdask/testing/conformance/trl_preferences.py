@@ -19,6 +19,7 @@ def cases() -> list[Case]:
     from trl.experimental.cpo import CPOTrainer  # heavy and optional, as all of it
     from trl.experimental.orpo import ORPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
 
     def simpo(batch: Batch) -> Tensor:
         trainer = _trainer(loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0, alpha=0.0)
@@ -67,10 +68,24 @@ def cases() -> list[Case]:
         loss: Tensor = KTOTrainer._compute_loss(trainer, lambda **_: SimpleNamespace(**said), inputs, False)
         return loss
 
+    def reward_model(batch: Batch) -> Tensor:
+        scores = _means(batch)
+        trainer = _trainer(
+            model=SimpleNamespace(training=True),
+            args=SimpleNamespace(center_rewards_coefficient=None),
+            _total_train_tokens=0,
+            _tp_size=1,
+        )
+        said = SimpleNamespace(logits=torch.cat([scores[::2], scores[1::2]])[:, None])
+        inputs = {"attention_mask": batch.mask}
+        loss: Tensor = RewardTrainer.compute_loss(trainer, lambda **_: said, inputs)
+        return loss
+
     weighted = loss_of("kto", policy_loss_fn_args={"desirable_weight": 1.3, "undesirable_weight": 0.8})
     by_token = "SFT's part is a mean over all chosen tokens, prompts too; ours is the paper's, by response"
     return [
         Case("kto loss, weights 1.3 and 0.8", weighted, kto, _KINDS),
+        Case("reward model loss", loss_of("reward_model"), reward_model, _KINDS),
         Case("simpo loss, beta 2, gamma 1", loss_of("simpo"), simpo, _KINDS),
         Case("orpo loss, SFT's part by response", loss_of("orpo"), orpo(_sft_by_response), _KINDS, float32_only=True),
         Case("orpo loss", loss_of("orpo"), orpo(_sft_by_token), ("padded",), differs=by_token),

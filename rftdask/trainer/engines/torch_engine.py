@@ -55,6 +55,7 @@ from rftdask.trainer.model import (
     export_hf,
     load_policy,
     predicting_states,
+    row_scores,
     state_bytes,
     token_logprobs,
 )
@@ -80,6 +81,14 @@ class Scorer(torch.nn.Module):
     def forward(self, *, states_alone: bool = False, **inputs: Any) -> Scores | Tensor:
         """Of the packed rows; arguments as of `token_logprobs`. `states_alone`: `predicting_states`, [Q, H]."""
         return predicting_states(self.model, **inputs) if states_alone else token_logprobs(self.model, **inputs)
+
+
+class RowScorer(Scorer):
+    """`row_scores` of a reward model, in the place of logprobs."""
+
+    def forward(self, **inputs: Any) -> Scores:
+        """([B, T] the score of its row at every response token, None)."""
+        return row_scores(self.model, inputs["rows"]), None
 
 
 class TorchEngine(TrainEngine):
@@ -133,7 +142,12 @@ class TorchEngine(TrainEngine):
         trusted = config.model.trust_remote_code
         # In float32, whatever the files have: these are the weights that the optimizer moves.
         self._load = partial(
-            load_policy, dtype="float32", device=device, trust_remote_code=trusted, num_splits=self._num_splits
+            load_policy,
+            dtype="float32",
+            device=device,
+            trust_remote_code=trusted,
+            num_splits=self._num_splits,
+            scalar_head=algorithm.policy_loss_fn.scores_sequences,
         )
         self._model, self._tokenizer = self._load(self._path)
         self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
@@ -465,7 +479,7 @@ class TorchEngine(TrainEngine):
 
     def _prepared(self, model: PreTrainedModel) -> Scorer:
         # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
-        scorer = Scorer(model)
+        scorer = (RowScorer if self._algorithm.policy_loss_fn.scores_sequences else Scorer)(model)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         return scorer
 

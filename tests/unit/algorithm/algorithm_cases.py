@@ -123,8 +123,10 @@ def gradient(batch: LossInputs, algorithm: Any) -> tuple[Tensor, Tensor]:
 
 
 def type_for(loss: str) -> str:
-    """An algorithm type that takes the named policy loss: the one of its name, if there is one."""
-    return loss if loss in ALGORITHMS else "grpo"
+    """An algorithm type that takes the named policy loss: the one of its name, or of its rows."""
+    if loss in ALGORITHMS:
+        return loss
+    return "dpo" if POLICY_LOSS_FNS[loss].schema == "dpo" else "grpo"
 
 
 def loss_only(name: str, **args: Any) -> Any:

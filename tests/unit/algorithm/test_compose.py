@@ -59,8 +59,8 @@ def test_types_are_composed_as_in_the_reference(name: str) -> None:
 
 
 def test_the_named_types_are_all_there() -> None:
-    beyond = {"kto", "orpo", "simpo", "remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
-    assert set(ALGORITHMS) == set(REFERENCE_TYPES) | beyond
+    beyond = {"remax", "m2po", "dr_grpo", "drpo", "bnpo", "decoupled_ppo", "dppo", "vespo"}
+    assert set(ALGORITHMS) == set(REFERENCE_TYPES) | beyond | {"kto", "orpo", "simpo", "reward_model"}
 
 
 def test_gspo_keeps_the_aggregation_of_its_paper() -> None:
@@ -125,6 +125,7 @@ def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
         ({"algorithm_type": "grpo", "policy_loss_fn": "dpo"}, "reads 'dpo' rows"),
         ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "needs loss_agg_mode 'seq-mean-token-mean'"),
         ({"algorithm_type": "dpo", "kl_penalty_fn": "k1"}, "takes neither"),
+        ({"algorithm_type": "reward_model", "kl_loss_fn": "k2"}, "which has no logprobs: no kl_loss_fn"),
         ({"algorithm_type": "raft", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
         (
             {"algorithm_type": "grpo", "rollout_correction": {"method": "tis"}},

@@ -44,7 +44,8 @@ EVERYTHING = {
 def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInputs]:
     """The loss with KL and entropy terms, in an aggregation, and a random batch with its weights."""
     mode = POLICY_LOSS_FNS[name].only_agg_mode or mode
-    algorithm = make_algorithm(type_for(name), policy_loss_fn=name, loss_agg_mode=mode, **EVERYTHING)
+    more = {} if POLICY_LOSS_FNS[name].scores_sequences else EVERYTHING  # a reward model has no logprobs to compare
+    algorithm = make_algorithm(type_for(name), policy_loss_fn=name, loss_agg_mode=mode, **more)
     return algorithm, with_weights(random_batch(seed), algorithm)
 
 

@@ -48,6 +48,17 @@ def test_orpo_by_hand() -> None:
     assert grad[1] == pytest.approx([slopes[1] / 2, slopes[1] / 2, 0.0], abs=1e-12)
 
 
+def test_bradley_terry_by_hand() -> None:
+    # A reward model scores a row; all tokens of a row carry its score.
+    chosen, rejected = 0.4, -0.9
+    scores = inputs([[chosen] * 3, [rejected, rejected, 0.0]], mask=MASK)
+    algorithm = loss_only("bradley_terry")
+    loss, grad = gradient(with_weights(scores, algorithm), algorithm)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(rejected - chosen)), abs=1e-12)
+    slope = sigmoid(rejected - chosen)  # -d loss / d margin, spread over the tokens of a row
+    assert grad.sum(-1).tolist() == pytest.approx([-slope, slope], abs=1e-12)
+
+
 def test_kto_by_hand() -> None:
     beta, z0 = 0.3, 0.25
     weights, labels = {1.0: 1.2, 0.0: 0.7}, [1.0, 0.0]
@@ -75,7 +86,7 @@ def test_orpo_of_a_response_that_is_certain_is_finite() -> None:
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("name", ["orpo", "simpo"])
+@pytest.mark.parametrize("name", ["orpo", "simpo", "reward_model"])
 def test_no_reference_is_asked_for(name: str) -> None:
     assert not make_algorithm(name).use_reference
 

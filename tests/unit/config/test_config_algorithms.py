@@ -71,7 +71,7 @@ def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_
     inputs |= {
         "mix_chord": inputs["mix"],
         "on_policy_distill": inputs["jsd"],
-        **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpt"), inputs["sft"]),
+        **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "reward_model", "cpt"), inputs["sft"]),
     }
     if AlgorithmConfig(algorithm_type=name).schema_type != "experience":
         del tree["buffer"]["trainer_input"]
@@ -219,6 +219,14 @@ def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_abo
     assert config(grpo(), more).warnings == (
         "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo mixes no data into its own",
     )
+
+
+def test_a_reward_model_is_trained_whole_and_answers_nothing() -> None:
+    tree = sft(algorithm={"algorithm_type": "reward_model"})
+    assert config(tree).algorithm.trains_reward_model and not config(sft()).algorithm.trains_reward_model
+    settings = ("trainer.tensor_parallel_size=2", "trainer.num_ranks=2", "model.lora_configs=[{lora_rank: 4}]")
+    found = [line for line in problems(tree, *settings) if "a reward model is trained whole" in line]
+    assert [line.partition(":")[0] for line in found] == ["model.lora_configs", "trainer.tensor_parallel_size"]
 
 
 def test_a_kl_baseline_needs_a_second_prompt() -> None:

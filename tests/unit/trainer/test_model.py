@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -29,8 +30,9 @@ from transformers import (
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
+from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.model import entropy_signals, export_hf, load_policy, state_bytes, token_logprobs
+from rftdask.trainer.model import entropy_signals, export_hf, load_policy, row_scores, state_bytes, token_logprobs
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
@@ -326,3 +328,24 @@ class TestWeightsOut:
         assert tokenizer_again("df").input_ids == [5, 7]
         assert tokenizer_again.chat_template == tokenizer.chat_template
         assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == 1
+
+
+def test_a_reward_model_scores_rows_as_transformers_does(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    model, tokenizer = load_policy(str(tmp_path / "model"), "float32", "cpu", scalar_head=True)
+    assert model.score.weight.abs().sum() == 0.0, "a language model's scores begin at 0"
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    # The last token that is no padding (0) counts, also where the padding token is the end of the text.
+    rows = [[5, 6, 7, 8, 1], [9, 10, 1], [9, 10, 11, 0, 0], [4, 5, 0]]
+    packed = pack_rows([np.array(row) for row in rows], np.array([2, 1, 2, 2]), np.ones(4))
+    scores_BT = row_scores(model, packed)
+    assert torch.equal(scores_BT, scores_BT[:, :1].expand(4, 3))
+    export_hf(model, tokenizer, tmp_path / "exported")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert theirs.config.num_labels == 1
+    padded = torch.tensor([row + [0] * (5 - len(row)) for row in rows])
+    with torch.no_grad():
+        together = theirs(padded, attention_mask=(padded != 0).long()).logits[:, 0]
+        alone = torch.stack([theirs(torch.tensor([row])).logits[0, 0] for row in rows])
+    assert_same_logprobs(scores_BT[:, 0].detach(), together)
+    assert_same_logprobs(scores_BT[:, 0].detach(), alone)

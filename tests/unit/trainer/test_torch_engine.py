@@ -60,7 +60,7 @@ def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch
 
 def batch_for(name: str) -> TrainingBatch:
     own = rollouts()
-    if name == "dpo":
+    if name in ("dpo", "reward_model"):
         return replace(rollouts(6, 2), experts=np.ones(12, bool))
     if name == "kto":
         return replace(rollouts(6, 1), experts=np.ones(6, bool), rewards=np.arange(6, dtype=np.float32) % 2)
@@ -68,7 +68,8 @@ def batch_for(name: str) -> TrainingBatch:
     return join_batches([own, shown]) if name == "mix" else own
 
 
-NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "remax", "on_policy_distill", "jsd", "reinforceplusplus", "sapo"]
+NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "reward_model", "remax", "on_policy_distill", "jsd", "sapo"]
+NAMES += ["reinforceplusplus"]
 
 
 @pytest.mark.parametrize("name", NAMES)
