@@ -59,9 +59,8 @@ class Toy:
             "default_reward_fn_type": "exact_reward",
         }
         buffer = {"batch_size": 64, "total_epochs": 100, **(buffer or {}), "explorer_input": explorer_input}
-        config = self.config(
-            name, buffer=buffer, explorer={"eval_interval": 1000}, synchronizer={"sync_offset": 1}, **sections
-        )
+        sections = {"explorer": {"eval_interval": 1000}, "synchronizer": {"sync_offset": 1}, **sections}
+        config = self.config(name, buffer=buffer, **sections)
         summary = Experiment(**config).run(progress="none")
         assert summary.status == "finished"
         assert summary.accuracy_before is not None and summary.accuracy_after is not None
@@ -106,13 +105,13 @@ def sequence_logprobs(model: Any, tokenizer: Any, pairs: list[tuple[str, int]]) 
     return logprobs.sum(-1)
 
 
-def warm_up(folder: Path, numbers: list[int]) -> None:
-    """Train the model in the folder on the teacher's answers; some seconds, since it learns to copy two digits."""
+def warm_up(folder: Path, numbers: list[int], correct_share: float = CORRECT_SHARE) -> None:
+    """Train the model in the folder on a teacher's answers; some seconds, since it learns to copy two digits."""
     dice = random.Random(0)
     model, tokenizer = load_policy(str(folder), "float32", "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
     for _ in range(WARM_UP_STEPS):
-        shown = [(n, 0 if dice.random() < CORRECT_SHARE else 10) for n in dice.choices(numbers, k=32)]
+        shown = [(n, 0 if dice.random() < correct_share else 10) for n in dice.choices(numbers, k=32)]
         loss = -sequence_logprobs(model, tokenizer, [(f"{n}=", n + error) for n, error in shown]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -197,3 +196,18 @@ def test_sft_learns_what_it_is_shown(toy: Toy) -> None:
     loss = run.metrics("trainer")["loss"]
     assert loss.iloc[-1] < 0.7 * loss.iloc[0]
     assert toy.preference(Path(run.url) / "global_step_20" / HF_FOLDER) > 0.9
+
+
+@pytest.fixture(scope="module")
+def teacher(toy: Toy) -> Path:
+    """A model that knows: warmed up on answers that are all right."""
+    folder = toy.folder / "teacher"
+    build_toy_model(folder, seed=1, hidden_size=96, intermediate_size=192, num_layers=1, num_heads=3)
+    warm_up(folder, list(range(10, 90)), correct_share=1.0)
+    return folder
+
+
+def test_a_student_learns_what_its_teacher_knows(toy: Toy, teacher: Path) -> None:
+    models = {"explorer": {"eval_interval": 1000, "auxiliary_models": [{"model_path": str(teacher)}]}}
+    before, after = toy.learn("jsd", algorithm={"algorithm_type": "jsd"}, trainer={"total_steps": 10}, **models)
+    assert after > before + 0.5
