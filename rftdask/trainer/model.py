@@ -113,6 +113,19 @@ def load_policy(
 
 
 @torch.no_grad()
+def turn_off_dropout(model: torch.nn.Module) -> None:
+    """Make every dropout of a model one of probability 0, in place; training mode stays, by which layers decide whether
+    to recompute activations.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            # What a layer gives to a function: transformers call it dropout, attention_dropout, hidden_dropout, ...
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def _check_head(model: PreTrainedModel, model_path: str) -> None:
     """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
     seen: dict[str, Any] = {}

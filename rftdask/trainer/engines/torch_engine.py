@@ -58,6 +58,7 @@ from rftdask.trainer.model import (
     row_scores,
     state_bytes,
     token_logprobs,
+    turn_off_dropout,
 )
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
@@ -156,6 +157,10 @@ class TorchEngine(TrainEngine):
         # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
         self._adapter = {} if self._lora is None else adapter_names(self._model)
         self._model.train()
+        if algorithm.schema not in ("sft", "cpt"):
+            # What is not plain imitation compares logprobs with those of others, who sampled or scored without it: the
+            # noise would be in every ratio and margin.
+            turn_off_dropout(self._model)
         if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._trainer.torch_compile:
@@ -177,6 +182,7 @@ class TorchEngine(TrainEngine):
         self._critic: Critic | None = None
         if algorithm.use_critic:
             body, _ = self._load(config.model.critic_model_path or self._path)
+            turn_off_dropout(body)  # values are compared with those before the update
             self._critic = Critic(body, self._trainer.critic, optimizer, grad_clip, self._strategy)
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(

@@ -4,6 +4,8 @@ model beside the policy does its part.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
+from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
@@ -41,7 +44,8 @@ def engine(models: Path, name: str, parts: dict[str, Any] | None = None, **overr
     overrides = {"deterministic": True, **overrides}
     if name in ("on_policy_distill", "jsd"):
         overrides.setdefault("explorer__auxiliary_models", [{"model_path": str(models / "teacher")}])
-    return TorchEngine(engine_config(models / "policy", **overrides), make_algorithm(name, **(parts or {})))
+    lora = overrides.pop("lora", None)
+    return TorchEngine(engine_config(models / "policy", lora, **overrides), make_algorithm(name, **(parts or {})))
 
 
 def rollouts(num_groups: int = 3, size: int = 4, seed: int = 0) -> TrainingBatch:
@@ -164,6 +168,22 @@ def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     with pytest.raises(DataError, match="has a vocabulary of 99 tokens"):
         engine(models, "on_policy_distill", explorer__auxiliary_models=[{"model_path": str(tmp_path / "other")}])
+
+
+def test_a_model_with_dropout_is_compared_without_it_and_imitates_with_it(models: Path, tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "policy", **SIZES)
+    settings = json.loads((tmp_path / "policy" / "config.json").read_text())
+    (tmp_path / "policy" / "config.json").write_text(json.dumps({**settings, "attention_dropout": 0.5}))
+    build_toy_model(tmp_path / "teacher", **SIZES)
+    # The policy is its reference before the first step: every margin is 0, and the loss -log sigmoid(0).
+    for own in ({}, {"lora": LoraConfig(lora_rank=2, lora_alpha=2)}):
+        trained = engine(tmp_path, "dpo", **own)
+        assert trained.train_step(batch_for("dpo"), 1)["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    first, second = engine(tmp_path, "ppo"), engine(models, "ppo")  # the same weights, with dropout and without
+    assert first.train_step(rollouts(), 1) == second.train_step(rollouts(), 1)
+    shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["shown 0", "shown 1"])
+    losses = [engine(folder, "sft").train_step(shown, 1)["loss"] for folder in (tmp_path, models)]
+    assert losses[0] != losses[1]
 
 
 def test_recomputed_logprobs_begin_at_ratio_one(models: Path) -> None:
