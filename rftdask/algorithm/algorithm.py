@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult
+from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult, group_sums
 from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.entropy import EntropyBonus
 from rftdask.algorithm.kl import KlFn
@@ -99,8 +99,11 @@ class Algorithm:
             inputs.rollout_logprobs_NT.masked_fill(~mask_NT, 0.0), inputs.ref_logprobs_NT.masked_fill(~mask_NT, 0.0)
         )
         coef = self.kl_penalty_fn.kl_coef if kl_coef is None else kl_coef
-        # One number a row where the advantage is one: the sum over its tokens. Else each token pays for itself.
-        changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_NT.sum(-1)}
+        # One number a rollout where the advantage is one: the sum over its tokens. Else each token pays for itself.
+        kl_N = kl_NT.sum(-1)
+        if inputs.rollout_N is not None and len(kl_N):
+            kl_N = group_sums(kl_N, inputs.rollout_N, int(inputs.rollout_N.max()) + 1)[inputs.rollout_N].to(kl_N.dtype)
+        changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_N}
         if self.advantage_fn.token_level:
             changes = {"token_rewards_NT": inputs.token_rewards() - coef * kl_NT}
         result = self.advantage_fn(replace(inputs, **changes))

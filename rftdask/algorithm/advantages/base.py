@@ -5,10 +5,10 @@ other row's advantage, and no row's advantage depends on the order of the rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -107,6 +107,36 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Where each row stands in its rollout; only used rows count."""
+
+    rollout_N: Tensor
+    """[N] int64, 0..R-1."""
+    position_N: Tensor
+    """[N] int64, 0 for the first used turn of the rollout."""
+    count_N: Tensor
+    """[N] float64, used turns of the row's rollout."""
+    num_rollouts: int
+
+    @property
+    def is_last_N(self) -> Tensor:
+        """[N] bool, the last used turn of its rollout."""
+        return self.position_N == self.count_N - 1
+
+    @staticmethod
+    def of(inputs: AdvantageInputs) -> "Turns":
+        """From rollout_N and turn_N; without them each row is a rollout of one turn."""
+        used_N = inputs.used_N
+        rollout_N = torch.arange(len(used_N), device=used_N.device) if inputs.rollout_N is None else inputs.rollout_N
+        num_rollouts = int(rollout_N.max()) + 1 if len(rollout_N) else 0
+        turn_N = torch.zeros_like(rollout_N) if inputs.turn_N is None else inputs.turn_N
+        last = torch.iinfo(torch.int64).max
+        # Turns that do not count rank last; the numbers of the others have no gaps then.
+        position_N = ranks_in_group(torch.where(used_N, turn_N, last), rollout_N)
+        return Turns(rollout_N, position_N, group_sums(used_N, rollout_N, num_rollouts)[rollout_N], num_rollouts)
+
+
+@dataclass(frozen=True)
 class AdvantageResult:
     """Advantages of all rows of the input, in its order; dropped rows have advantage 0."""
 
@@ -131,7 +161,7 @@ class AdvantageResult:
 
 class AdvantageFn(ABC):
     """The base of the advantage functions: the fields of a frozen dataclass are its arguments, a call is the advantages
-    of a batch.
+    of a batch. Unless it says otherwise, `compute` sees each rollout as one row, whatever its turns.
 
     One of your own is a subclass with `compute`, in a file of its own:
 
@@ -157,6 +187,9 @@ class AdvantageFn(ABC):
     """Whether the rollouts of a task are compared, so that one alone teaches nothing."""
     token_level: ClassVar[bool] = False
     """Whether it gives a number per token, `advantages_NT`, rather than one per row."""
+    compares_turns: ClassVar[bool] = False
+    """Whether it tells the turns of a rollout apart. Else, unless it is token-level, `compute` is given one row for
+    each rollout, and every turn gets what it says of its rollout."""
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Advantages of all rows, without gradient.
@@ -165,7 +198,9 @@ class AdvantageFn(ABC):
         """
         inputs.check(self.needs)
         with torch.no_grad():
-            return self.compute(inputs)
+            if self.token_level or self.compares_turns:
+                return self.compute(inputs)
+            return of_rollouts(self.compute, inputs)
 
     def without_drops(self) -> "AdvantageFn":
         """The same function for rows that are left after its own drops; itself if it drops none.
@@ -177,6 +212,44 @@ class AdvantageFn(ABC):
     @abstractmethod
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Advantages of checked inputs; see `result` for one number per row."""
+
+
+def of_rollouts(compute: Callable[[AdvantageInputs], AdvantageResult], inputs: AdvantageInputs) -> AdvantageResult:
+    """What `compute` says of the rollouts, each as one row, at every turn of them.
+
+    So a baseline is over rollouts: over rows, one of nine turns would count nine times in the mean of its task, and
+    draw the baseline to its own reward. A rollout has the reward of its last used turn, the length of all of them, and
+    their tokens side by side; it is used if one of its turns is.
+    """
+    turns = Turns.of(inputs)
+    rollout_N, num_rollouts, num_rows = turns.rollout_N, turns.num_rollouts, len(turns.rollout_N)
+    if bool((turns.count_N <= 1).all()) and num_rollouts == num_rows:
+        return compute(inputs)
+    # The row that stands for each rollout: its last used turn; one without is not used, whatever row it shows.
+    row_R = rollout_N.new_zeros(num_rollouts)
+    last_N = inputs.used_N & turns.is_last_N
+    row_R[rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
+    most = int(turns.position_N.max()) + 1
+
+    def joined(values_NT: Tensor) -> Tensor:
+        values_RKT = values_NT.new_zeros(num_rollouts, most, values_NT.shape[1])
+        values_RKT[rollout_N, turns.position_N] = values_NT
+        return values_RKT.flatten(1)
+
+    changes: dict[str, Any] = {"rollout_N": None, "turn_N": None, "state_N": None, "turn_rewards_N": None, "uids": None}
+    for name in (f.name for f in fields(inputs) if f.name not in changes):
+        value = getattr(inputs, name)
+        if isinstance(value, Tensor):
+            changes[name] = joined(value) if name.endswith("_NT") else value[row_R]
+    if inputs.lengths_N is not None:
+        lengths_N = torch.where(inputs.used_N, inputs.lengths_N, 0)
+        changes["lengths_N"] = group_sums(lengths_N, rollout_N, num_rollouts).to(lengths_N.dtype)
+    valid_R = torch.zeros_like(row_R, dtype=torch.bool).index_fill(0, rollout_N[last_N], True)
+    found = compute(replace(inputs, **{**changes, "valid_N": valid_R, "expert_mask_N": None}))
+    # A turn that is not used is dropped for itself, and the others with their rollout.
+    drops_N = torch.where(inputs.used_N, found.drops_N[rollout_N], base_drops(inputs))
+    counts = {name: value for name, value in found.metrics.items() if not name.startswith("dropped/")}
+    return result(inputs, found.advantages_N[rollout_N], counts, drops_N)
 
 
 def result(

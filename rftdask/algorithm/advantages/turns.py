@@ -12,10 +12,9 @@ from rftdask.algorithm.advantages.base import (
     AdvantageFn,
     AdvantageInputs,
     AdvantageResult,
-    base_drops,
+    Turns,
     group_stats,
     group_sums,
-    ranks_in_group,
     result,
 )
 from rftdask.algorithm.advantages.group import Grpo
@@ -24,80 +23,22 @@ from rftdask.algorithm.checks import one_of, require
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Where each row stands in its rollout; only used rows count."""
+class StepWiseGrpo(Grpo):
+    """GRPO, which compares rollouts and gives every turn the advantage of its rollout, divided by the number of the
+    rollout's turns if asked. As in rLLM and Trinity-RFT."""
 
-    rollout_N: Tensor
-    """[N] int64, 0..R-1."""
-    position_N: Tensor
-    """[N] int64, 0 for the first used turn of the rollout."""
-    count_N: Tensor
-    """[N] float64, used turns of the row's rollout."""
-    num_rollouts: int
-
-    @property
-    def is_last_N(self) -> Tensor:
-        """[N] bool, the last used turn of its rollout."""
-        return self.position_N == self.count_N - 1
-
-    @staticmethod
-    def of(inputs: AdvantageInputs) -> "Turns":
-        """From rollout_N and turn_N; without them each row is a rollout of one turn."""
-        used_N = inputs.used_N
-        rollout_N = torch.arange(len(used_N), device=used_N.device) if inputs.rollout_N is None else inputs.rollout_N
-        num_rollouts = int(rollout_N.max()) + 1 if len(rollout_N) else 0
-        turn_N = torch.zeros_like(rollout_N) if inputs.turn_N is None else inputs.turn_N
-        last = torch.iinfo(torch.int64).max
-        # Turns that do not count rank last; the numbers of the others have no gaps then.
-        position_N = ranks_in_group(torch.where(used_N, turn_N, last), rollout_N)
-        return Turns(rollout_N, position_N, group_sums(used_N, rollout_N, num_rollouts)[rollout_N], num_rollouts)
-
-
-@dataclass(frozen=True)
-class StepWiseGrpo(AdvantageFn):
-    """GRPO over the rewards of the rollouts' last turns; every turn gets its rollout's advantage. As in rLLM and
-    Trinity-RFT."""
-
-    epsilon: float = 1e-6
     enable_step_norm: bool = False
-    """Divide by the number of the rollout's turns."""
-    std_cal_level: str = "group"
-    std_threshold: float | None = None
-    """Drop tasks whose sigma is at or below it; None: drop none."""
-    std: str = "sample"
+    """Divide by the number of the rollout's turns, so that a long rollout has no more weight than a short one."""
 
     advantage_name = "step_wise_grpo"
+    deprecated_names = ()
 
-    def __post_init__(self) -> None:
-        self._grpo()
-
-    def without_drops(self) -> AdvantageFn:
-        """The same with no threshold."""
-        return replace(self, std_threshold=None)
-
-    def _grpo(self) -> Grpo:
-        return Grpo(
-            epsilon=self.epsilon, std=self.std, std_threshold=self.std_threshold, std_cal_level=self.std_cal_level
-        )
-
-    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Rows of one rollout get one advantage, and are dropped together."""
-        turns = Turns.of(inputs)
-        last_N = inputs.used_N & turns.is_last_N
-        # GRPO sees one row of each rollout, so that a long one does not weigh more in the baseline.
-        ends = self._grpo()(replace(inputs, valid_N=last_N, expert_mask_N=None))
-        index_R = torch.zeros(turns.num_rollouts, dtype=torch.int64, device=last_N.device)
-        # The row of each rollout's last turn; one without a used row points at row 0, and none of its rows is used.
-        index_R[turns.rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
-        source_N = index_R[turns.rollout_N]
-        advantages_N = ends.advantages_N[source_N]
-        if self.enable_step_norm:
-            advantages_N = advantages_N / turns.count_N.clamp(min=1.0)
-        # To GRPO the earlier turns looked invalid; here they share the fate of the last one.
-        drops_N = torch.where(inputs.used_N, ends.drops_N[source_N], base_drops(inputs))
-        # Its counts of drops are of rollouts; `result` counts rows.
-        metrics = {key: value for key, value in ends.metrics.items() if not key.startswith("dropped/")}
-        return result(inputs, advantages_N, metrics, drops_N)
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """See AdvantageFn."""
+        result = super().__call__(inputs)
+        if not self.enable_step_norm:
+            return result
+        return replace(result, advantages_N=result.advantages_N / Turns.of(inputs).count_N.clamp(min=1.0).float())
 
 
 class MultiStepGrpoAlgorithm(AlgorithmType):
@@ -126,6 +67,7 @@ class Gigpo(AdvantageFn):
     """Turns compared: "task" (the paper), or "batch": equal states of all tasks."""
 
     advantage_name = "gigpo"
+    compares_turns = True
 
     def __post_init__(self) -> None:
         one_of("fnorm", self.fnorm, ("none", "std"))

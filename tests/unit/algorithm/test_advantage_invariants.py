@@ -30,7 +30,7 @@ def random_inputs(seed: int, num_rows: int = 24, num_groups: int = 5) -> Advanta
     group = torch.randint(0, num_groups, (num_rows // 2,), generator=generator)
     mask = torch.rand(num_rows, WIDTH, generator=generator) > 0.3
     return AdvantageInputs(
-        rewards_N=draw(num_rows).round(decimals=1),
+        rewards_N=draw(num_rows // 2).round(decimals=1).repeat_interleave(2),
         group_N=group.repeat_interleave(2),
         lengths_N=mask.sum(-1),
         rollout_N=torch.arange(num_rows) // 2,
@@ -120,9 +120,11 @@ def test_grpo_equals_a_plain_loop_over_groups(seed: int, population: bool) -> No
     got = ADVANTAGE_FNS["grpo"](std="population" if population else "sample")(inputs).advantages_N
     for group in inputs.group_N.unique():
         rows = inputs.group_N == group
-        rewards = inputs.rewards_N[rows].double()
-        want = (rewards - rewards.mean()) / (rewards.std(unbiased=not population) + 1e-6)
-        torch.testing.assert_close(got[rows], want.float(), rtol=1e-5, atol=1e-5)
+        assert inputs.turn_N is not None
+        rewards = inputs.rewards_N[rows & (inputs.turn_N == 0)].double()  # of each rollout, once
+        spread = rewards.std(unbiased=not population) if len(rewards) > 1 else 0.0
+        want = (rewards - rewards.mean()) / (spread + 1e-6)
+        torch.testing.assert_close(got[rows], want.float().repeat_interleave(2), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "rec", "opmd"])
@@ -156,7 +158,9 @@ def test_the_kl_penalty_lowers_the_rewards_before_the_advantages(algorithm_type:
     assert inputs.rollout_logprobs_NT is not None and inputs.ref_logprobs_NT is not None
     assert inputs.loss_mask_NT is not None
     kl = torch.where(inputs.loss_mask_NT, inputs.rollout_logprobs_NT - inputs.ref_logprobs_NT, 0.0)
-    penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * kl.sum(-1)}
+    # Of the two turns of a rollout together: what is penalized is the reward of the rollout.
+    of_rollout = kl.sum(-1).view(-1, 2).sum(-1).repeat_interleave(2)
+    penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * of_rollout}
     if algorithm_type == "reinforceplusplus":
         penalized = {"token_rewards_NT": inputs.token_rewards() - 0.5 * kl}
     want = algorithm.advantage_fn(replace(inputs, **penalized))
@@ -174,3 +178,54 @@ def test_the_adaptive_coefficient_follows_the_measured_kl() -> None:
     assert controller.next_coef(0.1, 9.0, 100) == pytest.approx(0.1 * 1.02)
     assert controller.next_coef(0.1, 0.0, 100) == pytest.approx(0.1 * 0.98)
     assert make_algorithm("grpo").kl_loss_fn.next_coef(0.1, 9.0, 100) == 0.1
+
+
+COMPARED = ["grpo", "rloo", "opmd", "asymre", "drpo", "rec", "clipb", "clipv", "step_wise_grpo"]
+MORE: dict[str, dict[str, Any]] = {
+    "opmd": {"opmd_baseline": "logavgexp"},
+    "rec": {"drop": "balance", "std_normalize": True},
+    "grpo": {"rank_penalty": 0.3, "std_threshold": 0.1},
+}
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_rollout_counts_once_in_its_baseline_whatever_its_turns(name: str, more: bool) -> None:
+    fn = ADVANTAGE_FNS[name](**(MORE.get(name, {}) if more else {}))
+    once = random_inputs(5)
+    once = replace(once, rollout_N=torch.arange(24), turn_N=torch.zeros(24, dtype=torch.int64))
+    # The same rollouts, cut into turns: a rollout of n tokens is n rows, and its reward is that of each of them.
+    assert once.loss_mask_NT is not None
+    row, token = once.loss_mask_NT.nonzero(as_tuple=True)
+    order = torch.randperm(len(row), generator=torch.Generator().manual_seed(3))
+    row, token = row[order], token[order]
+    cut = {
+        key: value[row, token][:, None]
+        for key, value in vars(once).items()
+        if key.endswith("_NT") and value is not None
+    }
+    turns = replace(take(once, row), **cut, lengths_N=torch.ones_like(row), rollout_N=row, turn_N=token)
+    # A rollout without a trained token has no turn; it is in the baseline of the other batch alone.
+    once = replace(once, valid_N=once.loss_mask_NT.any(-1))
+    want, got = fn(once), fn(turns)
+    torch.testing.assert_close(got.advantages_N, want.per_token(once.loss_mask_NT)[row, token])
+    assert torch.equal(got.drops_N, want.drops_N[row])
+    if name not in ("clipb", "clipv"):
+        assert got.metrics["num_groups"] == want.metrics["num_groups"]
+
+
+def test_the_kl_penalty_of_a_rollout_is_that_of_all_its_turns() -> None:
+    algorithm = make_algorithm(
+        "grpo", kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 1.0}, advantage_fn_args={"std": "none"}
+    )
+    # One task: a rollout of two turns, which drift by 0.25 and 0.5 nats, and one of a turn that does not.
+    given = AdvantageInputs(
+        rewards_N=torch.tensor([1.0, 1.0, 0.0]),
+        group_N=torch.zeros(3, dtype=torch.int64),
+        rollout_N=torch.tensor([0, 0, 1]),
+        turn_N=torch.tensor([0, 1, 0]),
+        loss_mask_NT=torch.ones(3, 1, dtype=torch.bool),
+        rollout_logprobs_NT=torch.tensor([[-0.75], [-0.5], [-1.0]]),
+        ref_logprobs_NT=torch.full((3, 1), -1.0),
+    )
+    assert algorithm.compute_advantages(given).advantages_N.tolist() == [0.125, 0.125, -0.125]
