@@ -3,6 +3,7 @@
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
 #   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
+#   make learning     every algorithm learns its toy
 #   make robustness   bad settings, files, runs and code       make clean    remove .venv and caches
 #
 # PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package.
@@ -14,6 +15,8 @@ EXTRAS ?= dev
 # The fast tests are dealt out by file, the slow ones one by one, the longest first, to more processes than there are cores
 # (tests/conftest.py), since many wait for processes of their own. Memory bounds both.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+# Nothing waits here: as many processes as cores, each of which makes the toys once.
+LEARNING_PARALLEL ?= -n $(shell nproc)
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin
@@ -21,7 +24,7 @@ BIN := $(VENV)/bin
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: quickstart test robustness slow extras lint types check install clean
+.PHONY: quickstart test robustness learning slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -32,6 +35,9 @@ test: $(STAMP)
 
 robustness: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10
+
+learning: $(STAMP)
+	$(BIN)/python -m pytest $(LEARNING_PARALLEL) -m learning --durations=10
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30

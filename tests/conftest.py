@@ -5,6 +5,7 @@
     tests/integration    a real Dask cluster in this process or on this machine, seconds
     tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
     tests/robustness     bad settings, files, folders, code and words; marked robustness below, a tier of its own
+    tests/learning       every algorithm learns its toy, in one process; marked learning below, a tier of its own
     tests/vllm_engine    vLLM on the CPU, minutes, in an environment of its own; marked vllm below
 
 The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-        for folder, marker in (("vllm_engine", "vllm"), ("robustness", "robustness")):
+        for folder, marker in (("vllm_engine", "vllm"), ("robustness", "robustness"), ("learning", "learning")):
             if item.path.is_relative_to(TESTS / folder):
                 item.add_marker(marker)
     if getattr(config.option, "loadgroup", False):

@@ -1,0 +1,203 @@
+"""What every algorithm type is shown to learn: one row each, and a second one for what more it promises.
+
+To add a type: add a `Case` to CASES. Bounds hold for seeds 0 to 2, and a sign, a mask, a baseline or a clip that is
+wrong crosses one of them. `python -m tests.learning NAME... [--all]` prints what is measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rftdask.config.schema.algorithm import AlgorithmConfig
+from tests.learning.harness import Run
+from tests.learning.toys import LETTERS, after, build_policy, write_tables
+
+Bounds = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a toy. `bounds`: metric -> (least, most) after the run; the first is the one that the type is for."""
+
+    algorithm_type: str
+    bounds: Bounds = field(default_factory=lambda: {"accuracy": (0.9, 1.0)})
+    toy: str = "gifts"
+    """Tasks of the rollouts, and of the evaluation."""
+    dataset: str = ""
+    """In place of rollouts, or shown beside them."""
+    steps: int = 40
+    lr: float = 3e-3
+    settings: tuple[str, ...] = ()
+    """More of the configuration, as on a command line: KEY=VALUE."""
+    shows: str = ""
+    """What a second case of a type shows."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm_type}-{self.shows}" if self.shows else self.algorithm_type
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run learned: metrics before and after; `steps` has those of the trainer's steps."""
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    steps: pd.DataFrame
+    seconds: float
+
+
+def _on_rollouts(*algorithm_types: str) -> tuple[Case, ...]:
+    return tuple(Case(name) for name in algorithm_types)
+
+
+ONLY_RIGHT_ONES = "data_processor.experience_pipeline.operators=[{name: reward_filter, args: {threshold: 0.5}}]"
+PREFERS = {"preference": (0.9, 1.0)}
+
+CASES = (
+    # Rollouts compared with others of their task.
+    *_on_rollouts(
+        "asymre", "bnpo", "cispo", "dapo", "decoupled_ppo", "dppo", "dr_grpo", "drpo", "grpo", "gspo", "m2po"
+    ),
+    *_on_rollouts("opmd", "rec", "remax", "rloo", "sapo", "sppo", "vespo"),
+    # Rollouts without such a baseline.
+    Case("ppo", steps=60, settings=("buffer.batch_size=64", "trainer.critic.lr=1e-2", "trainer.critic_warmup=4")),
+    Case("reinforceplusplus", toy="debts"),
+    Case("topr", toy="debts"),
+    Case("raft", toy="echo", settings=(ONLY_RIGHT_ONES,)),
+    # Several turns.
+    Case("gigpo", toy="corridor"),
+    Case("multi_step_grpo", toy="corridor"),
+    # Demonstrations beside rollouts, and a teacher.
+    Case("mix", toy="unheard", dataset="unheard", lr=1e-2),
+    Case("mix_chord", dataset="echo"),
+    Case("on_policy_distill"),
+    Case("jsd"),
+    # Datasets.
+    Case("sft", {"accuracy": (0.9, 1), "told": (0, 0.1)}, toy="echo", dataset="chats"),
+    Case("cpt", toy="echo", dataset="text"),
+    Case("dpo", PREFERS, toy="echo", dataset="pairs"),
+    Case("kto", PREFERS, toy="echo", dataset="pairs"),
+    Case("orpo", PREFERS, toy="echo", dataset="pairs"),
+    Case("simpo", PREFERS, toy="echo", dataset="pairs"),
+    Case("reward_model", {"ranked": (0.9, 1)}, toy="echo", dataset="pairs"),
+)
+
+
+def config_of(case: Case, seed: int, toys: Path) -> dict[str, Any]:
+    """The configuration of a case's run."""
+    columns = {"prompt_type": "raw", "prompt_key": "prompt", "response_key": "response"}
+    workflow = "corridor" if case.toy == "corridor" else "echo"
+    taskset = {"path": str(toys / f"{case.toy}.jsonl"), "format": columns, "default_workflow_type": workflow}
+    explorer_input: dict[str, Any] = {"eval_tasksets": [{"name": "held", **taskset}]}
+    trainer_input: dict[str, Any] = {}
+    section = AlgorithmConfig(algorithm_type=case.algorithm_type)
+    if case.dataset:
+        chats = {"prompt_type": "messages", "messages_key": "messages", "enable_concatenated_multi_turn": True}
+        shown = {
+            "path": str(toys / f"{case.dataset}.jsonl"),
+            "format": chats if case.dataset == "chats" else {"prompt_type": "raw"},
+            "data_selector": {"selector_type": "shuffle"},
+        }
+        beside = section.schema_type == "experience"
+        trainer_input = {"auxiliary_buffers": {"shown": shown}} if beside else {"experience_buffer": shown}
+    if section.schema_type == "experience":
+        explorer_input["taskset"] = {"name": "tasks", **taskset}
+    explorer: dict[str, Any] = {"tasks_per_batch": 8, "rollout_model": {"dtype": "float32"}}
+    if section.needs_teacher:
+        explorer["auxiliary_models"] = [{"model_path": str(toys / "teacher")}]
+    return {
+        "name": f"{case.name}-{seed}",
+        "mode": "both" if section.schema_type == "experience" else "train",
+        "seed": seed,
+        "model": {"model_path": str(toys / "model"), "max_prompt_tokens": 16, "max_response_tokens": 4},
+        "algorithm": {
+            "algorithm_type": case.algorithm_type,
+            "optimizer": {"lr": case.lr, "betas": [0.9, 0.99], "weight_decay": 0.0},
+        },
+        "buffer": {
+            "batch_size": 4 if case.toy == "corridor" else 8,
+            "train_batch_size": 32,
+            "total_epochs": 1000,
+            "explorer_input": explorer_input,
+            "trainer_input": trainer_input,
+        },
+        "explorer": explorer,
+        # Every fourth step weights are handed over, so that three steps of four train rollouts of older weights.
+        "synchronizer": {"sync_interval": 4},
+        "trainer": {"total_steps": case.steps, "save_interval": 1_000_000},
+        "monitor": {"monitor_type": "none"},
+    }  # fmt: skip
+
+
+@cache
+def toys_of(seed: int) -> Path:
+    """A folder with the datasets, the policy and the teacher of a seed, made once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="rftdask-learning-"))
+    write_tables(folder)
+    build_policy(folder / "model", seed)
+    build_policy(folder / "teacher", seed + 100, knows=True)
+    return folder
+
+
+def learn(case: Case, seed: int) -> Result:
+    """Run the case and measure the policy before and after."""
+    began = time.perf_counter()
+    toys = toys_of(seed)
+    with tempfile.TemporaryDirectory(prefix="rftdask-learning-") as folder:
+        run = Run(config_of(case, seed, toys), case.settings, Path(folder))
+        before = look_at(run)
+        steps = run.train()
+        after = look_at(run) | look_back(steps)
+    return Result(before, after, steps, time.perf_counter() - began)
+
+
+def look_at(run: Run) -> dict[str, float]:
+    """Metrics of the policy as it is.
+
+    accuracy: share of rollouts that are right. length: characters (or turns) of a rollout that is right.
+    preference: share of echo's right answers that are likelier than the next letter. told: probability of "?" after a
+    right answer, which is what the user of a chat says there.
+    """
+    ends = {(row.group_id, row.rollout): row.metrics for row in run.rollouts()}
+    accuracy = np.array([metrics["accuracy"] for metrics in ends.values()])
+    length = np.array([metrics["length"] for metrics in ends.values()])
+    found = {"accuracy": float(accuracy.mean()), "length": float((accuracy * length).sum() / max(accuracy.sum(), 1))}
+    wins = [run.logprob(f"{letter}:", letter) > run.logprob(f"{letter}:", after(letter)) for letter in LETTERS]
+    told = [np.exp(run.logprob(f"{letter}:{letter}", "?")) for letter in LETTERS]
+    return found | {"preference": float(np.mean(wins)), "told": float(np.mean(told))}
+
+
+def look_back(steps: pd.DataFrame) -> dict[str, float]:
+    """Metrics of a whole run.
+
+    drift: largest KL from the weights that sampled a batch to those that train it, nats per token: what clips bound.
+    ranked: share of the pairs whose better response has the higher reward, in the last five steps.
+    explained: share of the variance of the returns that the critic explains, in the last five steps.
+    """
+    found = {}
+    if "mismatch_kl" in steps:
+        found["drift"] = float(steps["mismatch_kl"].max())
+    if "reward_accuracy" in steps:
+        found["ranked"] = float(steps["reward_accuracy"].iloc[-5:].mean())
+    if "critic_explained_variance" in steps:
+        found["explained"] = float(steps["critic_explained_variance"].iloc[-5:].mean())
+    return found
+
+
+def crossed(case: Case, after: Mapping[str, float]) -> list[str]:
+    """A sentence for each bound of the case that the metrics cross."""
+    return [
+        f"{case.name}: {name} is {after[name]:.3f}, not within [{least:g}, {most:g}]"
+        for name, (least, most) in case.bounds.items()
+        if not least <= after[name] <= most
+    ]

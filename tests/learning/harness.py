@@ -1,0 +1,161 @@
+"""A whole run in one process: the package's engine, workflows, batch forming and trainer, without Dask and without a
+process of their own, so that a run of a toy takes seconds and shows what an algorithm learns.
+
+    run = Run(tree, (), folder)     # a configuration, as of any run
+    before = run.rollouts()         # of the policy as it is
+    steps = run.train()             # to the last step: the metrics of all steps
+    after = run.rollouts()
+
+What the driver does in a run, `Run.explore` does here: before a batch is asked for, the explore steps that it is formed
+from are rolled out with the weights that the sync rules name. Everything else is the code that runs use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.ledger import LedgerEntry
+from rftdask.buffer.batches.source import BatchSource
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.schema import Experience
+from rftdask.config import load_config
+from rftdask.data.task import Task
+from rftdask.data.tasksets import Taskset
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.explorer.task_order import make_task_order
+from rftdask.explorer.worker_cache import sampling_params
+from rftdask.monitor.metrics import MetricsWriter, read_metrics
+from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import make_sync_rules
+from rftdask.trainer.rank import build_algorithm, build_trainer
+from rftdask.weights.published import Published, read_checkpoint_weights, read_published
+
+
+class Run:
+    """A run whose folder lies below `folder`. `engine` is the policy that rolls out, `tokenizer` its tokenizer."""
+
+    def __init__(self, tree: dict[str, Any], settings: Sequence[str], folder: Path) -> None:
+        """settings: KEY=VALUE, over those of the tree."""
+        torch.set_num_threads(1)
+        self.config = config = load_config({**tree, "checkpoint_root_dir": str(folder)}, settings)
+        self.storage = open_storage(config.checkpoint_job_dir)
+        self.engine = TransformersEngine.from_config(config.explorer.rollout_model, config.model, "cpu")
+        self.tokenizer = load_tokenizer(config)
+        self._weights = Published(0, "", "")
+        self._learns_from_rollouts = config.algorithm.schema_type == "experience"
+        source = config.buffer.explorer_input
+        every = (*source.train_tasksets, *source.eval_tasksets)
+        self._tasksets = {taskset.name: Taskset(taskset) for taskset in every}
+        self._sampling = {taskset.name: sampling_params(taskset, config) for taskset in every}
+        self._train_names = [taskset.name for taskset in source.train_tasksets]
+        self._eval_names = [taskset.name for taskset in source.eval_tasksets]
+        self._explored = 0
+        self._num_looked = 0
+        if self._learns_from_rollouts:
+            self._rules = make_sync_rules(config)
+            self._log = open_log(self.storage, config)
+            sizes = {name: len(self._tasksets[name]) for name in self._train_names}
+            self._order = make_task_order(self.storage, self._log, config, sizes)
+
+    def train(self) -> pd.DataFrame:
+        """Train to `trainer.total_steps`: a line for each step. The engine then has the last weights."""
+        try:
+            with MetricsWriter(self.storage, "trainer") as metrics:
+                trainer = build_trainer(
+                    self.config, self.storage, self.config.trainer.total_steps, metrics, lambda event: None
+                )
+                if self._learns_from_rollouts:
+                    trainer.source = _Exploring(trainer.source, self.explore)
+                ended = trainer.run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        if not build_algorithm(self.config).policy_loss_fn.scores_sequences:  # a reward model says nothing
+            self._serve(ended.step)
+        return read_metrics(self.storage, "trainer").sort_values("step", ignore_index=True)
+
+    def rollouts(self, repeat_times: int = 16) -> list[Experience]:
+        """Rollouts of the evaluation's tasks by the policy as it is; they go into no log."""
+        tasks = [self._tasksets[name].task(0, i) for name in self._eval_names for i in range(len(self._tasksets[name]))]
+        return self._roll_out(tasks, repeat_times, explore_step=0)
+
+    def logprob(self, prompt: str, response: str) -> float:
+        """Log-probability that the policy as it is says all of `response` after `prompt`."""
+        asked, said = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, response))
+        return sum(self.engine.logprobs([(asked, said)])[0])
+
+    def explore(self, step: int) -> None:
+        """Commit the explore steps that the batch of optimizer step `step` is formed from, if they are not there."""
+        size = self.config.tasks_per_unit
+        while self._explored < self._rules.explore_steps_for(step):
+            self._explored += 1
+            refs = self._order.tasks(self._explored, self._explored - 1)
+            assert refs is not None
+            tasks = [self._tasksets[self._train_names[ref.taskset_number]].task(ref.epoch, ref.index) for ref in refs]
+            self._serve(self._rules.weights_for(self._explored).version)
+            for unit, first in enumerate(range(0, len(tasks), size)):
+                algorithm = self.config.algorithm
+                rows = self._roll_out(
+                    tasks[first : first + size], algorithm.repeat_times, self._explored, algorithm.greedy_baseline
+                )
+                self._log.commit(rows, explore_step=self._explored, unit=unit)
+
+    def _roll_out(
+        self, tasks: Sequence[Task], repeat_times: int, explore_step: int, greedy_baseline: bool = False
+    ) -> list[Experience]:
+        async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+            return self.engine.generate(requests)
+
+        unit = run_work_unit(
+            tasks,
+            repeat_times=repeat_times,
+            greedy_baseline=greedy_baseline,
+            explore_step=explore_step,
+            policy=TextEngine(generate, self.tokenizer),
+            explorer=self.config.explorer,
+            model=self.config.model,
+            sampling=self._sampling,
+            weights=self._weights,
+        )
+        return asyncio.run(unit).experiences
+
+    def _serve(self, version: int) -> None:
+        """Load the weights that the trainer published, or saved where it publishes none."""
+        if version == self._weights.version:
+            return
+        published = read_published(self.storage, version)
+        published = published or read_checkpoint_weights(self.storage, f"global_step_{version}")
+        assert published is not None, f"version {version} is not there"
+        with ExitStack() as copies:
+            paths = [f"{published.folder}/{name}" for name, _ in published.files]
+            files = [copies.enter_context(self.storage.local_copy(path)) for path in paths]
+            self.engine.load_verified(version, files, published.fingerprint)
+        self._weights = published
+
+
+class _Exploring(BatchSource):
+    """The trainer's source; whoever asks for an entry has the rollouts for it made first."""
+
+    def __init__(self, source: BatchSource, explore: Callable[[int], None]) -> None:
+        self._source, self._explore = source, explore
+
+    def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
+        self._explore(step)
+        return self._source.entry(step, patience_s)
+
+    def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+        return self._source.read(entry, places)
+
+    def state_dict(self) -> dict[str, object]:
+        return self._source.state_dict()

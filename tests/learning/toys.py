@@ -1,0 +1,134 @@
+"""The toys: tasks that a person solves at a glance, and a policy of some thousand weights with bad habits.
+
+- echo       "c:" is to be answered with "c" first of all. The policy knows, and says the next letter more often; it
+             repeats what it says, up to four times.
+- gifts      echo, and every second task pays 4 more whatever is said: what its rollouts share teaches nothing.
+- debts      echo, and every task costs a half: the reward of a wrong answer is negative.
+- unheard    "C:" is to be answered with "#", which the policy never says: no rollout of it is worth anything.
+- corridor   "x2>" is cell 2 of the cells 0 to 4 of corridor x, which has its exit at one end. A walk begins in the
+             middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 4
+             more however the walk ends.
+
+What is shown (sft), compared (dpo) or read (cpt) are echo's right answers. The teacher is a policy that knows them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from rftdask.data.task import Task
+from rftdask.models.toy import build_toy_model
+from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
+from rftdask.rollouts.workflows.registry import workflow
+from rftdask.trainer.model import load_policy, token_logprobs
+from rftdask.trainer.packing import pack_rows
+
+LETTERS = "abcdefgh"
+EXITS = {"w": 0, "x": 4, "y": 0, "z": 4}
+"""Corridor -> the cell of its exit."""
+GIFT = 4.0
+CORRECT_SHARE = {"echo": 0.3, "unheard": 0.3, "corridor": 0.3}
+"""Of what the policy says before it learns."""
+WARM_UP_STEPS = 200
+
+
+def after(letter: str) -> str:
+    """The next letter, which the policy confuses it with."""
+    return LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)]
+
+
+@workflow("echo", in_process=True)
+async def echo(task: Task, model: PolicyModel) -> Reward:
+    """1 for the right first letter, and what the task pays in any case."""
+    said = (await model.generate(task.prompt)).text
+    right = float(said[:1] == task.truth)
+    return Reward(right + task.row["gift"], {"accuracy": right, "length": float(len(said))})
+
+
+@workflow("corridor", in_process=True)
+async def corridor(task: Task, model: PolicyModel) -> Reward:
+    """1 at the exit, less a tenth for each turn, and what the task pays in any case."""
+    at, steps, out = 2, [], int(task.truth)
+    while at != out and len(steps) < 5:
+        said = (await model.generate(f"{task.prompt}{at}>")).text[:1]
+        then = min(4, max(0, at + {"l": -1, "r": 1}.get(said, 0)))
+        steps.append(Step(f"at {at}", float(then == out) - 0.1))
+        at = then
+    earned = sum(step.reward or 0.0 for step in steps)
+    return Reward(earned + task.row["gift"], {"accuracy": float(at == out), "length": float(len(steps))}, tuple(steps))
+
+
+def write_tables(folder: Path) -> None:
+    """Every dataset of the toys as NAME.jsonl."""
+    right = [(f"{letter}:", letter) for letter in LETTERS]
+    tables = {
+        "echo": [{"prompt": asked, "response": said, "gift": 0.0} for asked, said in right],
+        "gifts": [{"prompt": asked, "response": said, "gift": GIFT * (i % 2)} for i, (asked, said) in enumerate(right)],
+        "debts": [{"prompt": asked, "response": said, "gift": -0.5} for asked, said in right],
+        "unheard": [{"prompt": asked.upper(), "response": "#", "gift": 0.0} for asked, _ in right],
+        "corridor": [
+            {"prompt": name, "response": str(out), "gift": GIFT * (i // 2)}
+            for i, (name, out) in enumerate(EXITS.items())
+        ],
+        "pairs": [
+            {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
+        ],
+        "text": [{"prompt": asked + said} for asked, said in right],
+        # Two questions in one chat. The user begins the second one with "?", which is not the policy's to say.
+        "chats": [
+            {
+                "messages": [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": f"?{asked_then}"},
+                    {"role": "assistant", "content": said_then},
+                ]
+            }
+            for asked, said in right
+            for asked_then, said_then in right
+        ],
+    }  # fmt: skip
+    for name, rows in tables.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def say(dice: random.Random, knows: bool) -> tuple[str, str]:
+    """A prompt of one of the toys and what the policy says to it before it learns, or one that `knows`."""
+    toy = dice.choice(["echo", "echo", "unheard", "corridor"])
+    right = knows or dice.random() < CORRECT_SHARE[toy]
+    if toy == "corridor":
+        name = dice.choice(list(EXITS))
+        return f"{name}{dice.randrange(5)}>", "r" if right == (EXITS[name] == 4) else "l"
+    times = 1
+    while times < 3 and dice.random() < 0.5:
+        times += 1
+    asked = dice.choice(LETTERS)
+    said = asked if right else after(asked)
+    return f"{asked if toy == 'echo' else asked.upper()}:", said * times
+
+
+def build_policy(folder: Path, seed: int, *, knows: bool = False) -> None:
+    """Write a tiny model that speaks as `say`; a second or two."""
+    build_toy_model(folder, seed=seed, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
+    dice = random.Random(seed)
+    model, tokenizer = load_policy(str(folder), "float32", "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    for _ in range(WARM_UP_STEPS):
+        shown = [say(dice, knows) for _ in range(64)]
+        rows = [np.array([*encode(asked), *encode(said), tokenizer.eos_token_id]) for asked, said in shown]
+        lengths = np.array([len(encode(asked)) for asked, _ in shown])
+        logprobs, _ = token_logprobs(model, pack_rows(rows, lengths, np.ones(len(rows))))
+        optimizer.zero_grad()
+        (-logprobs.sum() / len(rows)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
