@@ -8,7 +8,8 @@ system knows. The next start cancels what is left of the latter.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from rftdask.errors import NotFoundError
@@ -97,13 +98,9 @@ def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:
     """The jobs as last noted, of all lists or of one; empty where there are none."""
     drivers = [f"control/{name}" for name in storage.list("control") if name.startswith("jobs-")]
     files = [file] if file else [SUBMITTED_FILE, *sorted(drivers)]
-    return [job for file in files for job in _read(storage, file)]
-
-
-def _read(storage: Storage, file: str) -> list[JobRecord]:
-    try:
-        rows: list[Mapping[str, object]] = parse_json(storage.get(file))
-        return [JobRecord(**row) for row in rows]  # type: ignore[arg-type]
-    # A cache of what the batch system knows: a torn one costs an answer, not a run.
-    except (NotFoundError, ValueError, TypeError):
-        return []
+    jobs: list[JobRecord] = []
+    for each in files:
+        # A cache of what the batch system knows: a torn one costs an answer, not a run.
+        with suppress(NotFoundError, ValueError, TypeError):
+            jobs += [JobRecord(**row) for row in parse_json(storage.get(each))]
+    return jobs

@@ -39,7 +39,13 @@ def load_config(
     Raises: ConfigError: with every mistake found, sorted by path; a secret is one.
     """
     problems: list[Problem] = []
-    tree = read_tree(source, overrides, problems, _is_completed)
+
+    def stays(path: str, value: str) -> bool:
+        # A text that names the environment stays as it was written where only the user's code reads it, or where a
+        # secret would be in it.
+        return is_users(Config, path) or (is_completed(Config, path) and bool(find_secret(value)))
+
+    tree = read_tree(source, overrides, problems, stays)
     if tree is None:
         raise _error(problems, source)
     unreadable = {path for path, _ in problems}
@@ -71,11 +77,6 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
             node = node.setdefault(section, {})
         node[key] = escape(value)
     return load_config(tree, was_checked=not find_secret(str(dict(changes))))
-
-
-def _is_completed(path: str, value: str) -> bool:
-    """Whether the text at a path, which has this value now, stays as it was written."""
-    return is_users(Config, path) or (is_completed(Config, path) and bool(find_secret(value)))
 
 
 def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -> Config:

@@ -87,7 +87,12 @@ def open_dataset(
             "only; remove them"
         )
     if table is not None:
-        return _open_table(path, table)
+        try:
+            from rftdask.data.database import read_table  # late: SQLAlchemy is an extra
+        except ModuleNotFoundError as error:
+            raise DataError(f"dataset {path} needs SQLAlchemy ({error}); run `pip install 'rftdask[sql]'`") from error
+        rows, fingerprint = read_table(path, table)
+        return RowsDataset([rows], fingerprint)
     try:
         return _open_path(path, split, subset_name)
     except DataError:
@@ -292,6 +297,7 @@ def _parse_csv(file: str, text: str) -> list[dict[str, Any]]:
     rows = []
     try:
         for row in reader:
+            # csv's reader puts surplus fields below None, and None into fields that are missing.
             if None in row or None in row.values():
                 raise DataError(f"{file}:{reader.line_num}: the number of fields differs from the header's")
             rows.append(dict(row))
@@ -349,15 +355,6 @@ def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str = "", a
 
 def _digest(tree: object) -> str:
     return blake2b(json.dumps(tree, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-def _open_table(path: str, table: str) -> Dataset:
-    try:
-        from rftdask.data.database import read_table  # late: SQLAlchemy is an extra
-    except ModuleNotFoundError as error:
-        raise DataError(f"dataset {path} needs SQLAlchemy ({error}); run `pip install 'rftdask[sql]'`") from error
-    rows, fingerprint = read_table(path, table)
-    return RowsDataset([rows], fingerprint)
 
 
 def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:

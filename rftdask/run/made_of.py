@@ -126,7 +126,12 @@ def check_made_of(stages: Sequence[Config], inputs: Sequence[Inputs], *, accept:
 
 
 def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
-    was = _last_made_of(storage)
+    # What it was made of at last, by kind; a run of before this was written down has nothing to compare with.
+    was = dict[str, dict[str, str]]()
+    first = read_run(storage).get("made_of") or {} if storage.exists(RUN_FILE) else {}
+    for each in (_told(storage, RUN_FILE, first), *_accepted(storage)):
+        for kind in _COMPARED:
+            was.setdefault(kind, {}).update(each.get(kind) or {})
     changes = [text for kind in _COMPARED for text in _changes(kind, was.get(kind, {}), getattr(made_of, kind))]
     refused = [text for text in changes if not text.startswith(f"taskset {_EVALUATES}")]
     if not changes:
@@ -227,6 +232,7 @@ def _accepted(storage: Storage) -> list[dict[str, Any]]:
 def _told(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[str, Any]:
     """What was found, as it was written down. Raises: DamagedError: it has another shape."""
     try:
+        # accepted-<n>.json has changes; the other files that come here have none.
         said = {"changes": [], **(parse_object(data) if isinstance(data, bytes) else data)}
         texts = [*said["changes"], *(text for kind in _COMPARED for text in dict(said.get(kind) or {}).values())]
         if not all(isinstance(text, str) for text in texts):
@@ -234,17 +240,6 @@ def _told(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[
     except (TypeError, ValueError) as error:
         raise DamagedError(f"{storage.url}/{path} is damaged: {error}") from error
     return said
-
-
-def _last_made_of(storage: Storage) -> dict[str, dict[str, str]]:
-    """What the run was made of at last, by kind; nothing of a run that did not write it down."""
-    if not storage.exists(RUN_FILE):
-        return {}
-    found = dict[str, dict[str, str]]()
-    for each in (_told(storage, RUN_FILE, read_run(storage).get("made_of") or {}), *_accepted(storage)):
-        for kind in _COMPARED:
-            found.setdefault(kind, {}).update(each.get(kind) or {})
-    return found
 
 
 def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

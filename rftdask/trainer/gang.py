@@ -124,12 +124,6 @@ def _host_of(address: str) -> str:
     return address.rsplit(":", 1)[0].split("//")[-1]  # of Dask's, such as tcp://10.0.0.7:4001
 
 
-def _sockets_on(interface: str | None) -> dict[str, str]:
-    """Environment that keeps gloo and NCCL, which know no keys, on one interface; the user's own choice stays."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: os.environ.get(name, interface) for name in names} if interface else {}
-
-
 def interface_of(host: str) -> str | None:
     """Name of the network interface with this address, for gloo, which else takes what the host's name stands for."""
     interfaces: Mapping[str, Any] = psutil.net_if_addrs()
@@ -154,14 +148,17 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         # here.
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
     called_off = make_called_off()
+    # gloo and NCCL know no keys, so they are kept on one interface; the user's own choice stays.
     interface = interface_of(_host_of(address))
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
+    sockets = {name: os.environ.get(name, interface or "") for name in names}
     # A process of its own: a rank that crashes or is killed must not take the Dask worker with it.
     child = Child(
         RANK,
         asdict(spec),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,
-        env={LOG_LEVEL: spec.config["log"]["level"], **_sockets_on(interface)},
+        env={LOG_LEVEL: spec.config["log"]["level"], **sockets},
         log_file=Path(spec.log_folder, f"trainer-rank-{spec.rank}.log") if spec.log_folder else None,
     )
     heard = time.monotonic()

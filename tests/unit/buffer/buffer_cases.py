@@ -25,6 +25,13 @@ def new_storage() -> Storage:
     return open_storage(f"memory://buffer-{next(_numbers)}")
 
 
+def entries(storage: Storage) -> list[LedgerEntry]:
+    """All that the ledger holds, in order."""
+    ledger = Ledger(storage)
+    found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
+    return [entry for entry in found if entry is not None]
+
+
 def experience(
     task: int = 0, rollout: int = 0, *, step: int = 1, status: Status = Status.OK, **fields: Any
 ) -> Experience:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from storage_kills import killed_at_put, killed_before
 
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, StorageError
@@ -46,14 +47,8 @@ def test_a_save_that_is_killed_leaves_the_one_before(storage: Storage, killed_at
     save(storage, 2)
     puts: list[str] = []
 
-    def kill(verb: str, path: str, stage: str) -> None:
-        if verb == "put" and stage == "before":
-            puts.append(path)
-            if len(puts) == killed_at + 1:
-                raise StorageError("killed")
-
     with pytest.raises(StorageError, match="killed"):
-        save(FaultyStorage(storage, kill), 4)
+        save(FaultyStorage(storage, killed_at_put(killed_at, puts)), 4)
     whole = killed_at == 3  # only the pointer was missing
     assert newest_valid_checkpoint(storage) == (4 if whole else 2)
     assert read_pointer(storage, CHECKPOINT_POINTER) == 2
@@ -101,12 +96,8 @@ def test_what_is_newer_and_broken_is_not_counted_against_what_is_valid(storage: 
 def test_a_checkpoint_that_goes_is_gone_before_its_files_are(storage: Storage) -> None:
     save(storage, 1)
 
-    def kill(verb: str, path: str, stage: str) -> None:
-        if (verb, path, stage) == ("remove", "global_step_1", "before"):
-            raise StorageError("killed")
-
     with pytest.raises(StorageError, match="killed"):
-        save(FaultyStorage(storage, kill), 2, keep=1)
+        save(FaultyStorage(storage, killed_before("remove", "global_step_1")), 2, keep=1)
     assert not is_valid(storage, "global_step_1")
     assert newest_valid_checkpoint(storage) == 2
 

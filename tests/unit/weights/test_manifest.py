@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from storage_kills import killed_at_put
 
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
@@ -48,14 +49,8 @@ def test_a_folder_comes_back_as_it_was_written(storage: Storage) -> None:
 def test_a_folder_is_not_there_until_its_manifest_is(storage: Storage, killed_at: int) -> None:
     puts: list[str] = []
 
-    def crash(verb: str, path: str, stage: str) -> None:
-        if verb == "put" and stage == "before":
-            puts.append(path)
-            if len(puts) == killed_at + 1:
-                raise StorageError("killed")
-
     with pytest.raises(StorageError, match="killed"):
-        write(FaultyStorage(storage, crash))
+        write(FaultyStorage(storage, killed_at_put(killed_at, puts)))
     assert puts[killed_at:] == [f"weights/3/{[*FILES, NAME][killed_at]}"]
     assert read_manifest(storage, "weights/3") is None
     assert not is_valid(storage, "weights/3")

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from storage_kills import killed_at_put, killed_before
 
 from rftdask.errors import StorageError
 from rftdask.storage import Storage, open_storage
@@ -55,14 +56,8 @@ def test_the_pointer_moves_last_wherever_the_publisher_is_killed(storage: Storag
     for killed_at in itertools.count():
         puts: list[str] = []
 
-        def crash(verb: str, path: str, stage: str, puts: list[str] = puts, killed_at: int = killed_at) -> None:
-            if verb == "put" and stage == "before":
-                puts.append(path)
-                if len(puts) == killed_at + 1:
-                    raise StorageError("killed")
-
         try:
-            publish_weights(FaultyStorage(storage, crash), 2 + killed_at, b"w", "main")
+            publish_weights(FaultyStorage(storage, killed_at_put(killed_at, puts)), 2 + killed_at, b"w", "main")
         except StorageError:
             newest = latest_published(storage)
             assert newest is not None and newest.version == 1
@@ -165,12 +160,8 @@ def test_removing_takes_the_manifest_first(storage: Storage) -> None:
     for version in (1, 2):
         publish_weights(storage, version, b"w", "main")
 
-    def crash(verb: str, path: str, stage: str) -> None:
-        if (verb, path, stage) == ("remove", "weights/1", "before"):
-            raise StorageError("killed")
-
     with pytest.raises(StorageError, match="killed"):
-        remove_weights_below(FaultyStorage(storage, crash), 2)
+        remove_weights_below(FaultyStorage(storage, killed_before("remove", "weights/1")), 2)
     assert read_published(storage, 1) is None
 
 

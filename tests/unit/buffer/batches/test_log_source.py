@@ -25,6 +25,7 @@ from tests.unit.buffer.buffer_cases import (
     all_ok,
     batch_of,
     commit_batch,
+    entries,
     find_whole,
     make_source,
     new_storage,
@@ -52,12 +53,6 @@ def committed(order: list[tuple[int, int]] = BATCHES, statuses: Statuses = all_o
     for step, batch in order:
         commit_batch(ParquetLog(storage), step, batch, statuses=statuses)
     return storage
-
-
-def entries(storage: Storage) -> list[LedgerEntry]:
-    ledger = Ledger(storage)
-    found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
-    return [entry for entry in found if entry is not None]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(BATCHES)))

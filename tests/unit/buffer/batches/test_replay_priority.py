@@ -30,7 +30,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import batch_of, commit_batch, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import batch_of, commit_batch, entries, make_source, new_storage, take
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""
@@ -51,12 +51,6 @@ def committed(order: list[tuple[int, int]] = BATCHES, of_one_version: bool = Fal
 
 def replaying(storage: Storage, rule: Replay = REUSE, **options: Any) -> LogSource:
     return make_source(storage, replay=rule, **{"ordered": False, **options})
-
-
-def entries(storage: Storage) -> list[LedgerEntry]:
-    ledger = Ledger(storage)
-    found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
-    return [entry for entry in found if entry is not None]
 
 
 def audit(storage: Storage, max_uses: int | None = None) -> Audit:
