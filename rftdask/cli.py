@@ -493,6 +493,7 @@ def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], 
     while time.monotonic() < end and not called_off():
         try:
             for stage in config.stage_configs():
+                # Any other mistake is told at once: only an owner that may be dead is worth waiting for.
                 check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",))
             return
         except FencedError:

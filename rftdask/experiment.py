@@ -266,6 +266,7 @@ class Experiment:
         if dask:
             import dask.dataframe as dd
 
+            # Dask wants the columns before it reads anything.
             meta = experiences.read(shards[0]).slice(0, 0).to_pandas() if shards else pd.DataFrame()
             return dd.from_map(lambda name: experiences.read(name).to_pandas(), shards, meta=meta)
         frames = [experiences.read(name).to_pandas() for name in shards]

@@ -49,4 +49,5 @@ def token_weights(
                 f"{mode} divides by the longest possible response: max_tokens must be > 0, got {max_tokens}"
             )
         return mask / (num_sequences * max_tokens)
+    # [B, T]: first within each sequence, then over sequences, so that long ones do not count for more.
     return mask / (lengths_B1.clamp(min=1.0) * num_sequences)

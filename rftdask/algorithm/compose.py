@@ -133,6 +133,7 @@ def make_algorithm(
 
 def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, advantage_name: str | None) -> str:
     """Why the parts do not go together, with what to change; "" where they do."""
+    # One reason is told at a time.
     loss, name, schema = algorithm.policy_loss_fn, algorithm.name, algorithm.schema
     if algorithm.use_critic and not kind.has_critic:
         return (

@@ -109,6 +109,7 @@ def make_selector(section: DataSelectorConfig, plugin_dirs: tuple[str, ...] = ()
     part = load_part("selector", section.selector_type, plugin_dirs)
     if not (isinstance(part, type) and issubclass(part, Selector)):
         raise UserError(f"selector {section.selector_type!r} is no subclass of {Selector.__module__}.Selector")
+    # Only to one that takes it: `sequential` has nothing to draw.
     seed = {"seed": section.seed} if "seed" in (parameters_of(part) or {}) else {}
     arguments = {**seed, **fill_from_environment(section.kwargs)}
     bind_arguments("data_selector.kwargs", part, arguments)

@@ -329,6 +329,7 @@ def _trains(stage: Config) -> bool:
 def check_groups(stages: Sequence[Config], ranks: int) -> None:
     """Raises: UserError: `ranks` is no whole number of the groups of ranks that work together."""
     for stage in filter(_trains, stages):
+        # Stages share the workers, and one may ask for fewer of them.
         own, trainer = _asked_ranks(stage) or ranks, stage.trainer
         for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
             if own % (size := getattr(trainer, key)):

@@ -138,6 +138,7 @@ def check_fit(counts: Mapping[str, int], jobs: Mapping[str, JobConfig], capaciti
 
     Args: all by role. Raises: UserError: they could not, with the arithmetic.
     """
+    # Roles that share a partition share its nodes: their jobs are added up.
     shared: dict[str, list[str]] = {}
     for role, count in counts.items():
         if count:

@@ -61,6 +61,7 @@ def compact_run(url: str) -> list[CompactedStage]:
     storage = open_storage(url)
     if read_parent(storage) is not None:
         raise UserError(f"{storage.url} has no experiences of its own; compact the run that it is in")
+    # All refusals before the first stage is touched.
     stages = [s for s in open_stages(url) if s.has_begun and s.config.algorithm.schema_type == "experience"]
     if not stages:
         raise UserError(f"{storage.url} has no experiences of its own: it trained from a dataset")

@@ -181,6 +181,7 @@ def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
     if config.mode != "train":
         engine = config.explorer.rollout_model
         num_bytes = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
+        # As many responses as a work unit has are under way at most: an explorer works at one unit at a time.
         rows = config.tasks_per_unit * config.algorithm.repeat_times
         tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
         parts = engine_parts(shape, tokens, min(rows, tokens), num_bytes)

@@ -113,6 +113,7 @@ def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
     waiting = [job for job in drivers if job.is_alive]
     if waiting:
         return f"{waiting[0].name} is job {waiting[0].job_id}, {waiting[0].state}"
+    # Before what the batch system says: a run that ended by itself has told why, and its job then only ended.
     end = read_end(storage)
     if end is not None:
         return end

@@ -62,6 +62,7 @@ class StageStatus:
             "last sign": "" if self.last_sign_s is None else f"{self.last_sign_s:.0f} s ago",
             "PROBLEMS": "; ".join(self.problems),
         }
+        # What is not known, or not of this mode, has no line.
         lines += [f"  {label:<12}{text}" for label, text in facts.items() if text]
         return "\n".join([*lines, *(f"  {'WARNING':<12}{warning}" for warning in self.warnings)])
 

@@ -169,6 +169,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
     logs, path, asks, steps = log_folder(storage, folder), str(folder.path / CONFIG_FILE), list[str](), list[str]()
     for role, count in _workers_of(layout):
         job: JobConfig = getattr(config.cluster.slurm, role)
+        # Each role is a part of the job with nodes of its own; part 0 is the driver.
         asks += ["#SBATCH hetjob", *asks_for(job, count)]
         worker = _rftdask("join", path, "--role", role, "--patience", str(PATIENCE_S))
         prologue = "; ".join([*job.prologue, f"exec {worker}"])

@@ -139,6 +139,7 @@ def default_of(info: FieldInfo) -> Any:
 
 def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
     """("section" | "list" | "dict", class) when the key holds a section, a list or a dict of them; else None."""
+    # X | None is X, and Annotated[X, ...] is X; then a section, or a tuple or a dict of them.
     annotation: Any = info.annotation
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(item for item in get_args(annotation) if item is not type(None))

@@ -75,6 +75,7 @@ class Checker:
         others = reference_keys(cls)
         for key, value in tree.items():
             where = f"{path}.{key}" if path else str(key)
+            # A key is a field, or one of the reference system of which something is told, or derived, or unknown.
             info, told = cls.model_fields.get(key), others.get(key)
             if info is None and isinstance(told, Renamed):
                 if tree.get(told.to) not in (None, value):
@@ -157,6 +158,7 @@ class Checker:
     def _refusal(self, info: FieldInfo, value: Any) -> str:
         """Why the value of a key cannot be taken, or an empty text. A plug-in is imported only where checks need it."""
         later, named = _mark(info, Later), _mark(info, Named)
+        # What will be there some day is told before what is merely unknown.
         if later and value in later.values:
             known = sorted(named.registered()) if named else allowed_values(info.annotation)
             return _not_available(value, later.feature, f"use {one_of(known)}")
@@ -187,6 +189,8 @@ class Checker:
                 (path, f"{show(value)} holds the character NUL, which no file name and no message can")
             )
             return None
+        # A secret is known by its looks, or by the name of its key in a dict of somebody else's. What is left to the
+        # environment is none: only its name stands here.
         is_kept = isinstance(value, str) and is_left_to_environment(value)
         what = find_secret(value) if isinstance(value, str) else ""
         if not what and is_secret_name(name) and isinstance(value, str | int) and value not in _NO_KEY and not is_kept:

@@ -102,6 +102,7 @@ def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> F
             ("data_selector", "seed"): config.seed,
         }
         for keys, value in values.items():
+            # Only what is absent: a value that the file gives wins, also 0 and an empty text.
             holder = taskset if len(keys) == 1 else getattr(taskset, keys[0])
             if getattr(holder, keys[-1]) is None and value is not None:
                 fills["buffer", "explorer_input", *place, *keys] = value

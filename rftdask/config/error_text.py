@@ -64,6 +64,7 @@ def readable(detail: Mapping[str, Any], info: FieldInfo) -> str:
         return f"{show(value)} is not a usable name" if value else "must not be empty"
     if kind == "too_long":
         return f"the list has {context['actual_length']} items; it must have {context['max_length']}"
+    # The rest of pydantic's kinds are named by the type that was wanted: int_parsing, float_type, bool_parsing.
     wanted = _WANTED.get(kind.split("_")[0])
     return f"{show(value)} is not {wanted}" if wanted else f"{show(value)}: {detail['msg']}"
 

@@ -118,6 +118,7 @@ def check_plugins(config: Config, unchecked: list[str] | None = None) -> None:
     """
     problems: list[Problem] = []
     for stage in config.stage_configs():
+        # First what has to be completed from the environment, for a part may be given such an argument.
         for path, text in _texts(plain(stage), ""):
             try:
                 if is_completed(Config, path):

@@ -170,6 +170,7 @@ def _render(stage: StagePlan) -> str:
     if stage.mode in ("both", "train"):
         groups = f" experiences = {stage.groups_per_batch} groups" if on_rollouts else " rows"
         rows.append(("train batch", f"{stage.train_batch_size}{groups}"))
+        # Not known where the experience log decides how many batches there will be.
         steps = str(stage.train_steps)
         if stage.train_steps is None:
             steps = "" if stage.max_train_steps is None else f"at most {stage.max_train_steps}, "

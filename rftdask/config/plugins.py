@@ -382,6 +382,7 @@ def read_functions(package: str, decorator: str) -> Mapping[str, RegisteredPart]
                 continue
             for call in node.decorator_list:
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args:
+                    # A literal, by convention of this package: nothing is evaluated here.
                     name = ast.literal_eval(call.args[0])
                     found[name] = RegisteredPart(name, module, node.name, _read_arguments(node.args))
     return found

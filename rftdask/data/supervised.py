@@ -142,6 +142,8 @@ def read_messages(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> lis
     for message in messages:
         if not isinstance(message.get("role"), str) or isinstance(message.get("content"), int | float):
             raise DataError(f"{where} has the message {str(message)[:80]}, which is not {{role: text, content: text}}")
+    # Answers at place 0 answer nothing. Unless all answers are trained, the last message must be one: it is the row's
+    # response.
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not any(answers) or not (fmt.enable_concatenated_multi_turn or answers[-1] == len(messages) - 1):
         raise DataError(f"{where} does not end with an answer of the assistant to a prompt: there is nothing to learn")

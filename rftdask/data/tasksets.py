@@ -138,6 +138,7 @@ class Taskset:
         is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
         if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
             raise DataError(f"{where} is neither text nor a chat [{{role, content}}]: {value!r:.100}")
+        # The row's system prompt wins over the taskset's, and a chat that has one keeps its own.
         system = self._choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
         begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
         end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []

@@ -237,6 +237,7 @@ class DecodeBatch:
         for row, tokens, logprobs, length in zip(places, *sampled, strict=True):
             number = self.numbers[row]
             self.told.add(number)
+            # By the last token: a row that met its limit with an end token has stopped.
             stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
             versions = policy_version, policy_version
@@ -253,6 +254,7 @@ class DecodeBatch:
         for number in self.told:
             del self._requests[number]
         self.told = set()
+        # Indices into the rows as they were: the cache is cut by the same.
         index_B = (~self._rows.done_B).nonzero()[:, 0]
         if not self.numbers:
             self.columns = 0

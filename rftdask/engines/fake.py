@@ -61,6 +61,7 @@ class FakeEngine(Engine):
                     ends.setdefault(step + max(self._length(request), 1), []).append(number)
             if not under_way:
                 return
+            # A step takes as long however many requests are under way, as on a GPU that is not full.
             time.sleep(self.seconds_per_step)
             step += 1
             for number in ends.pop(step, ()):

@@ -60,6 +60,7 @@ class SamplingRows:
             top_k_B=tensor([row.top_k if row.top_k > 0 else 2**62 for row in rows], torch.int64),
             min_tokens_B=tensor([row.min_tokens for row in rows], torch.int64),
             penalty_B=tensor([row.repetition_penalty for row in rows], torch.float32),
+            # Asked on the host, once: a tensor would have to be waited for in each step.
             uses_sampling=any(row.temperature > 0 for row in rows),
             uses_greedy=any(row.temperature == 0 for row in rows),
             uses_top=any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1) for row in rows),

@@ -58,6 +58,7 @@ class ScaleRule:
             num_workers: explorer workers that are there.
             backlog: work units under way or ready to run this moment.
         """
+        # Up soon, down late: a worker that waits costs less than one that has to load its model again.
         wanted = self._bounded(backlog)
         if wanted >= self.target:
             # More than the cluster has given are asked for step by step, so that it is not flooded.

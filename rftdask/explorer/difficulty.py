@@ -55,6 +55,7 @@ class ChosenTasks:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{self.path(step)} is damaged ({error}); restore it from a backup") from error
+        # A checksum of content would not see it: each file is whole, and in the wrong place.
         if written_for != step:
             raise DamagedError(f"{self.path(step)} is of step {written_for}: files were moved")
         return tasks
@@ -113,6 +114,7 @@ class LearnedOrder:
                 return None
             indices = self._selector.select(self._state, step, self._config.buffer.batch_size).tolist()
             refs = [TaskRef(0, step - 1, index) for index in indices]
+            # Written before it is run: after a restart more is known, and another choice would be made.
             tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
         self._last = (step, tasks)
         return tasks

@@ -512,6 +512,7 @@ def pass_at_k(num_rollouts: int, num_passed: int, k: int) -> float:
 
 def pass_rates(rewards_by_group: Mapping[str, Sequence[float]], threshold: float = 1.0) -> dict[str, float]:
     """Mean pass@k over the groups with at least k rollouts, for k = 1, 2, 4, ...; passed: a reward >= threshold."""
+    # Groups may be of different sizes, where rollouts have failed: each k is over those that have as many.
     largest = max((len(rewards) for rewards in rewards_by_group.values()), default=0)
     rates = {}
     k = 1

@@ -95,6 +95,7 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: s
     """Give the adapters in `model` the values of a PEFT file. Raises: DataError: names or shapes differ."""
     own = dict(model.named_parameters())
     names = adapter_names(model)
+    # Names and shapes at once, before anything is copied: a file that does not fit changes nothing.
     wanted = {file_name: tuple(own[name].shape) for name, file_name in names.items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != found:

@@ -89,6 +89,7 @@ class LogFolder:
             if len(data) == self._sizes.get(file.name):
                 continue
             try:
+                # The end of it: object storage knows no append, so the file is written again as a whole.
                 self._storage.put(f"log/{_START}/{file.name}", data[-MAX_COPY_BYTES:])
             except StorageError as error:
                 logging.getLogger(__name__).warning("%s is not copied to the run yet: %s", file, error)

@@ -204,6 +204,7 @@ def make_tracker(
     args = fill_from_environment(args or {})
     bind_arguments("monitor.monitor_args", tracker, args, supplied=1)
     is_temporary = folder is None
+    # Before any folder is made for it.
     if tracker is NoTracker:
         return NoTracker(TrackedRun(Path(), project, name, {}))
     if folder is None:

@@ -62,6 +62,7 @@ def _from_plain(hint: Any, plain: Any) -> Any:
     if get_origin(hint) in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
         return None if plain is None else _from_plain(next(k for k in arguments if k is not type(None)), plain)
     if get_origin(hint) in (tuple, Sequence) and arguments:
+        # Token ids and logprobs come in thousands: items that need no conversion are taken as they are.
         is_flat = arguments[0] in (int, float, str, bool, bytes)
         return tuple(plain) if is_flat else tuple(_from_plain(arguments[0], item) for item in plain)
     return plain

@@ -90,6 +90,8 @@ class Filter:
         for name in {"explore_step", "step", "min_reward", "max_reward"}.intersection(wanted.query):
             value = wanted.query[name]
             try:
+                # Filters go into comparisons with columns: a text there would be an error of the table, not of the
+                # user.
                 is_number = math.isfinite(float(value))
             except ValueError:
                 is_number = False
@@ -225,6 +227,7 @@ class Browser:
         for number, (stage, shard, row, group) in enumerate(
             zip(*(self._list[n] for n in (*_PLACE, "group")), strict=True)
         ):
+            # One list object for all rows of a group: what is appended to it later is seen by the earlier ones.
             lines[stage, shard, row] = groups.setdefault((stage, shard, group), [])
             groups[stage, shard, group].append(number)
         return rows, states, lines
@@ -378,6 +381,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {
             "Content-Type": "text/html; charset=utf-8",
             "Content-Length": str(len(data)),
+            # Pages show text that a policy wrote, which may be HTML that would like to run.
             "Content-Security-Policy": CONTENT_POLICY,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
@@ -385,6 +389,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if status == HTTPStatus.SEE_OTHER:
             headers["Location"] = "/"
+            # The token moves from the address, which lands in histories, to a cookie that scripts cannot read.
             headers["Set-Cookie"] = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
         for name, value in headers.items():
             self.send_header(name, value)

@@ -197,6 +197,7 @@ class RunTables:
         for stage in self.stages:
             published = published_versions(stage.storage)
             rows += [self._folder(stage, weights_folder(version)) for version in published]
+            # Published weights are removed as explorers move on; a checkpoint of the same step still has them.
             gone = [step for step in checkpoint_steps(stage.storage) if step not in published]
             rows += [self._folder(stage, checkpoint_folder(step), of_weights=True) for step in gone]
         return pa.Table.from_pylist([row for row in rows if row], WEIGHTS_SCHEMA)

@@ -207,6 +207,7 @@ def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) ->
     version, mine = row["max_policy_version"], row["weights_hash"]
     if not mine:
         return "no hash was recorded"
+    # The model folder is outside the run, and its files have another hash.
     if version == 0:
         return f"hash {mine}: the model the stage began with, {stage.config.model.model_path}"
     known = _where(tables.table("weights"), stage=stage.name, version=version).to_pylist()

@@ -186,6 +186,7 @@ class Rollout:
         """Raises: TypeError, ValueError: what the workflow returned cannot be trained on, naming workflow and task."""
         where = f"workflow {self.task.workflow}, task {self.task.group_id}"
         value = reward.value
+        # Everything that the log or the loss could not take, with the words of who wrote the workflow.
         if not isinstance(value, numbers.Real):
             raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
         if not _is_storable(value):
@@ -195,6 +196,7 @@ class Rollout:
                 raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
         if not model.calls:
             raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
+        # One step for each call, by position: nothing else ties them together.
         if reward.steps and len(reward.steps) != len(model.calls):
             raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
         for turn, step in enumerate(reward.steps):

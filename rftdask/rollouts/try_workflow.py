@@ -51,6 +51,7 @@ async def _attempt(
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         answers = []
         for request in requests:
+            # A token a character, so that the workflow reads the very text that it is given.
             tokens = (*map(ord, reply()), _END)[: request.sampling.max_tokens]
             answers.append(Generation(tokens, (0.0,) * len(tokens), "stop" if tokens[-1] == _END else "length", 0, 0))
         return answers
@@ -92,6 +93,8 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     mistakes, imports, doubts = list[str](), list[str](), list[str]()
     try:
         for task in tasks:
+            # Whether the policy was asked tells a mistake from a doubt: before it, nothing depends on what a model
+            # says.
             asked: list[str] = []
 
             def reply(truth: str = task.truth, asked: list[str] = asked) -> str:

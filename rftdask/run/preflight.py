@@ -325,6 +325,7 @@ def check_owners(storage: Storage, stage: Config) -> None:
     """Raises: UserError: several processes would have to agree on a storage where they cannot."""
     if storage.has_create_only:
         return
+    # One process needs no lock; two commands on one run, or machines that each may drive, do.
     apart = stage.algorithm.schema_type == "experience" and stage.mode in ("explore", "train")
     if not apart and stage.cluster.is_one_machine:
         log.warning("%s cannot keep a second command from this run: start none before this one has ended", storage.url)

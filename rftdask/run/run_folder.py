@@ -121,6 +121,7 @@ def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None
     made_of: what the run is made of beside its config (made_of.py), for the first start to write down.
     Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
     """
+    # Work units have a size from here on, also where the config leaves it open.
     first = _with_batches(config, config)
     # Of two first starts one makes the file; the other is compared with it like any later start.
     if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of)):

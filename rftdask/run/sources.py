@@ -72,6 +72,8 @@ def _imports(name: str, file: Path) -> set[str]:
     except (OSError, SyntaxError, ValueError):
         return set()
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    # Also each package above: importing a.b.c runs the __init__ of a and of a.b. A name after "from" may be a module or
+    # an attribute; what is none has no spec.
     names = {package}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,6 +89,7 @@ def _spec(name: str) -> ModuleSpec | None:
     """Where a module would come from; imports nothing."""
     if (module := sys.modules.get(name)) is not None:
         return module.__spec__
+    # importlib.util.find_spec("a.b") would import a; its own search places say as much.
     parent, _, _ = name.rpartition(".")
     try:
         if not parent:

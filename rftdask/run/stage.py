@@ -245,6 +245,7 @@ class StageRun:
 
     def _make_explorer(self) -> Explorer:
         bench = self._config.mode == "bench"
+        # It knows neither the cluster nor the trainer: it is given functions that ask them.
         return Explorer(
             self._client,
             self._storage,

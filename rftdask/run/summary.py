@@ -160,6 +160,7 @@ def summarize(
             )
         )
         counts.update(stage.counts)
+    # From the first look of the first stage that was evaluated to the last look of the last one.
     measured = [row for row in rows if row.first_accuracy is not None]
     return RunSummary(
         run_name=config.name,

@@ -147,6 +147,7 @@ def check_list(store: Storage) -> Check:
 
 
 def _measure(store: Storage, costs: list[Cost]) -> Check:
+    # Random, so that no compression on the way makes it small.
     small, large = os.urandom(1024), os.urandom(256 * 1024)
     calls: dict[str, Callable[[int], object]] = {
         "put 1 KiB": lambda k: store.put(f"small/{k}", small),

@@ -300,6 +300,7 @@ class LocalStorage(Storage):
         def is_transient(error: BaseException) -> bool:
             return isinstance(error, OSError) and error.errno in _TRANSIENT
 
+        # Faults of a file server that is away are waited out; a full disk or a wrong owner does not pass by itself.
         patience = Patience(f"{verb} {target}", is_transient, self._posix.pause)
         try:
             return patience.call(operation)

@@ -57,6 +57,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float):
+        # Four digits of what is small; a large number whole, because 1.234e+06 reads badly in a column.
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, list):
         shown = ", ".join(cell(item) for item in value[:_MOST_ITEMS])

@@ -235,6 +235,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
     section = config.algorithm
+    # Every part with its arguments, as the section has them; None leaves the algorithm type's own.
     choices = {name: fill_from_environment(getattr(section, name)) for part in PARTS for name in (part, f"{part}_args")}
     try:
         return make_algorithm(

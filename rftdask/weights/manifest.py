@@ -123,6 +123,7 @@ def is_valid(storage: Storage, folder: str, version: int | None = None) -> bool:
         manifest = read_manifest(storage, folder)
         if manifest is None or version not in (None, manifest.version):
             return False
+        # Every byte: a size alone does not show a block that a disk gave back wrong.
         for name in manifest.files:
             read_file(storage, folder, manifest, name)
     except (NotFoundError, DamagedError):

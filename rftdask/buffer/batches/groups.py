@@ -81,6 +81,7 @@ def first_copies(shards: Iterable[tuple[ShardName, pa.Table]]) -> list[pa.Table]
     tables = []
     for name, table in shards:
         numbers = group_numbers(table)
+        # Of a whole unit the groups are numbered from 0; a part names the slots of its own.
         slots = name.part.slots if name.part is not None else range(int(numbers[-1]) + 1 if len(numbers) else 0)
         keys = [(name.explore_step, name.unit, slot) for slot in slots]
         new = [number for number, key in enumerate(keys) if key not in seen]

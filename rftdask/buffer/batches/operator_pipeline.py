@@ -37,6 +37,7 @@ def operators_of(config: Config) -> list[Operator]:
         if unknown or "name" not in entry:
             raise UserError(f"{where}: takes name and args, " + (f"not {', '.join(unknown)}" if unknown else "no name"))
         try:
+            # Plain dicts and lists: operators are pure Python of anybody, and a frozen dict would surprise them.
             arguments = plain(fill_from_environment(entry.get("args") or {}))
             operators.append(make_part("operator", entry["name"], arguments, config.explorer.plugin_dirs))
         except UserError as error:
@@ -114,5 +115,6 @@ def experience_table(table: pa.Table) -> ExperienceTable:
         rewards_N=torch.tensor(batch.rewards),
         group_N=torch.tensor(batch.groups),
         truncated_N=torch.tensor(truncated, dtype=torch.bool),
+        # By name over all rows, nan where a row has no such number.
         stats={name: torch.tensor([row.get(name, float("nan")) for row in rows]) for name in names},
     )

@@ -263,6 +263,7 @@ def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
         if num_rows >= MIN_GROUP_ROWS:
             yield tuple(names), pa.concat_tables(tables)
             names, tables, num_rows = [], [], 0
+    # The rest of the bucket, however few.
     if num_rows:
         yield tuple(names), pa.concat_tables(tables)
 

@@ -334,6 +334,7 @@ def from_lines(name: ShardName, data: bytes) -> pa.Table:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
     check_version(name, versions)
+    # Older shards lack ADDED_COLUMNS; newer ones may have more fields, which are left out below.
     missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
     if missing or len(rows) != name.num_rows:
         raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")

@@ -171,6 +171,7 @@ def mask_to_runs(mask: Sequence[bool] | np.ndarray | None) -> list[int]:
     array = np.asarray(mask, bool)
     if array.all():
         return []
+    # Places at which a run ends and the next begins; their distances are the lengths.
     edges = np.flatnonzero(array[1:] != array[:-1]) + 1
     runs: list[int] = np.diff(edges, prepend=0, append=len(array)).tolist()
     return runs if array[0] else [0, *runs]
@@ -189,6 +190,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     Raises: ValueError: lengths that do not fit, or a trainable row without a reward; OverflowError: a token id that is
     no int32, or more tokens than one shard can address.
     """
+    # Before any byte is on storage: a shard is immutable.
     for e in experiences:
         response_length = len(e.tokens) - e.prompt_length
         if len(e.rollout_logprobs) != response_length:
@@ -202,6 +204,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         if e.reward is None and e.status.trainable:
             raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
+    # Columns that are lists or maps are made from whole arrays; the others, one value a row, by their names below.
     metrics = [experience.metrics for experience in experiences]
     metrics_type = SCHEMA.field("metrics").type
     masks = [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences]

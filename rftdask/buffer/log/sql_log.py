@@ -275,6 +275,7 @@ class SqlLog(ExperienceLog):
         """The id of this log in the database; empty while nobody has written to it."""
         if not self._log:
             try:
+                # Kept from then on: the id of a log never changes.
                 self._log = str(json.loads(self._storage.get(f"{self.folder}/{_MARKER}"))["log"])
             except NotFoundError:
                 return ""
@@ -399,6 +400,7 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     exact = [None if row["exact"] is None else json.loads(row["exact"]) for row in rows]
 
     def from_sql(row: Mapping[str, Any], line: Mapping[str, Any] | None, field: pa.Field) -> Any:
+        # A row that a column could not hold as it was has all of it in `exact`.
         value: Any = row[field.name] if line is None else line.get(field.name)
         if pa.types.is_map(field.type):
             return list((json.loads(value) if line is None else value).items())

@@ -98,6 +98,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
             self._closed = True
             self._changed.notify()
         if self._thread is not None:
+            # A commit that is under way ends by itself or by the storage's own deadline.
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
                 where = f"work unit {self._explore_step}/{self._unit}"

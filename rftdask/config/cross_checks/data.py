@@ -68,6 +68,7 @@ def _modes_are_of_folders(config: Config) -> Iterator[Problem]:
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
     """Of datasets with storage_type sql."""
     source, read = config.buffer.explorer_input, config.buffer.trainer_input
+    # By their keys below `buffer`, so that a mistake is told where it was made.
     datasets: dict[str, TasksetConfig | ExperienceBufferConfig] = {}
     if source.taskset is not None:
         datasets["explorer_input.taskset"] = source.taskset
@@ -123,6 +124,7 @@ def _priorities_are_numbers(config: Config) -> Iterator[Problem]:
             at = f"buffer.trainer_input.auxiliary_buffers.{name}.replay_buffer.enable"
             yield at, "rows of a dataset are read in order, epoch after epoch; replay is for experience_buffer"
     section, at = source.experience_buffer.replay_buffer, "buffer.trainer_input.experience_buffer.replay_buffer"
+    # Only the ranges: names and types are held against the function's signature elsewhere.
     for key, value in sorted(section.priority_fn_args.items()):
         where = f"{at}.priority_fn_args.{key}"
         if key == "use_count_limit" and is_number(value) and value < 1:

@@ -76,6 +76,7 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     if not config.is_external:
         return
     at = "model.external_model"
+    # Both ways to name such a model; the message is for the key that was used.
     key = f"{at}.enable" if config.model.external_model.enable else "explorer.rollout_model.engine_type"
     if config.mode != "bench":
         yield key, f"a model behind an API gives no tokens and logprobs to train on; use mode bench, not {config.mode}"

@@ -128,6 +128,7 @@ class CompletionStream:
 def chat_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of `create` as options of `PolicyHandle.chat`. Raises: ValueError: not supported, by name."""
     options: dict[str, Any] = {}
+    # None is how clients say "not given". `extra_body` holds what openai's own signature does not have.
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in {**given, **given.pop("extra_body", {})}.items():
         if name in _SAMPLING:

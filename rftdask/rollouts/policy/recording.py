@@ -181,6 +181,7 @@ class RecordingModel(PolicyHandle):
 async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
     if model.logprobs_batch is None:
         raise RuntimeError("this engine gives no logprobs of given tokens")
+    # The two are tokenized apart, as they are in a rollout, where the response was sampled after the whole prompt.
     prompt_tokens, _ = _encode(model, prompt, {})
     tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
     if not prompt_tokens or not tokens:

@@ -73,6 +73,7 @@ class _Parser:
             operand = self._factor(depth)
             if not times and operand == 0:
                 raise ExpressionError("division by zero")
+            # Fractions: 1/3*3 is 1, and no rounding decides whether a target was reached.
             value = value * operand if times else value / operand
         return value
 

@@ -39,6 +39,7 @@ def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
         parsed = json.loads(truth)
     except ValueError:
         parsed = None
+    # Datasets differ in where they put it: in the answer, in columns, or in one column of metadata.
     for source in (parsed, task.row, task.row.get("metadata")):
         if isinstance(source, Mapping) and "target" in source and ("numbers" in source or "nums" in source):
             numbers = source["numbers"] if "numbers" in source else source["nums"]

@@ -30,11 +30,13 @@ def bwrap_command(read: Iterable[str], *, network: bool) -> list[str]:
         raise NotInstalledError(
             f"{_KEY}: there is no bwrap here; install the package bubblewrap (apt, dnf), or leave the key out"
         )
+    # As named and as resolved: an environment is mostly full of links.
     needed = {
         path
         for each in (*read, sys.prefix, sys.base_prefix)
         for path in (os.path.abspath(each), os.path.realpath(each))
     }
+    # /tmp is replaced by an empty one, so what is needed of the machine's is bound into it again.
     hidden = sorted(path for path in needed if path.startswith("/tmp/") and os.path.exists(path))
     return [
         program,

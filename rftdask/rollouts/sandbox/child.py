@@ -358,6 +358,7 @@ class _Attempt:
         while True:
             message = await self._receive()
             assert isinstance(message, messages.Answer), "a fork runs one attempt"
+            # Not there: the workflow called off its own question, such as by a timeout.
             waiting = self._answers.get(message.number)
             if waiting is None or waiting.done():
                 continue

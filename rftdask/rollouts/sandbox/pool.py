@@ -283,6 +283,7 @@ class _Process:
         in time, in which case the fork server is ended."""
         near, output = fork_server.take()
         try:
+            # The streams own the socket from then on; if that fails, only the pipe is left to close.
             streams = await asyncio.open_connection(sock=near)
         except BaseException:
             os.close(output)
@@ -384,6 +385,7 @@ class _Process:
             self._loop.remove_reader(self._output_fd)
             return
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        # What is kept is the tail alone; the count is of everything, for the limit.
         self._num_printed += len(data)
         limit = self._fork_server.spec.max_output_bytes
         if self._num_printed <= limit:

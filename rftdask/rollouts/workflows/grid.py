@@ -73,6 +73,7 @@ async def grid_workflow(task: Task, model: PolicyModel) -> Reward:
         said = _WORD.search((await (model.chat(asked) if task.messages else model.generate(question))).text)
         after = grid.moved(said[1].lower() if said else "")
         earned = 1.0 if after.is_won else 0.0 if after != grid else -float(options["bump_penalty"])
+        # The place before the move: it is what moves are compared by.
         steps.append(Step(f"at {grid.at[0]},{grid.at[1]}", earned))
         grid = after
     metrics = {"accuracy": float(grid.is_won), "num_turns": float(len(steps))}

@@ -71,6 +71,7 @@ def call_tool(call: ToolCall) -> str:
     """Run a tool; returns its text, or why the call is wrong."""
     if call.name != "calculator":
         return f"error: there is no tool {call.name!r:.40}; there is calculator"
+    # What the policy wrote is JSON of any shape.
     expression = call.arguments.get("expression") if isinstance(call.arguments, dict) else None
     if not isinstance(expression, str):
         return 'error: calculator needs {"expression": text}'

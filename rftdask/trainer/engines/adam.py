@@ -104,5 +104,6 @@ class Adam:
                 tensors[full_name] = held[parameter][key] = saved.empty_like(full_name, self._trained[parameter])
         saved.load(tensors)
         self._num_skipped_in_a_row = int(num_skipped)
+        # torch's optimizers number their parameters; on storage they go by name, which no change of the order moves.
         states = {index: own for index, own in enumerate(held.values()) if own}
         self._optimizer.load_state_dict({"state": states, "param_groups": self._optimizer.state_dict()["param_groups"]})

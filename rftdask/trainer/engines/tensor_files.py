@@ -151,6 +151,7 @@ class SavedTensors(_NoFolder, StorageReader):
                 f"{self._name} of the checkpoint does not fit the model, or another version of rftdask wrote it: "
                 f"missing {sorted(lacking)}, unexpected {sorted(unknown)}"
             )
+        # The same memory without its graph: PyTorch's loader writes in place.
         into = {name: tensor.detach() for name, tensor in tensors.items()}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _in_our_words(f"{self._name} of the checkpoint does not fit the model"):
@@ -164,8 +165,8 @@ class SavedTensors(_NoFolder, StorageReader):
         return Metadata(dict(self._tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # A file is parsed once, whatever is asked of it: parsing one reads all of it.
         """Fill what this rank asked for, file by file, the one that is in memory first."""
+        # A file is parsed once, whatever is asked of it: parsing one reads all of it.
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._file_of[item.storage_index], []).append(item)

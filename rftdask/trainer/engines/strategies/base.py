@@ -55,6 +55,7 @@ class Strategy:
         tensors: dict[str, Tensor] = {}
         for name, tensor in distinct_state(module).items():
             if names is None or name in names:
+                # A call of all ranks where a tensor is spread, so it stands before the look at the rank.
                 whole = full(tensor)
                 if self.ranks.is_rank0:
                     tensors[name] = whole.cpu().contiguous()

@@ -44,6 +44,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for parameter in parameters:
         if bucket and (
+            # By type, too: the tensors of a bucket travel as one.
             sum(p.numel() for p in bucket) + parameter.numel() > _BUCKET or parameter.dtype != bucket[0].dtype
         ):
             yield bucket
