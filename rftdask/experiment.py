@@ -119,6 +119,8 @@ class Experiment:
         Raises: UserError: something in the config or its data, before anything starts; RftError: a role failed for
         good.
         """
+        # Checks that change nothing, then what is written down, then the stages one after another, and the last words
+        # in any case.
         began_s = time.time()
         storage = open_storage(self.config.checkpoint_job_dir)
         if open_storage(self.url).url != storage.url:

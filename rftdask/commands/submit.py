@@ -122,6 +122,8 @@ def plan_submission(
     config: Config, *, single_allocation: bool = False, offline: bool = False, rounds: int = 1, explore_jobs: int = 1
 ) -> Submission:
     """The scripts of a run. Raises: UserError: an impossible layout; FencedError: it runs or is queued."""
+    # What cannot be submitted is told first; then one of three: a chain of jobs, one allocation, or a controller that
+    # submits the rest.
     if find_cluster(config.cluster.type).is_one_machine:
         config = replace(config, {"cluster.type": SlurmCluster.cluster_type})
     if config.cluster.type != SlurmCluster.cluster_type:

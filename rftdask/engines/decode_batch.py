@@ -199,6 +199,7 @@ class DecodeBatch:
         """Sample and record the next token of each row: [B] int64."""
         rows = self._rows
         place_B1 = rows.length_B[:, None]
+        # Sample, write down, and see who has finished. All of it on the device, without a wait.
         tokens_B, logprobs_B = sample_tokens(
             logits_BV,
             rows.uniforms_BT.gather(1, place_B1)[:, 0],

@@ -178,6 +178,8 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
         if not slots:
             return RolloutResult(unit.key, (), unit.weights.version, worker.address)
+        # The engine with the weights that the unit needs. It loads its model while the tokenizer is read, and waits for
+        # weights last.
         engine = None
         started = waited = time.perf_counter()
         if not config.is_external:
@@ -196,6 +198,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                     engine = _cache.engine(engine.spec)
                     engine.wait_ready()
         loaded = time.perf_counter()
+        # Roll out and commit: a group is committed when it is done or with its neighbors, see UnitWriter.
         with UnitWriter(
             log,
             explore_step=unit.explore_step,
@@ -391,6 +394,7 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     for experience in outcome.experiences:
         if experience.rollout < unit.repeat_times:  # a greedy baseline is no sample
             turns_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
+    # Counts over rollouts, each of which is its turns; then times, which rollouts have in the order of the unit.
     num_by_status: dict[str, int] = defaultdict(int)
     rewards_by_group: dict[str, list[float]] = defaultdict(list)
     metric_sums: dict[str, float] = defaultdict(float)
@@ -475,6 +479,8 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     num_by_status = by_name([r.num_by_status for r in results])
     num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
     num_turns = max(1.0, total([r.num_turns for r in results]))
+    # Means over rollouts, then over turns, then seconds; sums of units are added first, so that a small unit counts
+    # less.
     metrics = {name: value / num_rewards for name, value in by_name([r.metric_sums for r in results]).items()}
     turn_sums = by_name([r.turn_metric_sums for r in results])
     metrics |= {name: value / num_turns for name, value in turn_sums.items()}

@@ -50,6 +50,7 @@ def begin(model: PreTrainedModel, section: LoraConfig) -> dict[str, Any]:
             "use_dora": section.use_dora,
             "task_type": "CAUSAL_LM",
         }
+    # With PEFT's own defaults for what is not said, which are then written down: another version may have others.
     settings = add_adapter(model, settings)
     dtype = torch.float32 if section.lora_dtype == "auto" else getattr(torch, section.lora_dtype)
     for name, parameter in model.named_parameters():

@@ -95,6 +95,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
                 f"give a folder with its config.json (hf download {model_path} config.json --local-dir DIR, where "
                 "there is a network)",
             )
+    # From the files where they are there; else from a model that has shapes and no memory.
     if is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
         try:
             config = _parse(folder / "config.json")

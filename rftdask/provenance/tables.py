@@ -272,16 +272,22 @@ def row_states(
 
     lines = ledger.select([*_PLACE, "lineage", "step", "reason"]).to_pandas().astype({"step": "Int64"})
     rows = experiences.select([*_PLACE, "uid", *_GROUP[1:], "slot"]).to_pandas()
+    # One line for each time that the ledger names a row, and one for a row that it does not name.
     found = rows.merge(lines, how="left", on=_PLACE)
     named = found["step"].notna()
+    # What one shard has of a group is a copy of it; the ledger takes rows of one copy alone.
     copy = found.groupby([*_GROUP, "shard"], sort=False).ngroup()
     group = found.groupby(_GROUP, sort=False).ngroup()
+    # A settled position means that a copy was taken, also where that one cannot be read any more.
     settled = positions.select(_POSITION).to_pandas().drop_duplicates().assign(settled=True)
     is_settled = found[_POSITION].merge(settled, how="left", on=_POSITION)["settled"].notna().set_axis(found.index)
     other_is_taken = named.groupby(group).transform("any") | is_settled
+    # While none is taken the first by name will be: names sort as the log is read.
     is_first = found["shard"] == found["shard"].groupby(group).transform("min")
     is_repeat = ~named & ~named.groupby(copy).transform("any") & (other_is_taken | ~is_first)
     parts = [found.assign(reason=found["reason"].astype(object).where(~is_repeat, REPEAT))]
+    # Of rows that nobody can read, the ledger and the names of shards still tell how many there were, and what became
+    # of them.
     for stage, shard, num_rows, reason in lost:
         rows = pd.DataFrame({"row": range(num_rows)}).assign(stage=stage, shard=shard, uid=None)
         found = rows.merge(lines, how="left", on=_PLACE)
@@ -290,6 +296,7 @@ def row_states(
     tables = []
     for part in parts:
         part["state"] = WAITING
+        # The ledger has a batch before it is trained.
         is_made = part["step"] <= part["stage"].map(made_steps).fillna(np.inf)  # no step: NA, and so False
         part.loc[is_made.fillna(False), "state"] = TRAINED
         part.loc[part["reason"].notna(), "state"] = DROPPED

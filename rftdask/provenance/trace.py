@@ -257,6 +257,7 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
 
 def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     """(label, text) of what is known of a copy; an empty text is left out."""
+    # What it says and how it was sampled; where it lies; then what became of it, use by use.
     row = copy.experience
     num_response = len(row["tokens"]) - row["prompt_length"]
     versions = {row["min_policy_version"], row["max_policy_version"]}

@@ -101,6 +101,7 @@ async def run_work_unit(
     queues: list[RequestQueue] = []
     remotes = [each for each in (policy, *(auxiliary or {}).values()) if isinstance(each, RemoteModel)]
 
+    # How each model is asked: an engine through a queue of this unit, a model behind an API directly.
     def serve(engine: TextEngine | RemoteModel, wait_s: float) -> Callable[[SamplingParams], Served]:
         if isinstance(engine, RemoteModel):
             return partial(ServedRemote, engine)
@@ -136,6 +137,7 @@ async def run_work_unit(
             server = await asyncio.to_thread(fork_server or ForkServer, plan.spec)
             own_server = server if fork_server is None else None
             pool = SandboxPool(server)
+        # All rollouts before any runs: who may run, and for whom calls wait, is known from the start.
         rollouts = [
             Rollout(
                 task=task,

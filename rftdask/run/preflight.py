@@ -131,6 +131,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
     sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
     wanted, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
+    # Tasksets one by one, then their workflows, then a dataset to train on, then whether there is enough for a batch.
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
     tasks: list[Task] = []
     for config in (

@@ -265,6 +265,8 @@ def _score(
     """[Q] logprobs, and of each position the entropy (True), a statistic or nothing (False); [Q, 2] with a teacher, of
     whose states `states_QH` are those of these positions.
     """
+    # Statistics of the whole vocabulary have no gradient; logprobs and entropies of a loss have one, by a formula of
+    # their own.
     if callable(wanted):
         with torch.no_grad():
             logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)

@@ -45,6 +45,7 @@ class ChatEndpoint:
             error = {"message": text, "type": "invalid_request_error", "code": None}
             return web.json_response({"error": error}, status=status)
 
+        # Before the body is looked at: every user of this machine reaches the port.
         if request.headers.get("Authorization") != f"Bearer {os.environ[KEY_VARIABLE]}":
             return refused(401, "wrong key")
         try:

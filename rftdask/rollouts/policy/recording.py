@@ -120,6 +120,7 @@ class RecordingModel(PolicyHandle):
                 return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
                 return await _logprobs(model, **arguments)
+            # A chat becomes text here, by the model's own template; from there on both kinds of questions are tokens.
             options = dict(arguments)
             prompt, hidden = _render(model.tokenizer, options) if method == "chat" else (options.pop("prompt"), {})
             return await self._generate(name, model, prompt, hidden, options)

@@ -127,6 +127,7 @@ class RemoteModel:
         try:
             async with self._places:
                 answer = await endpoint.create(model=self._name, seed=seed, **request)
+        # The library has tried again by itself; what arrives here is final.
         except APIStatusError as error:
             told = f"{self._where} refuses us: {_one_line(error)}"
             if error.status_code in _REFUSALS:
