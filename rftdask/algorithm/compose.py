@@ -104,7 +104,11 @@ def make_algorithm(
         raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
 
     loss: PolicyLoss = make("policy_loss_fn")
-    if not loss.uses_advantages and (parts.get("advantage_fn") or given["advantage_fn"]):
+    reads_advantages = loss.uses_advantages
+    if names["advantage_fn"] is not None and not reads_advantages:
+        # It then says which rollouts are imitated.
+        reads_advantages = find_class("advantage_fn", names["advantage_fn"], plugin_dirs).selects_alone
+    if not reads_advantages and (parts.get("advantage_fn") or given["advantage_fn"]):
         raise UserError(
             f"policy_loss_fn {names['policy_loss_fn']!r} takes no advantages; "
             f"remove advantage_fn from algorithm_type {type_name!r} (its arguments are policy_loss_fn_args)"
@@ -119,7 +123,7 @@ def make_algorithm(
         repeat_times=kind.repeat_times,
         loss_agg_mode=mode or loss.only_agg_mode or kind.loss_agg_mode,
         sample_strategy=kind.sample_strategy,
-        advantage_fn=make("advantage_fn") if loss.uses_advantages else None,
+        advantage_fn=make("advantage_fn") if reads_advantages else None,
         policy_loss_fn=loss,
         kl_loss_fn=make("kl_loss_fn"),
         kl_penalty_fn=make("kl_penalty_fn"),
@@ -153,6 +157,6 @@ def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, a
         )
     if loss.scores_sequences and (algorithm.use_reference or algorithm.use_entropy):
         return f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs: no kl_loss_fn, no entropy"
-    if algorithm.kl_penalty_fn.is_active and algorithm.advantage_fn is None:
+    if algorithm.kl_penalty_fn.is_active and not loss.uses_advantages:
         return f"kl_penalty_fn changes rewards, and algorithm_type {name!r} reads none; use kl_loss_fn"
     return ""

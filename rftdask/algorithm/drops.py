@@ -19,6 +19,8 @@ class DropReason(IntEnum):
     """Its reward is outside the wanted range."""
     TRUNCATED = 5
     """Its response hit the length limit."""
+    NOT_BEST = 6
+    """Other rollouts of its group have better rewards (RAFT)."""
 
 
 def count_drops(reasons_N: Tensor) -> dict[str, float]:

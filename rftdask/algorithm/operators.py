@@ -32,6 +32,8 @@ class ExperienceTable:
     """[N] int8, `DropReason` codes; None: all kept."""
     truncated_N: Tensor | None = None
     """[N] bool, the response hit the length limit."""
+    masked_N: Tensor | None = None
+    """[N] bool, kept for the baseline of its task: its reward counts, and none of its tokens is trained. None: none."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] float numbers of each experience by name, nan where it has none, for example {"accuracy": ...}."""
 
@@ -149,14 +151,20 @@ class DapoDynamicSampling(Operator):
 
 @dataclass(frozen=True)
 class MaskResponseTruncated(Operator):
-    """Drop truncated responses from the loss. DAPO's overlong filtering, arXiv:2503.14476, section 3.4."""
+    """Train no token of truncated responses; their rewards stay in the baselines of their tasks. DAPO's overlong
+    filtering, arXiv:2503.14476, section 3.4.
+
+    A task's mean without them would be that of its short answers: the others would be compared with a policy that
+    never runs out of room.
+    """
 
     operator_name = "mask_response_truncated"
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         require(table.truncated_N is not None, "mask_response_truncated needs truncated_N")
         assert table.truncated_N is not None
-        return table.dropping(table.truncated_N, DropReason.TRUNCATED)
+        masked_N = table.truncated_N & table.keep_N
+        return replace(table, masked_N=masked_N), {"num_masked": float(masked_N.sum())}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.drops import DropReason
-from rftdask.algorithm.operators import Operator, RewardShapingMapper
+from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardShapingMapper
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.operator_pipeline import run_pipeline
 from rftdask.buffer.batches.source import BASELINE, BatchFilter, with_rewards
@@ -61,6 +61,12 @@ class AlgorithmFilter(BatchFilter):
             return super().rewards(table)
         shaped, _ = run_pipeline(self._shaping, table)
         return shaped.rewards_N.numpy().astype(np.float32)
+
+    def masked(self, table: pa.Table) -> np.ndarray:
+        """See BatchFilter; what the operators that mask take out of the loss."""
+        masking = [operator for operator in self._operators if isinstance(operator, MaskResponseTruncated)]
+        masked_N = run_pipeline(masking, table)[0].masked_N if masking else None
+        return super().masked(table) if masked_N is None else masked_N.numpy()
 
     def _operator_drops(self, table: pa.Table, step: int) -> list[int]:
         if not self._operators:

@@ -274,6 +274,8 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     }
     if len(batch):
         metrics["response_length"] = float(batch.response_lengths.sum()) / len(np.unique(batch.rollouts))
+    if num_masked := sum(not mask.any() for mask in batch.row_masks()):
+        metrics["num_masked"] = float(num_masked)  # such as truncated responses that an operator masks
     if batch.sampled:
         own = ~batch.experts
         rewards, _ = batch.rollout_rewards()

@@ -185,6 +185,8 @@ class AdvantageFn(ABC):
     """Whether `values_NT` are needed, so that a critic is trained."""
     uses_groups: ClassVar[bool] = True
     """Whether the rollouts of a task are compared, so that one alone teaches nothing."""
+    selects_alone: ClassVar[bool] = False
+    """Whether it says which rollouts are trained and nothing more, for losses that take no advantages."""
     token_level: ClassVar[bool] = False
     """Whether it gives a number per token, `advantages_NT`, rather than one per row."""
     compares_turns: ClassVar[bool] = False

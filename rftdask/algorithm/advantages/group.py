@@ -230,6 +230,49 @@ class DrpoAlgorithm(AlgorithmType):
 
 
 @dataclass(frozen=True)
+class BestOfN(AdvantageFn):
+    """1 for the best rollouts of each task, whose rewards are not below a threshold; all others are dropped. RAFT,
+    arXiv:2304.06767, section 3: the policy imitates argmax r of its n samples of a prompt.
+
+    Of equal rewards the earlier rollout is taken, so that a task that is always solved weighs no more than one that is
+    solved once.
+    """
+
+    best: int | None = 1
+    """Rollouts of a task that are trained; None: all that the threshold leaves."""
+    threshold: float | None = None
+    """Drop rollouts with a reward below it, also the best; None: none."""
+
+    advantage_name = "best_of_n"
+    selects_alone = True
+
+    def __post_init__(self) -> None:
+        require(self.best is None or self.best > 0, f"best must be > 0 or None, got {self.best}")
+        chosen = self.best is not None or self.threshold is not None
+        require(chosen, "best and threshold are both None: every rollout would be imitated")
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """Ranks are among the used rollouts of the task."""
+        drops_N, rewards_N = base_drops(inputs), inputs.rewards_N.double()
+        if self.threshold is not None:
+            drops_N[inputs.used_N & (rewards_N < self.threshold)] = DropReason.REWARD_RANGE
+        if self.best is not None:
+            keys_N = torch.where(inputs.used_N, -rewards_N, torch.inf)
+            # Ties go by position, which is that of the rollouts here and not that of the rows.
+            order_N = torch.arange(len(keys_N)) if inputs.rollout_N is None else torch.argsort(inputs.rollout_N)
+            ranks_N = torch.empty_like(order_N)
+            ranks_N[order_N] = ranks_in_group(keys_N[order_N], inputs.group_N[order_N])
+            worse_N = inputs.used_N & (ranks_N >= self.best) & (drops_N == DropReason.KEPT)
+            drops_N[worse_N] = DropReason.NOT_BEST
+        stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
+        return result(inputs, torch.ones_like(rewards_N), stats.metrics(), drops_N)
+
+    def without_drops(self) -> AdvantageFn:
+        """The same for rollouts that were chosen: no reward is below the threshold any more."""
+        return replace(self, best=None, threshold=-torch.inf)
+
+
+@dataclass(frozen=True)
 class RecAdvantage(AdvantageFn):
     """r - mu, or (r - mu) / (sigma_population + epsilon). REC, arXiv:2509.24203. A lone rollout: 0.
 

@@ -27,7 +27,15 @@ from rftdask.buffer.batches.groups import groups_of_shard
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import TIME_NOTE, Replay, UseCounts, select_with_reuse
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, select_groups
-from rftdask.buffer.batches.source import BASELINE, BatchFilter, BatchSource, Demonstrations, NotYet, with_rewards
+from rftdask.buffer.batches.source import (
+    BASELINE,
+    BatchFilter,
+    BatchSource,
+    Demonstrations,
+    NotYet,
+    with_masks,
+    with_rewards,
+)
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Status
 from rftdask.buffer.log.shard import ShardName
@@ -354,6 +362,7 @@ class EntryReader:
             self._num_bytes -= self._tables.pop(source).nbytes
 
     def _trained_rows(self, parts: Sequence[Rows]) -> pa.Table:
-        """The rows of the log with the rewards they are trained with."""
+        """The rows of the log with the rewards and masks they are trained with."""
         table = self.rows(parts)
+        table = with_masks(table, self.batch_filter.masked(table))
         return with_rewards(table, self.batch_filter.rewards(table))

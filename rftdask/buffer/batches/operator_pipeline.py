@@ -78,7 +78,7 @@ def filter_experiences(
     operators: Sequence[Operator], experiences: Sequence[Experience], baseline_rollout: int | None
 ) -> list[Experience]:
     """The experiences of whole groups as they are to be committed, in their order: dropped ones with status filtered
-    and the reason, others with the rewards that the operators made.
+    and the reason, others with the rewards and masks that the operators made.
 
     baseline_rollout: number of the greedy rollouts, which are no samples. Raises: OperatorError.
     """
@@ -89,8 +89,14 @@ def filter_experiences(
         return result
     after, dropped_by = run_pipeline(operators, experiences_to_table([experiences[i] for i in places]))
     rewards = after.rewards_N.numpy().astype(np.float32)
-    for place, reward, code, name in zip(places, rewards, after.reasons_N.tolist(), dropped_by, strict=True):
+    masked = [False] * len(places) if after.masked_N is None else after.masked_N.tolist()
+    for place, reward, code, name, is_masked in zip(
+        places, rewards, after.reasons_N.tolist(), dropped_by, masked, strict=True
+    ):
         experience = result[place]
+        if is_masked:
+            none = np.zeros(len(experience.tokens) - experience.prompt_length, bool)
+            experience = result[place] = replace(experience, loss_mask=none)
         if code != DropReason.KEPT:
             reason = f"operator {name}: {DropReason(code).name.lower()}"
             result[place] = replace(experience, status=Status.FILTERED, error=reason)

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rftdask.buffer.batches.batch import SupervisedRow, TrainingBatch, batch_from_table, supervised_batch
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
@@ -66,7 +67,7 @@ class BatchSource(ABC):
 
 
 class BatchFilter:
-    """Drops rows of the selected groups, and makes the rewards they are trained with. This base keeps all.
+    """Drops rows of the selected groups, masks others, and makes their rewards. This base keeps all as it is.
 
     A filter is pure: what it says of rows follows from the rows and the step, so that a replay of the ledger trains the
     same numbers. Invariant: a row's reward does not depend on which other rows are there.
@@ -82,6 +83,25 @@ class BatchFilter:
     def rewards(self, table: pa.Table) -> np.ndarray:
         """[N] float32 rewards to train with."""
         return np.asarray(table.column("reward").to_numpy(zero_copy_only=False), dtype=np.float32)
+
+    def masked(self, table: pa.Table) -> np.ndarray:
+        """[N] bool: rows of which no token is trained, while their rewards count."""
+        return np.zeros(len(table), bool)
+
+
+def with_masks(table: pa.Table, masked: np.ndarray) -> pa.Table:
+    """The rows, those that are `masked` ([N] bool) without a token to train."""
+    if not masked.any():
+        return table
+    column = table.schema.get_field_index("loss_mask_runs")
+    lengths = pc.subtract(pc.list_value_length(table.column("tokens")), table.column("prompt_length"))
+    # The first run is trained, so it is empty, and the second is the whole response.
+    whole = [[0, length] for length in lengths.to_pylist()]
+    runs = [
+        own if is_masked else was for own, is_masked, was in zip(whole, masked, table[column].to_pylist(), strict=True)
+    ]
+    field = table.schema.field(column)
+    return table.set_column(column, field, pa.array(runs, field.type))
 
 
 def with_rewards(table: pa.Table, rewards: np.ndarray) -> pa.Table:

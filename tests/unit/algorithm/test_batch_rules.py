@@ -56,9 +56,14 @@ def test_dynamic_sampling_keeps_tasks_that_are_neither_solved_nor_hopeless() -> 
     assert (result[1]["num_groups_all_correct"], result[1]["num_groups_all_wrong"]) == (1.0, 1.0)
 
 
-def test_truncated_responses_are_dropped() -> None:
-    result = make_operator("mask_response_truncated")(table([1, 1], truncated_N=torch.tensor([True, False])))
-    assert result[0].drops_N is not None and result[0].drops_N.tolist() == [DropReason.TRUNCATED, 0]
+def test_truncated_responses_are_masked_and_their_rewards_stay_with_the_task() -> None:
+    given = table([0, 1, 9], [0, 0, 0], truncated_N=torch.tensor([True, False, True]))
+    given = given.dropping(torch.tensor([False, False, True]), DropReason.REWARD_RANGE)[0]
+    result, metrics = make_operator("mask_response_truncated")(given)
+    assert result.masked_N is not None and result.masked_N.tolist() == [True, False, False]
+    assert metrics == {"num_masked": 1.0}
+    # The task still has a rollout that failed and one that did not.
+    assert kept(make_operator("reward_std_filter")(result)) == [True, True, False]
     with pytest.raises(ValueError, match="needs truncated_N"):
         make_operator("mask_response_truncated")(table([1.0]))
 

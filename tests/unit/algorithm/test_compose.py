@@ -38,7 +38,7 @@ REFERENCE_TYPES = {
     "gigpo": (False, True, 8, "gigpo", "ppo", "k2", "default"),
     "mix": (False, True, 8, "grpo", "mix", "k2", "mix"),
     "mix_chord": (False, True, 8, "grpo", "mix_chord", "k2", "mix"),
-    "raft": (False, False, 1, None, "sft", "none", "default"),
+    "raft": (False, False, 8, "best_of_n", "sft", "none", "default"),
     "sft": (False, False, 1, None, "sft", "none", "default"),
     "cpt": (False, False, 1, None, "sft", "none", "default"),
     "dpo": (False, True, 2, None, "dpo", "none", "default"),

@@ -18,6 +18,7 @@ from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.drops import DropReason
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.errors import UserError
 from rftdask.trainer.batch_filters import AlgorithmFilter
 
 make_operator = partial(make_part, "operator")
@@ -78,7 +79,11 @@ def test_operators_see_truncation_and_metrics() -> None:
         (1, 1): {"accuracy": 1.0},
     }
     rows = table([[5.0, 5.0], [1.0, 0.0]], status=statuses, metrics=metrics)
-    assert curation("grpo", ("mask_response_truncated", {})).reasons(rows, 1) == ["", "truncated", "", ""]
+    masking = curation("grpo", ("mask_response_truncated", {}))
+    assert masking.reasons(rows, 1) == [""] * 4, "its reward is a part of the baseline"
+    assert masking.masked(rows).tolist() == [False, True, False, False]
+    assert masking.masked(rows.slice(1, 1)).tolist() == [True], "whatever rows are there"
+    assert not curation("grpo").masked(rows).any()
     assert curation("grpo", ("dapo_dynamic_sampling", {})).reasons(rows, 1) == ["", "", "low_std", "low_std"]
 
 
@@ -99,6 +104,18 @@ def test_the_greedy_rollout_is_a_baseline_and_nothing_is_trained_without_it() ->
     assert curation("remax", baseline=1).reasons(rows, 1) == ["", "baseline", "no_baseline"]
 
 
+def test_raft_imitates_the_best_of_each_task_and_what_is_good_enough() -> None:
+    rows = table([[0.5, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.2]])
+    rest = "not_best"
+    assert curation("raft").reasons(rows, 1) == [rest, "", rest, rest, rest, rest, rest, ""], "of equals the first"
+    strict = curation("raft", advantage_fn_args={"threshold": 0.5})
+    assert strict.reasons(rows, 1) == [rest, "", rest, *["reward_range"] * 5]
+    every = curation("raft", advantage_fn_args={"best": None, "threshold": 0.5})
+    assert every.reasons(rows, 1) == ["", "", "", *["reward_range"] * 5]
+    with pytest.raises(UserError, match="best and threshold are both None"):
+        curation("raft", advantage_fn_args={"best": None})
+
+
 def test_rec_drops_surplus_negatives_by_step() -> None:
     rows = table([[0.0] * 7 + [1.0]])
     parts: dict[str, Any] = {"advantage_fn_args": {"drop": "balance"}}
@@ -112,6 +129,7 @@ def test_rec_drops_surplus_negatives_by_step() -> None:
     ("name", "parts"),
     [
         ("dapo", {}),
+        ("raft", {"advantage_fn_args": {"best": 2, "threshold": 0.3}}),
         ("rec", {"advantage_fn_args": {"drop": "balance", "std_normalize": True}}),
         ("multi_step_grpo", {"advantage_fn_args": {"std_threshold": 0.2}}),
     ],

@@ -41,7 +41,9 @@ class CptAlgorithm(SftAlgorithm):
 
 
 class RaftAlgorithm(SftAlgorithm):
-    """The policy's own rollouts, imitated. Source: RAFT, arXiv:2304.06767."""
+    """The best of the policy's own rollouts of each task, imitated. Source: RAFT, arXiv:2304.06767."""
 
     algorithm_type = "raft"
     schema = "experience"
+    repeat_times = 8
+    advantage_fn = "best_of_n"

@@ -69,6 +69,20 @@ def test_a_replay_trains_the_same_rewards() -> None:
     assert batch.rewards.tolist() == again.rewards.tolist() == [7.0, 7.0]
 
 
+class MaskRollout(BatchFilter):
+    """Masks the second rollout of every task."""
+
+    def masked(self, table: pa.Table) -> np.ndarray:
+        return table.column("rollout").to_numpy() == 1
+
+
+def test_a_row_that_is_masked_is_in_the_batch_and_none_of_its_tokens_is_trained() -> None:
+    entry, batch = first(filled(), batch_filter=MaskRollout())
+    assert sum(len(rows.rows) for rows in entry.use) == len(batch) == 4 and not entry.drop
+    trained = [bool(mask.any()) for mask in batch.row_masks()]
+    assert trained == [uid.split("/")[3] == "0" for uid in batch.uids]
+
+
 def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
     storage = filled()
     source = make_source(storage, batch_filter=DropRollout(None))

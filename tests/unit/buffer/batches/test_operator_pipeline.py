@@ -5,10 +5,11 @@ dropped is committed with its reason; an operator that fails is an error that na
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,15 @@ def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:
     first, second = filter_experiences([shaping], rows, None)
     assert (first.reward, first.metrics) == (2.0, {"q": 2.0, "unshaped_reward": 1.0})
     assert second == rows[1]
+
+
+def test_a_truncated_response_is_committed_without_a_token_to_train() -> None:
+    rows = group(0, [1.0, 0.0])
+    rows[1] = replace(rows[1], status=Status.TRUNCATED)
+    first, second = filter_experiences([make_operator("mask_response_truncated")], rows, None)
+    assert first == rows[0]
+    assert (second.status, second.reward) == (Status.TRUNCATED, 0.0)
+    assert not np.asarray(second.loss_mask).any() and len(np.asarray(second.loss_mask)) > 0
 
 
 def test_greedy_rollouts_are_left_alone() -> None:
