@@ -13,7 +13,7 @@ from typing import Any
 
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
-from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
@@ -76,8 +76,8 @@ class Taskset:
         names_any = self._format.workflow_key or self._format.reward_fn_key
         for index in range(len(self) if names_any else 1):
             row = self.dataset[index]
-            workflow = self._choice(row, self._format.workflow_key, self._workflow)
-            first.setdefault((workflow, self._choice(row, self._format.reward_fn_key, self._reward_fn)), index)
+            workflow = _choice(row, self._format.workflow_key, self._workflow)
+            first.setdefault((workflow, _choice(row, self._format.reward_fn_key, self._reward_fn)), index)
         return [self.task(0, index) for index in first.values()]
 
     def numbers(self, columns: Sequence[str]) -> list[list[float]]:
@@ -124,8 +124,8 @@ class Taskset:
             prompt=prompt,
             messages=tuple(messages),
             truth=truth_text(self._cell(row, index, "response_key", fmt.response_key)) if fmt.response_key else "",
-            workflow=self._choice(row, fmt.workflow_key, self._workflow),
-            reward_fn=self._choice(row, fmt.reward_fn_key, self._reward_fn),
+            workflow=_choice(row, fmt.workflow_key, self._workflow),
+            reward_fn=_choice(row, fmt.reward_fn_key, self._reward_fn),
             workflow_args=fill_from_environment(self._config.workflow_args),
             reward_fn_args=fill_from_environment(self._config.reward_fn_args),
             row=row,
@@ -138,11 +138,8 @@ class Taskset:
         is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
         if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
             raise DataError(f"{where} is neither text nor a chat [{{role, content}}]: {value!r:.100}")
-        # The row's system prompt wins over the taskset's, and a chat that has one keeps its own.
-        system = self._choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
-        begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
         end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []
-        return [*begin, *(dict(message) for message in messages), *end]
+        return [*with_system_prompt([dict(message) for message in messages], row, fmt), *end]
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
         if column not in row:
@@ -150,10 +147,6 @@ class Taskset:
         if row[column] is None:
             raise DataError(f"{self._where(index)}: column {column!r} (format.{option}) is empty")
         return row[column]
-
-    @staticmethod
-    def _choice(row: Mapping[str, Any], column: str, default: str) -> str:
-        return str(row.get(column) or default) if column else default
 
     def _where(self, index: int) -> str:
         return f"taskset {self._config.name} ({self._config.path}), row {index}"
@@ -168,6 +161,20 @@ class Taskset:
             f"taskset {self._config.name} ({self._config.path}) has no column {column!r}, which {key} names{none}; "
             f"columns: {', '.join(columns)}{hint}"
         )
+
+
+def with_system_prompt(
+    messages: Sequence[dict[str, Any]], row: Mapping[str, Any], fmt: FormatConfig
+) -> list[dict[str, Any]]:
+    """The chat of a row with the system prompt of its format before it, unless it begins with one of its own."""
+    # The row's system prompt wins over the taskset's, and a chat that has one keeps its own.
+    system = _choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
+    begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+    return [*begin, *messages]
+
+
+def _choice(row: Mapping[str, Any], column: str, default: str) -> str:
+    return str(row.get(column) or default) if column else default
 
 
 def truth_text(answer: Any) -> str:

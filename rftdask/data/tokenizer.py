@@ -120,6 +120,22 @@ def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) ->
     return tokens
 
 
+def with_first_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The ids of a text that no template rendered, after the token with which its tokenizer begins a sequence: none if
+    it adds none, and not a second one.
+    """
+    first = getattr(tokenizer, "bos_token_id", None)
+    if first is None or tokens[:1] == [first] or tokenizer.encode("", add_special_tokens=True)[:1] != [first]:
+        return tokens
+    return [first, *tokens]
+
+
+def with_end_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The ids of a text that no template rendered, with the token that ends a sequence once at the end."""
+    end = tokenizer.eos_token_id
+    return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value

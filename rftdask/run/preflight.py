@@ -23,7 +23,7 @@ from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.supervised import read_messages
+from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError
@@ -49,7 +49,7 @@ _SPARE_BYTES = 64 << 20
 
 
 _ROWS_READ_AHEAD = 100
-"""Chats of a dataset that are looked at before anything starts."""
+"""Rows of a dataset that are looked at before anything starts."""
 
 
 @dataclass(frozen=True)
@@ -236,23 +236,14 @@ def _check_algorithm(stage: Config) -> None:
 
 
 def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
-    """The dataset of a buffer. Raises: DataError: there is none, or it lacks a column that the format names."""
-    path, fmt = section.path or "", section.format
-    dataset = open_dataset(path, split=section.split, subset_name=section.subset_name, table=section.table)
-    chat = schema == "sft" and fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
-    pair = ("prompt_key", "chosen_key", "rejected_key")
-    options = {"sft": ("prompt_key", "response_key"), "dpo": pair}
-    options["kto"] = options["sft"] if fmt.label_key in dataset.columns else pair
-    for option in () if chat else options.get(schema, ("prompt_key",)):
-        column = getattr(fmt, option)
-        if column not in dataset.columns:
-            raise DataError(
-                f"dataset {section.path} has no column {column!r}, which format.{option} names; "
-                f"columns: {', '.join(dataset.columns)}"
-            )
+    """The dataset of a buffer. Raises: DataError: there is none, or its format does not fit its first rows."""
+    path, split = section.path or "", section.split
+    dataset = open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
+    schema, fmt = schema_of(schema, dataset, section.format)
     try:
-        for number in range(min(len(dataset), _ROWS_READ_AHEAD) if chat else 0):
-            read_messages(number, dataset[number], fmt)
+        check_columns(dataset, schema, fmt)
+        for number in range(min(len(dataset), _ROWS_READ_AHEAD) if schema != "cpt" else 0):
+            read_examples(schema, number, dataset[number], fmt)
     except DataError as error:
         raise DataError(f"dataset {section.path}: {error}") from error
     return dataset

@@ -31,15 +31,15 @@ class FormatConfig(Section):
     response_key: str = "response"
     """Column of the response or the true answer."""
     system_prompt_key: str | None = None
-    """Column of a system prompt for each row."""
+    """Column of a system prompt for each row; a row without one has `system_prompt`."""
     system_prompt: str | None = None
-    """One system prompt for all rows."""
+    """One system prompt for all rows, of tasks and of supervised rows, but for chats with their own and raw text."""
     messages_key: str = "message"
     """Column of the chat, a list of {role, content}."""
     tools_key: str = "tools"
     """sft: column of the tools, a list of JSON schemas or its JSON text; used where the dataset has it."""
     reply_prefix: str | None = None
-    """Text the response begins with; it is part of the prompt."""
+    """Text the response begins with; it is part of the prompt, and not learned."""
     workflow_key: str = ""
     """Column that names the workflow of a row. Empty: the taskset's workflow."""
     reward_fn_key: str = ""

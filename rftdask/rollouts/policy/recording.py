@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from rftdask.config.schema.model import ModelConfig
-from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special, show_hidden
+from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special, show_hidden, with_first_token
 from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
@@ -122,16 +122,21 @@ class RecordingModel(PolicyHandle):
                 return await _logprobs(model, **arguments)
             # A chat becomes text here, by the model's own template; from there on both kinds of questions are tokens.
             options = dict(arguments)
-            prompt, hidden = _render(model.tokenizer, options) if method == "chat" else (options.pop("prompt"), {})
-            return await self._generate(name, model, prompt, hidden, options)
+            if method == "chat":
+                prompt, hidden = _render(model.tokenizer, options)
+                tokens = encode_hidden(model.tokenizer, prompt, hidden)
+            else:
+                prompt, hidden = options.pop("prompt"), {}
+                tokens = _encode_raw(model.tokenizer, prompt)
+            return await self._generate(name, model, show_hidden(prompt, hidden), tokens, options)
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
     async def _generate(
-        self, name: str, model: ServedModel, prompt: str, hidden: Mapping[str, str], sampling: Mapping[str, Any]
+        self, name: str, model: ServedModel, prompt: str, prompt_tokens: list[int], sampling: Mapping[str, Any]
     ) -> Response:
         turn, seed = self._next_turn(name)
-        tokens, truncated = _encode(model, prompt, hidden)
+        tokens, truncated = _limited(model, prompt_tokens)
         if not tokens:
             raise ValueError("the prompt is empty")
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
@@ -146,7 +151,7 @@ class RecordingModel(PolicyHandle):
         if name == POLICY:
             counts = len(request.prompt_tokens), len(generation.tokens)
             # By turn and not appended: a workflow may ask several things at once, and they are answered in any order.
-            self._calls[turn] = Call(show_hidden(prompt, hidden), truncated, request, generation, response, *counts)
+            self._calls[turn] = Call(prompt, truncated, request, generation, response, *counts)
         return response
 
     async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
@@ -183,7 +188,7 @@ async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[flo
     if model.logprobs_batch is None:
         raise RuntimeError("this engine gives no logprobs of given tokens")
     # The two are tokenized apart, as they are in a rollout, where the response was sampled after the whole prompt.
-    prompt_tokens, _ = _encode(model, prompt, {})
+    prompt_tokens, _ = _limited(model, _encode_raw(model.tokenizer, prompt))
     tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
     if not prompt_tokens or not tokens:
         raise ValueError("logprobs needs a prompt and a response, of at least one token each")
@@ -226,9 +231,13 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
 
 
-def _encode(model: ServedModel, prompt: str, hidden: Mapping[str, str]) -> tuple[list[int], bool]:
-    # A chat template has written the special tokens already, and a prompt without a template is meant as it stands.
-    tokens = encode_hidden(model.tokenizer, prompt, hidden)
+def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    # A chat template writes the special tokens itself; a prompt without one gets what its tokenizer begins with.
+    return with_first_token(tokenizer, encode_hidden(tokenizer, prompt, {})) if prompt else []
+
+
+def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
+    """Tokens of a prompt as far as they are allowed, and whether some were left out. Raises: PromptTooLongError."""
     limit = model.limits.max_prompt_tokens
     if limit is None or len(tokens) <= limit:
         return tokens, False

@@ -63,6 +63,74 @@ def test_a_missing_side_is_named() -> None:
         PreferenceRows(PAIRS, Characters(), FormatConfig(prompt_type="raw", chosen_key="better"), MAX_TOKENS)
 
 
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "good"), ("assistant", "bad"))
+)
+MORE = {"role": "user", "content": "more"}
+
+
+class Lines(Characters):
+    """A chat is a line for each message."""
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool = False, **options: Any) -> str:
+        lines = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
+        if options.get("continue_final_message"):
+            return lines[:-1]
+        return lines + ("a:" if add_generation_prompt else "")
+
+
+def pair(row: dict[str, Any], **fields: Any) -> list[str]:
+    """Both sequences of a pair, what is learned in brackets."""
+    found = []
+    for tokens, prompt, mask in PreferenceRows(Rows((row,)), Lines(), FormatConfig(**fields), 99).read([0]):
+        marks = [False] * prompt + list(mask if mask is not None else [True] * (len(tokens) - prompt))
+        text = "".join(f"[{chr(t)}]" if mark else chr(t) for t, mark in zip(tokens, marks, strict=True))
+        found.append(text.replace("][", ""))
+    return found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"message": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "the same as text", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_a_pair_of_chats_has_its_prompt_apart_or_inside(row: dict[str, Any]) -> None:
+    assert pair(row) == ["u:q\na:[good\n]", "u:q\na:[bad\n]"]
+    assert pair(row, system_prompt="kind", reply_prefix=">") == [
+        "s:kind\nu:q\na:>[good\n]",
+        "s:kind\nu:q\na:>[bad\n]",
+    ]
+
+
+def test_of_the_messages_after_the_prompt_those_of_the_assistant_are_learned() -> None:
+    row = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, BAD]}
+    assert pair(row) == ["u:q\na:[good\n]u:more\na:[good\n]", "u:q\na:[bad\n]"]
+    same = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, GOOD]}
+    assert pair(same) == ["u:q\na:good\nu:more\na:[good\n]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "only one begins with a prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "column 'chosen' does not answer the prompt"),
+        ({"prompt": "q", "chosen": [GOOD, MORE], "rejected": [BAD]}, "column 'chosen' does not answer the prompt"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt: no column 'prompt', .* 'chosen' begins with an answer"),
+        ({"prompt": "q", "chosen": [], "rejected": [BAD]}, "column 'chosen' is no list of messages"),
+        ({"prompt": "q", "chosen": 3, "rejected": [BAD]}, "column 'chosen' holds int, text is needed"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"row 0.*{message}"):
+        pair(row)
+
+
 def test_no_batch_parts_a_pair() -> None:
     reader = PreferenceRows(PAIRS, Characters(), FORMAT, MAX_TOKENS)
     source = DatasetSource(

@@ -30,12 +30,20 @@ class CharTokenizer:
         return "".join(map(chr, tokens))
 
     def apply_chat_template(
-        self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False, tools: Any = ()
+        self,
+        messages: Any,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Any = (),
     ) -> str:
         assert not tokenize
         text = "".join(f"[{tool['name']}]" for tool in tools)
         text += "".join(f"<{m['role']}>{m['content']}" + ("|" if m["role"] == "assistant" else "") for m in messages)
-        return text + ("<assistant>" if add_generation_prompt else "")
+        return text.removesuffix("|" if continue_final_message else "") + (
+            "<assistant>" if add_generation_prompt else ""
+        )
 
 
 class MovingTemplate(CharTokenizer):
@@ -112,8 +120,77 @@ def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
 
 
 def test_a_missing_column_is_told_with_those_there_are() -> None:
-    with pytest.raises(DataError, match=r"the dataset has no column 'a'; columns: q, answer"):
+    with pytest.raises(DataError, match=r"has no column 'a', which format.response_key names; columns: q, answer"):
         read([{"q": "1", "answer": "2"}])
+
+
+@pytest.mark.parametrize("prompt_type", ["plaintext", "messages"])
+def test_a_system_prompt_of_the_row_wins_as_in_tasks(prompt_type: str) -> None:
+    rows = [{"q": "hi", "a": "yo", "style": "terse"}, {"q": "hi", "a": "yo", "style": None}]
+    found = read(rows, prompt_type=prompt_type, system_prompt="be kind", system_prompt_key="style")
+    assert found == [("<system>terse<user>hi<assistant>", "yo|"), ("<system>be kind<user>hi<assistant>", "yo|")]
+
+
+def test_a_chat_gets_the_system_prompt_unless_it_has_its_own() -> None:
+    own = [{"role": "system", "content": "own"}, *CHAT[:2]]
+    found = read([{"messages": CHAT[:2]}, {"messages": own}], system_prompt="be kind")
+    assert [prompt for prompt, _ in found] == ["<system>be kind<user>a<assistant>", "<system>own<user>a<assistant>"]
+
+
+def test_a_missing_column_of_system_prompts_is_told() -> None:
+    with pytest.raises(DataError, match=r"has no column 'style', which format.system_prompt_key names"):
+        read([{"q": "1", "a": "2"}], system_prompt_key="style")
+
+
+@pytest.mark.parametrize("answer", ["yo", "Well, yo"])
+def test_what_a_response_begins_with_is_part_of_the_prompt_as_in_tasks(answer: str) -> None:
+    assert read([{"q": "hi", "a": answer}], reply_prefix="Well, ") == [("<user>hi<assistant>Well, ", "yo|")]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    assert read([{"messages": chat}], reply_prefix="Well, ") == [("<user>hi<assistant>Well, ", "yo|")]
+    assert read([{"q": "1+1", "a": "2"}], prompt_type="raw", reply_prefix="=") == [("1+1=", "2$")]
+
+
+def test_every_learned_turn_has_the_prefix() -> None:
+    assert learned([{"messages": CHAT}], reply_prefix=":") == ["<user>a<assistant>:B|<tool>c<assistant>:D|"]
+
+
+def test_prompt_and_response_may_be_chats() -> None:
+    row = {"q": CHAT[:3], "a": CHAT[3:]}
+    assert read([row]) == [("<user>a<assistant>b|<tool>c<assistant>", "d|")]
+    with pytest.raises(DataError, match="row 0: column 'q' holds list, text is needed"):
+        read([row], prompt_type="plaintext")
+
+
+def test_what_a_table_has_for_other_messages_alone_is_no_part_of_a_message() -> None:
+    """Rows of Parquet have every key that one message has; templates ask whether a key is there."""
+    seen: list[Any] = []
+
+    class Seeing(CharTokenizer):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            seen.append((messages, options.get("tools", ())))
+            return super().apply_chat_template(messages, **options)
+
+    chat = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "id": None}]},
+        {"role": "assistant", "content": "b", "tool_calls": None},
+    ]
+    read([{"messages": chat, "tools": [{"name": "add", "parameters": {"x": None, "y": {"type": "int"}}}]}], Seeing())
+    messages, tools = seen[0]
+    assert messages == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+        {"role": "assistant", "content": "b"},
+    ]
+    assert tools == [{"name": "add", "parameters": {"y": {"type": "int"}}}]
+
+
+def test_a_raw_row_ends_once() -> None:
+    class Spelled(CharTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [0 if character == "$" else ord(character) for character in text]
+
+    assert read([{"q": "1+1=", "a": "2$"}], Spelled(), prompt_type="raw") == [("1+1=", "2$")]
 
 
 CHAT: list[dict[str, str]] = [
