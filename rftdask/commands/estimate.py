@@ -70,7 +70,7 @@ class TrainSizes:
     trained: int | None = None
     """Number of trained weights beside the frozen ones (LoRA); None: all are trained."""
     num_frozen: int = 0
-    """Whole frozen models beside the policy: reference, teacher."""
+    """Whole frozen models beside the policy: reference, teachers; each counts as the policy does."""
     critic: bool = False
     scalar_head: bool = False
     """A reward model: no position has logits."""
@@ -87,7 +87,7 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
         Part("weights", held * _MASTER * (count + critic + adapters), f"{count:,} in float32"),
         Part("gradients", held * _MASTER * (trained + critic), f"{trained:,} in float32"),
         Part("optimizer", held * 2 * _MASTER * (trained + critic), "two moments of Adam"),
-        Part("frozen models", held * _MASTER * sizes.num_frozen * count, f"{sizes.num_frozen} (reference, teacher)"),
+        Part("frozen models", held * _MASTER * sizes.num_frozen * count, f"{sizes.num_frozen} (reference, teachers)"),
     ]
     if sizes.compute_bytes < _MASTER:
         whole = count
@@ -162,7 +162,7 @@ def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
         offloaded=trainer.trainer_strategy == "fsdp2" and trainer.offload_policy,
         checkpointing=trainer.gradient_checkpointing,
         trained=trained,
-        num_frozen=int(reference) + int(config.algorithm.needs_teacher),
+        num_frozen=int(reference) + len(config.explorer.auxiliary_models) * config.algorithm.needs_teacher,
         critic=config.algorithm.trains_critic,
         scalar_head=config.algorithm.trains_reward_model,
     )

@@ -145,7 +145,8 @@ def _role_plans(config: Config) -> list[RolePlan]:
             what += ", with a frozen reference model unless its coefficient is 0"
         what += ", with a critic" if config.algorithm.trains_critic else ""
         if config.algorithm.needs_teacher:
-            what += f", with the teacher {config.explorer.auxiliary_models[0].model_path or ''}"
+            teachers = " and ".join(model.model_path or "" for model in config.explorer.auxiliary_models)
+            what += f", with the teacher{'s' * (len(config.explorer.auxiliary_models) > 1)} {teachers}"
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
     if config.mode == "both":
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"

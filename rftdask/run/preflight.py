@@ -220,13 +220,15 @@ def _check_algorithm(stage: Config) -> None:
     from rftdask.trainer.rank import build_algorithm  # late: it needs torch
 
     algorithm = build_algorithm(stage)
-    if stage.algorithm.needs_teacher:
-        path = stage.explorer.auxiliary_models[0].model_path or ""
-        _check_model_folder(path, "explorer.auxiliary_models[0].model_path")
+    if algorithm.use_teacher and not stage.explorer.auxiliary_models:
+        raise UserError("explorer.auxiliary_models: required for the teacher of algorithm.policy_loss_fn")
+    for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
+        path, at = model.model_path or "", f"explorer.auxiliary_models[{number}].model_path"
+        _check_model_folder(path, at)
         ours, theirs = _vocab_size(stage.model.model_path), _vocab_size(path)
         if None not in (ours, theirs) and ours != theirs:
             raise DataError(
-                f"explorer.auxiliary_models[0].model_path: {path} has a vocabulary of {theirs} tokens, the policy "
+                f"{at}: {path} has a vocabulary of {theirs} tokens, the policy "
                 f"{stage.model.model_path} one of {ours}; only a model of the same tokens can score its responses"
             )
     if algorithm.use_critic and stage.model.critic_model_path:

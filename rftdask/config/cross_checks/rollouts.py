@@ -41,6 +41,7 @@ def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     for key, what in (
         ("model_path", "lengths and sampling of one engine; set the same key in section model"),
         ("name", "auxiliary models"),
+        ("teaches", "auxiliary models"),
     ):
         value = getattr(config.explorer.rollout_model, key)
         if value is not None:
@@ -48,22 +49,49 @@ def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
             yield f"explorer.rollout_model.{key}", told
 
 
-@RULES.reading("mode", "algorithm", "explorer.auxiliary_models")
-def _teacher_is_there(config: Config) -> Iterator[Problem]:
+@RULES.reading("mode", "algorithm", "explorer.auxiliary_models", "buffer")
+def _teachers_are_there(config: Config) -> Iterator[Problem]:
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
     algorithm = config.algorithm.advantage_fn or config.algorithm.algorithm_type
-    if config.algorithm.needs_teacher and config.mode in ("both", "train"):
-        if len(models) > 1:
-            yield at, f"{algorithm} learns from one teacher, and there are {len(models)} models; leave one"
-        elif not models or not models[0].model_path:
+    if config.algorithm.needs_teacher:
+        if config.mode not in ("both", "train"):
+            return
+        if not models or not models[0].model_path:
             yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+        else:
+            yield from _teaching_is_shared_out(config)
+        return
     # A name is looked up when a workflow asks, hours into a run; a second one of it would never be found.
     names = [model.name or model.model_path for model in models]
     for number, model in enumerate(models):
-        if not model.model_path and not config.algorithm.needs_teacher:
+        if model.teaches is not None:
+            yield f"{at}[{number}].teaches", f"{algorithm} has no teachers; leave it out"
+        if not model.model_path:
             yield f"{at}[{number}].model_path", "required: what workflows ask by model.auxiliary(name)"
         elif names.count(names[number]) > 1:
             yield f"{at}[{number}].name", f"{names[number]!r} is the name of another model, too; give each its own"
+
+
+def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
+    """Whatever is trained has one teacher; the names of what only a log knows are not known here."""
+    models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
+    taught = [name for model in models for name in model.teaches or ()]
+    trained = [str(taskset.name) for taskset in config.buffer.explorer_input.train_tasksets if config.mode == "both"]
+    trained += [config.dataset_name] * bool(config.num_demonstrations or config.algorithm.schema_type != "experience")
+    num_others = sum(model.teaches is None for model in models)
+    if num_others > 1:
+        yield at, f"{num_others} of them have no `teaches`, which is to name the tasksets of all teachers but one"
+    for number, model in enumerate(models):
+        if not model.model_path:
+            yield f"{at}[{number}].model_path", "required: a teacher, of the policy's vocabulary"
+        for name in model.teaches or ():
+            if taught.count(name) > 1:
+                yield f"{at}[{number}].teaches", f"{name!r} has another teacher, too; leave it out of one"
+            elif config.mode == "both" and name not in trained:
+                yield f"{at}[{number}].teaches", f"{name!r} is not trained; there are {', '.join(trained)}"
+    for name in trained if not num_others else ():
+        if name not in taught:
+            yield at, f"{name!r} has no teacher; name it in the `teaches` of one"
 
 
 @RULES.reading("mode", "algorithm", "model.external_model", "explorer")
@@ -71,8 +99,9 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
     remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
     if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
+        number = config.explorer.auxiliary_models.index(remotes[0])
         why = f"{remotes[0].engine_type}: a model behind an API gives no teacher's logprobs"
-        yield "explorer.auxiliary_models[0].engine_type", why
+        yield f"explorer.auxiliary_models[{number}].engine_type", why
     if not config.is_external:
         return
     at = "model.external_model"

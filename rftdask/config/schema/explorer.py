@@ -81,6 +81,9 @@ class InferenceModelConfig(Section):
     policy. Of engine external: the model's name at the service."""
     name: str | None = None
     """auxiliary_models: what workflows call it: model.auxiliary(name). None: its model_path."""
+    teaches: tuple[str, ...] | None = None
+    """auxiliary_models, of several teachers: names of the tasksets and of the dataset whose rows it scores. None: of
+    those that no other teaches."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1
@@ -186,8 +189,8 @@ class ExplorerConfig(Section):
     rollout_model: InferenceModelConfig = InferenceModelConfig()
     """Engines of the policy."""
     auxiliary_models: tuple[InferenceModelConfig, ...] = ()
-    """Models that workflows may ask, such as judges; each explorer worker loads them beside the policy. The one of
-    on_policy_distill and jsd is the teacher, which the trainer loads."""
+    """Models that workflows may ask, such as judges; each explorer worker loads them beside the policy. Those of
+    on_policy_distill and jsd are teachers, which the trainer loads."""
     eval_interval: Count = 100
     """Explore steps between evaluations; lowered to a multiple of the explorer's synchronization interval."""
     eval_on_startup: bool = True
@@ -203,6 +206,12 @@ class ExplorerConfig(Section):
         """(path, section) of the policy's engines and of the auxiliary ones."""
         auxiliary = [(f"explorer.auxiliary_models[{i}]", model) for i, model in enumerate(self.auxiliary_models)]
         return [("explorer.rollout_model", self.rollout_model), *auxiliary]
+
+    def teacher_of(self, name: str) -> int | None:
+        """Number of the auxiliary model that teaches a taskset or dataset; None: none does."""
+        models = list(enumerate(self.auxiliary_models))
+        rest = next((number for number, model in models if model.teaches is None), None)
+        return next((number for number, model in models if name in (model.teaches or ())), rest)
 
     @property
     def fewest_workers(self) -> int:

@@ -232,6 +232,12 @@ class Config(Section):
         given = (self.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default)
         return str(fill_from_environment(given))
 
+    @property
+    def dataset_name(self) -> str:
+        """Name of the dataset whose rows are trained: the buffer's, or beside rollouts that of the demonstrations."""
+        alone = self.algorithm.schema_type != "experience"
+        return self.buffer.trainer_input.experience_buffer.name if alone else self.demonstrations
+
     def train_step_limit(self, planned: int | None) -> int | None:
         """The last train step; None: the trainer ends when the experiences do.
 

@@ -176,9 +176,8 @@ class TorchEngine(TrainEngine):
         self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
         self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_updates)
         self._reference = self._load_reference() if algorithm.use_reference else None
-        self._teacher: Scorer | None = None
-        if algorithm.use_teacher:
-            self._teacher = self._load_frozen(config.explorer.auxiliary_models[0].model_path or "")
+        models = config.explorer.auxiliary_models if algorithm.use_teacher else ()
+        self._teachers = [self._load_frozen(model.model_path or "") for model in models]
         self._critic: Critic | None = None
         if algorithm.use_critic:
             body, _ = self._load(config.model.critic_model_path or self._path)
@@ -201,7 +200,7 @@ class TorchEngine(TrainEngine):
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             # Once for all updates: what they are compared with is what the batch began with.
-            scores = self._scores(rows, whole)
+            scores = self._scores(batch, rows, whole)
             if algorithm.policy_loss_fn.uses_kl_baseline:
                 rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
             metrics: dict[str, float] = {}
@@ -223,18 +222,21 @@ class TorchEngine(TrainEngine):
                     )
                     sums: dict[str, Tensor] = {}
                     # Gradients are added pass by pass; nothing moves before `Adam.step`.
-                    for part in passes.own:
-                        inputs = self._loss_inputs(rows, part, weights_NT, scores, advantages_NT)
-                        loss, more = algorithm.compute_loss(inputs)
-                        loss.backward()
-                        # Before the first update alone: after it the weights differ from what sampled by more.
-                        if algorithm.schema == "experience" and not updates:
-                            more |= _mismatch(inputs)
-                        for name, value in more.items():
-                            sums[name] = sums[name] + value if name in sums else value
-                    # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient
-                    # of 0.
-                    passes.idle_backward(rows, lambda **inputs: self._update_scores(**inputs)[0])
+                    for teacher, taught in self._taught(batch, members, passes):
+                        for part in taught.own:
+                            inputs = self._loss_inputs(rows, part, teacher, weights_NT, scores, advantages_NT)
+                            loss, more = algorithm.compute_loss(inputs)
+                            loss.backward()
+                            # Before the first update alone: after it the weights differ from what sampled by more.
+                            if algorithm.schema == "experience" and not updates:
+                                more |= _mismatch(inputs)
+                            for name, value in more.items():
+                                sums[name] = sums[name] + value if name in sums else value
+                        # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient
+                        # of 0.
+                        taught.idle_backward(
+                            rows, lambda model=teacher, **inputs: self._update_scores(model, **inputs)[0]
+                        )
                     # Sums over passes and ranks: every loss weighs its tokens by the whole mini-batch, so sums are its
                     # means.
                     of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
@@ -278,6 +280,16 @@ class TorchEngine(TrainEngine):
             group=self._sequence or self._strategy.group,
         )
 
+    def _taught(self, batch: TrainingBatch, members: np.ndarray, passes: Passes) -> list[tuple[Scorer | None, Passes]]:
+        """Each teacher with the passes over its rows, of those that `passes` are over; without teachers None, with one
+        the teacher, and all of them."""
+        if len(self._teachers) < 2:
+            return [(self._teachers[0] if self._teachers else None, passes)]
+        # All ranks know all rows, and so make the same calls of the same teachers.
+        numbers = teachers_of(batch, self._config)[members]
+        parts = [(teacher, members[numbers == number]) for number, teacher in enumerate(self._teachers)]
+        return [(teacher, self._plan(batch, part)) for teacher, part in parts if len(part)]
+
     def _kl_baseline(self, batch: TrainingBatch) -> float:
         """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
         where responses are to other prompts."""
@@ -307,14 +319,17 @@ class TorchEngine(TrainEngine):
         metrics = {name: float(value) for name, value in result.metrics.items()}
         return advantages_NT.to(self._device), returns_NT, metrics
 
-    def _scores(self, rows: PaddedRows, passes: Passes) -> dict[str, Tensor]:
+    def _scores(self, batch: TrainingBatch, rows: PaddedRows, passes: Passes) -> dict[str, Tensor]:
         """[N, T] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
         for; by the names that `AdvantageInputs` has for it."""
         scores: dict[str, Tensor] = {}
-        teacher = self._teacher if "teacher_logprobs_NT" in self._needs else None
-        for name, model in (("ref_logprobs_NT", self._reference), ("teacher_logprobs_NT", teacher)):
-            if model is not None:
-                scores[name] = passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
+        if (reference := self._reference) is not None:
+            scores["ref_logprobs_NT"] = passes.scored(rows, lambda **inputs: reference(**inputs)[0])
+        if "teacher_logprobs_NT" in self._needs:
+            # Each scores its own rows, the others are 0.
+            taught = self._taught(batch, np.arange(len(batch)), passes)
+            each = [part.scored(rows, lambda model=model, **inputs: model(**inputs)[0]) for model, part in taught]
+            scores["teacher_logprobs_NT"] = sum(each[1:], each[0])
         if "necs_NT" in self._needs:
             three_NT3 = passes.scored(rows, partial(entropy_signals, self._policy))
             names = ("policy_logprobs_NT", "entropy_NT", "necs_NT")
@@ -327,18 +342,18 @@ class TorchEngine(TrainEngine):
             scores["values_NT"] = self._critic.values(rows, passes)
         return scores
 
-    def _update_scores(self, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _update_scores(self, teacher: Scorer | None, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[B, T] logprobs, entropies and divergences from the teacher of one pass of an update, None where the loss
         takes none."""
-        loss, use_entropy, teacher = self._algorithm.policy_loss_fn, self._algorithm.use_entropy, None
+        loss, use_entropy, states = self._algorithm.policy_loss_fn, self._algorithm.use_entropy, None
         if loss.uses_teacher:
-            assert self._teacher is not None
+            assert teacher is not None, "an algorithm with a teacher has loaded it"
             with torch.no_grad():
-                states_QH = self._teacher(**inputs, states_alone=True)
-            causal: Any = self._teacher.model
-            teacher = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
-        logprobs_BT, more = self._policy(**inputs, with_entropy=use_entropy, teacher=teacher)
-        if teacher is None:
+                states_QH = teacher(**inputs, states_alone=True)
+            causal: Any = teacher.model
+            states = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
+        logprobs_BT, more = self._policy(**inputs, with_entropy=use_entropy, teacher=states)
+        if states is None:
             return logprobs_BT, more, None
         divergence_BT, entropy_BT = more.unbind(-1)
         return logprobs_BT, entropy_BT if use_entropy else None, divergence_BT
@@ -347,13 +362,14 @@ class TorchEngine(TrainEngine):
         self,
         rows: PaddedRows,
         members: np.ndarray,
+        teacher: Scorer | None,
         weights_NT: Tensor,
         scores: Mapping[str, Tensor],
         advantages_NT: Tensor | None,
     ) -> LossInputs:
         """One forward pass of the policy, and of the batch what belongs to its rows."""
         part = torch.from_numpy(members).to(self._device)
-        policy_BT, entropy_BT, divergence_BT = self._update_scores(**rows.model_inputs(members))
+        policy_BT, entropy_BT, divergence_BT = self._update_scores(teacher, **rows.model_inputs(members))
         # A micro-batch is as wide as its own longest response, the tensors of the batch as its longest of all.
         width = policy_BT.shape[1]
         current_BT = policy_BT.detach()
@@ -494,6 +510,19 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric's mean over the updates that tell it; what is counted (num_...) is added."""
     told = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
     return {name: sum(values) / (1 if "num_" in name else len(values)) for name, values in told.items()}
+
+
+def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
+    """[N] number of the auxiliary model that teaches each row. Raises: DataError: a row has no teacher."""
+    names = [
+        config.dataset_name if expert else uid.partition("/")[0]
+        for uid, expert in zip(batch.uids, batch.experts, strict=True)
+    ]
+    numbers = {name: config.explorer.teacher_of(name) for name in dict.fromkeys(names)}
+    if None in numbers.values():
+        name = next(name for name, number in numbers.items() if number is None)
+        raise DataError(f"the rows of {name!r} have no teacher; name it in `teaches` of an explorer.auxiliary_models")
+    return np.array([numbers[name] for name in names])
 
 
 @torch.no_grad()

@@ -111,14 +111,58 @@ def test_the_bound_of_a_mixture_is_the_bound_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
-def test_a_student_needs_one_teacher(name: str) -> None:
+def test_a_student_needs_a_teacher(name: str) -> None:
     tree = grpo(algorithm={"algorithm_type": name})
     (line,) = problems(tree)
     key = "explorer.auxiliary_models"
     assert line == f"{key}: required for {name}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
     assert "with the teacher big" in make_plan(config(tree, f"{key}=[{{model_path: big}}]")).render()
-    (line,) = problems({**tree, "explorer": {"auxiliary_models": [{"model_path": "big"}, {"model_path": "bigger"}]}})
-    assert line.startswith(f"explorer.auxiliary_models: {name} learns from one teacher, and there are 2 models")
+
+
+def teachers(*models: dict[str, Any], **buffer: Any) -> dict[str, Any]:
+    tasksets = [{"name": name, "path": f"{name}.jsonl"} for name in ("math", "code")]
+    tree = grpo(algorithm={"algorithm_type": "jsd"}, explorer={"auxiliary_models": list(models)})
+    return {**tree, "buffer": {"batch_size": 4, "explorer_input": {"tasksets": tasksets}, **buffer}}
+
+
+MATH, CODE, POEMS = ({"model_path": name, "teaches": [name]} for name in ("math", "code", "poems"))
+REST = {"model_path": "rest"}
+
+
+@pytest.mark.parametrize("models", [(MATH, CODE), (REST, CODE), (CODE, MATH), (REST,)])
+def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> None:
+    loaded = config(teachers(*models))
+    found = {name: loaded.explorer.teacher_of(name) for name in ("math", "code")}
+    assert found == {
+        name: models.index(own if own in models else REST) for name, own in (("math", MATH), ("code", CODE))
+    }
+    assert (len(models) > 1) == ("with the teachers " in make_plan(loaded).render())
+
+
+@pytest.mark.parametrize(
+    ("models", "problem"),
+    [
+        ((MATH,), "explorer.auxiliary_models: 'code' has no teacher"),
+        ((REST, REST), "explorer.auxiliary_models: 2 of them have no `teaches`"),
+        ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teaches: 'poems' is not trained"),
+        ((REST, {"teaches": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
+    ],
+)
+def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], problem: str) -> None:
+    (line,) = problems(teachers(*models))
+    assert line.startswith(problem)
+
+
+def test_a_taskset_with_two_teachers_is_told_at_both() -> None:
+    lines = problems(teachers(MATH, {**CODE, "teaches": ["code", "math"]}))
+    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teaches" for i in (0, 1)]
+
+
+def test_only_what_has_teachers_is_taught() -> None:
+    (line,) = problems(grpo(explorer={"auxiliary_models": [MATH]}))
+    assert line == "explorer.auxiliary_models[0].teaches: grpo has no teachers; leave it out"
+    (line,) = problems(grpo(explorer={"rollout_model": {"teaches": ["math"]}}))
+    assert line.startswith("explorer.rollout_model.teaches: ")
 
 
 def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:

@@ -73,6 +73,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "bubblewrap",
         "bubblewrap_network",
         "mode",
+        "teaches",
         "plugin_dirs",
         "keep",
         "keep_steps",

@@ -6,6 +6,7 @@ rows of its own tasksets.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.imitation.jsd import Jsd
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
+from rftdask.errors import DataError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import TeacherStates, load_policy, predicting_states, token_logprobs
@@ -142,3 +144,30 @@ def test_a_dataset_alone_is_distilled_from_by_sft(models: Path) -> None:
     trained = student(models, "sft", {"policy_loss_fn": "jsd"})
     first = trained.train_step(batch, 1)["jsd"]
     assert trained.train_step(batch, 2)["jsd"] < first
+
+
+@pytest.mark.parametrize("name", ["jsd", "on_policy_distill"])
+@pytest.mark.parametrize("size", [None, 5])
+def test_each_teacher_scores_the_rows_of_its_own_tasksets(models: Path, name: str, size: int | None) -> None:
+    def taught(batch: TrainingBatch, *teachers: tuple[str, list[str] | None]) -> dict[str, float]:
+        settings = [{"model_path": str(models / model), "teaches": names} for model, names in teachers]
+        keys = {"explorer__auxiliary_models": settings, "trainer__micro_batch_size": size}
+        return student(models, name, algorithm__algorithm_type=name, **keys).train_step(batch, 1)
+
+    own, theirs = rollouts(0, 7), rollouts(1, 5)
+    theirs = replace(theirs, uids=tuple(uid.replace("t/", "u/") for uid in theirs.uids))
+    both = join_batches([own, theirs])
+    each = taught(own, ("teacher", None)), taught(theirs, ("other", None))
+    got = taught(both, ("other", ["u"]), ("teacher", None))
+    wrong = taught(both, ("other", ["t"]), ("teacher", None))
+    if name == "jsd":
+        expected = (7 * each[0]["jsd"] + 5 * each[1]["jsd"]) / 12
+        assert got["jsd"] == pytest.approx(expected, rel=1e-5)
+        assert wrong["jsd"] != pytest.approx(expected, rel=1e-5)
+    else:
+        counts = [int(batch.loss_mask.sum()) for batch in (own, theirs)]
+        expected = sum(n * metrics["teacher_kl"] for n, metrics in zip(counts, each, strict=True)) / sum(counts)
+        assert got["teacher_kl"] == pytest.approx(expected, rel=1e-5)
+        assert wrong["teacher_kl"] != pytest.approx(expected, rel=1e-5)
+    with pytest.raises(DataError, match="the rows of 't' have no teacher"):
+        taught(both, ("other", ["u"]), ("teacher", ["v"]))
