@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.rollouts import engine_warnings
+from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
+from rftdask.config.schema.trainer import CriticConfig
 from rftdask.config.yaml_source import Problem
 
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
@@ -44,10 +46,18 @@ def warn(config: Config) -> Iterator[Problem]:
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
         told = f"{page}: Dask's dashboard has no password, and whoever reaches the port sees it"
         yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
+    yield from _of_another_place(config)
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
-    if config.model.critic_model_path and not config.algorithm.trains_critic:
-        yield "model.critic_model_path", f"ignored: {config.algorithm.algorithm_type} has no critic"
+    if not config.algorithm.trains_critic:
+        critic = {
+            "model.critic_model_path": bool(config.model.critic_model_path),
+            "trainer.critic": config.trainer.critic != CriticConfig(),
+            "trainer.critic_warmup": config.trainer.critic_warmup > 0,
+        }
+        for path, is_set in critic.items():
+            if is_set:
+                yield path, f"ignored: {config.algorithm.algorithm_type} has no critic"
     if (trainer := config.trainer).trainer_strategy != "fsdp2":
         chosen = {
             "offload_policy": trainer.offload_policy,
@@ -61,6 +71,34 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":
         yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _of_another_place(config: Config) -> Iterator[Problem]:
+    """Keys of a section that stands in several places, set where nothing reads them."""
+    source, at = config.buffer.trainer_input, "buffer.trainer_input"
+    of_log, of_dataset = ("capacity", "max_unread_bytes", "max_read_timeout", "retention"), ("split", "format")
+    if config.algorithm.schema_type == "experience":
+        idle, why = of_dataset, "rollouts are read from the log of the run"
+    else:
+        idle, why = of_log, f"{config.algorithm.algorithm_type} reads a dataset and keeps no log"
+    places = [(f"{at}.experience_buffer", source.experience_buffer, idle, why)]
+    shown = source.auxiliary_buffers.get(config.demonstrations) if config.num_demonstrations else None
+    if shown is not None:
+        places.append((f"{at}.auxiliary_buffers.{config.demonstrations}", shown, of_log, "it is a dataset, not a log"))
+    for path, section, keys, why in places:
+        for key in keys:
+            if getattr(section, key) != default_of(ExperienceBufferConfig.model_fields[key]):
+                yield f"{path}.{key}", f"ignored: {why}"
+    for number, taskset in enumerate(config.buffer.explorer_input.eval_tasksets):
+        if taskset.data_selector.selector_type != "sequential":
+            path = f"buffer.explorer_input.eval_tasksets[{number}].data_selector.selector_type"
+            yield path, "ignored: an evaluation takes every task once, in the order stored"
+    for number, model in enumerate(config.explorer.auxiliary_models):
+        path = f"explorer.auxiliary_models[{number}]"
+        if model.engine_num != 1:
+            yield f"{path}.engine_num", "ignored: each explorer worker has one of its own"
+        if model.seed != config.seed:
+            yield f"{path}.seed", "ignored: all that a rollout asks is drawn by explorer.rollout_model.seed"
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:

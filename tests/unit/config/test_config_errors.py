@@ -309,10 +309,38 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
             ["buffer.trainer_input.experience_buffer.path=x.db"],
             "buffer.trainer_input.experience_buffer.path: ignored: rollouts are read from the log of the run",
         ),
+        (
+            ["buffer.trainer_input.experience_buffer.format.prompt_key=question"],
+            "buffer.trainer_input.experience_buffer.format: ignored: rollouts are read from the log of the run",
+        ),
+        (
+            ["buffer.explorer_input.eval_tasksets=[{path: e, data_selector: {selector_type: shuffle}}]"],
+            "buffer.explorer_input.eval_tasksets[0].data_selector.selector_type: ignored: an evaluation takes every "
+            "task once, in the order stored",
+        ),
+        (
+            ["explorer.auxiliary_models=[{model_path: judge, engine_num: 2}]"],
+            "explorer.auxiliary_models[0].engine_num: ignored: each explorer worker has one of its own",
+        ),
+        (
+            ["explorer.auxiliary_models=[{model_path: judge, seed: 7}]"],
+            "explorer.auxiliary_models[0].seed: ignored: all that a rollout asks is drawn by "
+            "explorer.rollout_model.seed",
+        ),
+        (["trainer.critic.lr=0.1"], "trainer.critic: ignored: grpo has no critic"),
+        (["trainer.critic_warmup=5"], "trainer.critic_warmup: ignored: grpo has no critic"),
     ],
 )
 def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -> None:
     assert config(grpo(), *overrides).warnings == (warning,)
+
+
+@pytest.mark.parametrize("key", ["capacity=9", "max_unread_bytes=9", "max_read_timeout=9", "retention.keep=none"])
+def test_a_dataset_has_no_use_for_the_keys_of_a_log(key: str) -> None:
+    at = "buffer.trainer_input.experience_buffer"
+    loaded = config(sft(), f"{at}.{key}")
+    name = key.partition("=")[0].partition(".")[0]
+    assert loaded.warnings == (f"{at}.{name}: ignored: sft reads a dataset and keeps no log",)
 
 
 @pytest.mark.parametrize(
