@@ -27,6 +27,7 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
     """
     return [
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
+        # A signal may come before the driver is there: it is noted, and passed on as soon as there is a process.
         "run= again= stop= code=1",
         "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
         "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
@@ -37,12 +38,16 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         f"{run} &",
         "run=$!",
         '[ -n "$stop" ] && kill -$stop $run',
+        # `wait` ends at a trapped signal, long before the driver does: then it waits again. 127 says that it was
+        # collected by the wait before, whose code counts.
         "while :; do",
         "  stop=",
         "  wait $run; now=$?",
         "  [ $now -ne 127 ] && code=$now",
         '  [ -z "$stop" ] && break  # else it was the signal that ended the wait',
         "done",
+        # Queued again by itself only near the walltime, and after a kill that nobody asked for. 130 and 143 are INT and
+        # TERM.
         f'if [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; then',
         "  why=",
         '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
@@ -71,6 +76,7 @@ def batch_script(
         more: directives after its own.
         number: stands for the job's in the name of its log.
     """
+    # --requeue lets SLURM start it again after the loss of its node, and append keeps what it had logged before.
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=rftdask-{name}-{config.name.replace('/', '-')}",

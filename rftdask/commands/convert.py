@@ -77,6 +77,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         else:
             raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
         if target.exists():
+            # An empty folder may be there, into which the move would go.
             target.rmdir()
         shutil.move(whole, target)
     return Converted(storage.url, step, target)
@@ -84,6 +85,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
 
 def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
     """The folder of the run or stage, its config, and the step of the checkpoint."""
+    # Of a run, or of one of its checkpoints: then the folder above is the run.
     run, _, name = source.rstrip("/").rpartition("/")
     if name.startswith(_STEP) and name.removeprefix(_STEP).isdigit():
         named = int(name.removeprefix(_STEP))
@@ -119,6 +121,7 @@ def _model_of(storage: Storage, config: Config) -> str:
 
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     trust = config.model.trust_remote_code
+    # The architecture and the tokenizer; the weights, too, where adapters alone were trained.
     model, tokenizer = load_policy(path, "float32", "cpu", trust_remote_code=trust, offline=True)
     if config.model.lora_configs:
         add_adapter(model, settings_of(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}"]))

@@ -164,6 +164,7 @@ class PoisonTracker:
         Raises: RoleError: that happened too often, or the unit would have to run in parts and cannot.
         """
         num_losses = self._num_losses[unit.key] = self._num_losses.get(unit.key, 0) + 1
+        # The losses of a unit are counted for two ends: in a row they part it, and in all they end the run.
         trial = self._trials.get(unit.key) or Trial(len(unit.tasks))
         # A loss that says nothing of the tasks (preempted, lost with the result) is no strike.
         trial = trial.lost() if was_running else replace(trial, poisonous=())

@@ -135,6 +135,7 @@ class Child:
                 process = _start_process(target, threads, log, env or {})
         self._process = process
         self._messages: queue.Queue[Any] = queue.Queue()
+        # A reader of its own: a child that says much is never blocked by a parent that is busy.
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
         self.send({"spec": dict(spec), "env": dict(env or {}), "log": str(self._log_file.absolute())})
 
@@ -198,6 +199,7 @@ class Child:
 
     def _failure(self, kind: str, text: str, traceback: str) -> RftError:
         """What the child raised, as an error of this process: our own by their class, others with their traceback."""
+        # By the name of its class: exceptions do not travel, and a class of a library need not be importable here.
         known = getattr(errors, kind, None)
         if known is ConfigError:
             return UserError(text)  # its own arguments are lists; what counts is that a restart does not mend it
@@ -211,6 +213,7 @@ class Child:
 
     def _death(self) -> ProcessLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # Its pipe ends a moment before it does, and the code says what ended it.
             self._process.wait(5)
         text = f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}"
         with contextlib.suppress(OSError):
@@ -269,6 +272,7 @@ def main(target: str, *modules: str) -> None:
         for name in (module, *modules):
             importlib.import_module(name)
     first = next(iter(channel))
+    # Before the target is imported, unless it was started ahead: libraries read their settings when they are imported.
     os.environ.update(first["env"])
     with open(first["log"], "ab") as log:
         os.dup2(log.fileno(), 1)

@@ -70,6 +70,7 @@ def audit_log(
             continue
         settled.update(entry.positions)
         skipped |= skipped_sources([entry])
+        # Rows of the log by what became of them; those of a dataset are no experiences.
         for rows in (*entry.use, *entry.drop):
             if rows.of_dataset:
                 continue

@@ -69,6 +69,7 @@ class TrainingBatch:
 
     def rollout_rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its turns; the first row's counts."""
+        # A reward stands in every turn of its rollout.
         _, first = np.unique(self.rollouts[~self.experts], return_index=True)
         return self.rewards[~self.experts][first], self.groups[~self.experts][first]
 
@@ -77,6 +78,7 @@ class TrainingBatch:
         rewards, groups = self.rollout_rewards()
         _, groups = np.unique(groups, return_inverse=True)
         counts = np.bincount(groups)
+        # In two passes, as in `group_stats`: the mean of squares less the square of the mean would lose digits.
         means = np.bincount(groups, rewards) / counts
         stds: np.ndarray = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
         return stds
@@ -225,6 +227,7 @@ def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
 
     Groups are of one size, so that the other response is to another prompt, unless there is but one group.
     """
+    # Rows of one group: a shift by less would give a prompt the other response to itself.
     shift = int((batch.groups == batch.groups[0]).sum())
     tokens, masks, rows = batch.row_tokens(), batch.row_masks(), list[SupervisedRow]()
     for row, prompt in enumerate(batch.prompt_lengths.tolist()):
@@ -240,6 +243,7 @@ _UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0}
 
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """Join the rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
+    # Field by field, end to end; only what is numbered within a part is numbered anew.
     joined: dict[str, Any] = {"uids": tuple(uid for part in parts for uid in part.uids)}
     for name in (f.name for f in fields(TrainingBatch) if f.name != "uids"):
         values = [getattr(part, name) for part in parts]

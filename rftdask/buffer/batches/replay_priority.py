@@ -242,6 +242,7 @@ def select_with_reuse(
     uses = [0] * len(good) + [group.num_uses for group in used]
     # Fresh groups first, then used ones, both in a fixed order: the noise is drawn by place.
     values = replay.priorities(versions, uses, step=policy_version + 1)
+    # Down the list by priority, until the batch is full.
     taken: list[int] = []
     places_of_fresh = wanted - len(unusable)
     for number in np.argsort(-values, kind="stable").tolist():

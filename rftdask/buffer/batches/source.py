@@ -94,6 +94,7 @@ def with_masks(table: pa.Table, masked: np.ndarray) -> pa.Table:
     if not masked.any():
         return table
     column = table.schema.get_field_index("loss_mask_runs")
+    # Of the responses, whose tokens the runs count.
     lengths = pc.subtract(pc.list_value_length(table.column("tokens")), table.column("prompt_length"))
     # The first run is trained, so it is empty, and the second is the whole response.
     whole = [[0, length] for length in lengths.to_pylist()]
