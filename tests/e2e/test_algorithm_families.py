@@ -4,22 +4,32 @@ teacher's answers. It is to repeat a number, "47=" -> "47", and says ten too muc
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from rftdask import Experiment
+from rftdask.config import load_config
+from rftdask.data.task import Task
 from rftdask.models.toy import build_toy_model
+from rftdask.monitor.metrics import MetricsWriter, read_metrics
+from rftdask.rollouts.rewards import compute_reward
+from rftdask.run.preflight import check_inputs
+from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.rank import build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +61,17 @@ class Toy:
             **sections,
         }
 
-    def learn(self, name: str, buffer: dict[str, Any] | None = None, **sections: Any) -> tuple[float, float]:
+    def learn(
+        self,
+        name: str,
+        buffer: dict[str, Any] | None = None,
+        taskset: dict[str, Any] | None = None,
+        **sections: Any,
+    ) -> tuple[float, float]:
         """Accuracy on held-out questions before and after learning from rollouts."""
+        source = {"path": str(self.folder / "train.jsonl"), "format": QUESTIONS, "data_selector": SHUFFLED}
         explorer_input = {
-            "taskset": {"path": str(self.folder / "train.jsonl"), "format": QUESTIONS, "data_selector": SHUFFLED},
+            "taskset": {**source, **(taskset or {})},
             "eval_tasksets": [self.held_out()],
             "default_reward_fn_type": "exact_reward",
         }
@@ -79,6 +96,19 @@ class Toy:
         run = Experiment(**self.config(name, buffer=buffer, **sections), mode="train")
         assert run.run(progress="none").status == "finished"
         return run
+
+    def train_here(self, name: str, path: str, steps: int) -> tuple[pd.DataFrame, Path]:
+        """The metrics of all steps on a dataset, and the model after them; the trainer's rank in this process."""
+        source = {"path": str(self.folder / path), "format": RAW, "data_selector": SHUFFLED}
+        buffer = {"train_batch_size": 32, "total_epochs": 100, "trainer_input": {"experience_buffer": source}}
+        tree = self.config(name, algorithm={"algorithm_type": name}, buffer=buffer, mode="train")
+        config = load_config(tree, [f"trainer.total_steps={steps}", f"name={name}-{path}"])
+        check_inputs([config])
+        storage = open_storage(config.checkpoint_job_dir)
+        with MetricsWriter(storage, "trainer") as metrics:
+            build_trainer(config, storage, steps, metrics, lambda event: None).run()
+        frame = read_metrics(storage, "trainer").sort_values("step")
+        return frame, Path(config.checkpoint_job_dir) / f"global_step_{steps}" / HF_FOLDER
 
     def preference(self, model_path: Path) -> float:
         """Share of the held-out questions to which a model finds the right answer likelier than ten too many."""
@@ -189,6 +219,41 @@ def test_dpo_learns_what_is_preferred(toy: Toy) -> None:
     before, after = toy.preference(toy.model), toy.preference(Path(run.url) / "global_step_20" / HF_FOLDER)
     assert before < 0.5
     assert after > 0.9
+
+
+def test_a_reward_model_tells_responses_apart_that_it_has_not_seen(toy: Toy) -> None:
+    """Of two words of a and b the one with more a is preferred; words of the held-out pairs are in no other."""
+    words = ["".join(letters) for letters in itertools.product("ab", repeat=7)]
+    random.Random(0).shuffle(words)
+    train, held_out = (words_in_order(random.Random(1), part, 64) for part in (words[:96], words[96:]))
+    rows = [{"prompt": "say:", "chosen": chosen, "rejected": rejected} for chosen, rejected in train]
+    (toy.folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics, model = toy.train_here("reward_model", "words.jsonl", steps=20)
+    assert metrics["loss"].iloc[0] == pytest.approx(math.log(2.0)), "its head begins at 0"
+    assert metrics["reward_accuracy"].iloc[-3:].mean() > 0.9
+    right = [score(model, "say:", chosen) > score(model, "say:", rejected) for chosen, rejected in held_out]
+    assert sum(right) > 0.9 * len(right)
+
+
+def test_what_a_reward_model_says_is_learned(toy: Toy) -> None:
+    """It has seen pairs of the training questions; the accuracy is that of the answers, of which it knows nothing."""
+    _, model = toy.train_here("reward_model", "pairs.jsonl", steps=60)
+    scored = {"default_reward_fn_type": "reward_model", "reward_fn_args": {"model_path": str(model)}}
+    grpo = {"algorithm_type": "grpo"}
+    before, after = toy.learn("scored", {"batch_size": 32}, scored, algorithm=grpo, trainer={"total_steps": 12})
+    assert after > before + 0.3
+
+
+def words_in_order(dice: random.Random, words: list[str], count: int) -> list[tuple[str, str]]:
+    """Pairs of words, the one with more a first."""
+    pairs = (sorted(dice.sample(words, 2), key=lambda word: -word.count("a")) for _ in itertools.count())
+    return list(itertools.islice(((x, y) for x, y in pairs if x.count("a") != y.count("a")), count))
+
+
+def score(model: Path, prompt: str, response: str) -> float:
+    """By the reward function."""
+    task = Task("t", 0, 0, prompt=prompt)
+    return compute_reward(task, response, "reward_model", {"model_path": str(model)}).value
 
 
 def test_sft_learns_what_it_is_shown(toy: Toy) -> None:

@@ -6,12 +6,14 @@ A reward function is pure; it gets the text of the response, the true answer, th
     def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
         return -abs(len(response) - target) / target
 
-It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast.
+It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast, or have an
+attribute `in_thread`, with which it runs beside the event loop and may be called by several threads at once.
 What a response says is hostile input: reward functions never evaluate it as code and bound their work on it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -71,3 +73,12 @@ def compute_reward(
     text = response if isinstance(response, str) else response.text
     value = function(text, task.truth, task, **arguments)
     return value if isinstance(value, Reward) else Reward(value)
+
+
+async def wait_for_reward(
+    task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
+) -> Reward:
+    """`compute_reward`, in a thread where the function says `in_thread`."""
+    if getattr(get_reward(task.reward_fn or default), "in_thread", False):
+        return await asyncio.to_thread(compute_reward, task, response, default, defaults)
+    return compute_reward(task, response, default, defaults)

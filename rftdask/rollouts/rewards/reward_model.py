@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -13,28 +14,34 @@ from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.rollouts.rewards.registry import reward
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Threads would share the same cores, and each would load the model."""
 
-# On the worker's event loop: a sandbox is a process per rollout, and each would load the model.
+
+# In the worker itself: a sandbox is a process per rollout, and each would load the model.
 @reward("reward_model", in_process=True)
 def reward_model(response: str, truth: str, task: Task, model_path: str, device: str = "cpu") -> float:
     """The score that the model at `model_path` (AutoModelForSequenceClassification, num_labels 1) gives the task with
     this response, tokenized as algorithm type reward_model does; of any size and sign.
 
-    Each process loads the model once, in float32, and scores one response at a time: the same one has the same score
-    in any batch.
+    Each process loads the model once, in float32, and scores one response at a time, beside its event loop: the same
+    response has the same score whatever comes with it.
     Raises: DataError: it cannot be loaded, is no reward model, or the prompt is too long for it.
     """
     import torch  # late: workers without this reward hold no torch
 
-    model, tokenizer = _load(model_path, device)
     columns, row = FormatConfig(prompt_type="raw"), dict[str, Any](prompt=task.prompt, response=response)
     if task.messages:
         columns = FormatConfig(messages_key="messages")
         row = {"messages": [*map(dict, task.messages), {"role": "assistant", "content": response}]}
-    max_tokens = getattr(model.config, "max_position_embeddings", 1 << 20)
-    [(tokens, *_)] = SftRows(RowsDataset([[row]], ""), tokenizer, columns, max_tokens).read([0])
-    with torch.no_grad():
+    with _ONE_AT_A_TIME, torch.no_grad():
+        model, tokenizer = _load(model_path, device)
+        max_tokens = getattr(model.config, "max_position_embeddings", 1 << 20)
+        [(tokens, *_)] = SftRows(RowsDataset([[row]], ""), tokenizer, columns, max_tokens).read([0])
         return float(model(torch.tensor([tokens], device=device)).logits[0, 0])
+
+
+reward_model.in_thread = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
-from rftdask.rollouts.rewards.registry import compute_reward
+from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
 from rftdask.rollouts.workflows.registry import workflow
 
@@ -26,7 +26,7 @@ THINKING_SYSTEM_PROMPT = (
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once; the reward is that of the task's reward function, or exact_reward."""
     response = await ask(task, model)
-    return _rewarded(task, model, response, "exact_reward")
+    return await _rewarded(task, model, response, "exact_reward")
 
 
 @workflow("async_math_workflow")
@@ -34,7 +34,7 @@ async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
 async def math_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, with a system prompt for math unless the task has its own; the default reward is math_reward."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
-    return _rewarded(task, model, response, "math_reward")
+    return await _rewarded(task, model, response, "math_reward")
 
 
 @workflow("async_math_boxed_workflow")
@@ -46,7 +46,7 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
     """
     options: dict[str, Any] = {"with_think": False, "format_score_coef": 0.1, **task.workflow_args}
     response = await ask(task, model, THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT)
-    return _rewarded(task, model, response, "math_boxed_reward", options)
+    return await _rewarded(task, model, response, "math_boxed_reward", options)
 
 
 @workflow("async_math_eval_workflow")
@@ -83,8 +83,8 @@ async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Respon
     return await model.chat(task.messages)
 
 
-def _rewarded(
+async def _rewarded(
     task: Task, model: PolicyModel, response: Response, default: str, defaults: dict[str, Any] | None = None
 ) -> Reward:
     with model.timer("reward"):
-        return compute_reward(task, response, default, defaults)
+        return await wait_for_reward(task, response, default, defaults)

@@ -11,7 +11,7 @@ from typing import Any
 from rftdask.data.task import Task
 from rftdask.rollouts.policy.openai_client import ToolCall, parse_tool_calls
 from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
-from rftdask.rollouts.rewards.registry import compute_reward
+from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import workflow
 
@@ -62,7 +62,7 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
         messages.append({"role": "assistant", "content": answer})
         text = "\n".join(f"<tool_response>{result}</tool_response>" for result in results)
         messages.append({"role": "user", "content": text})
-    reward = compute_reward(task, answer, default="math_reward")
+    reward = await wait_for_reward(task, answer, default="math_reward")
     metrics = {**reward.metrics, "num_tool_calls": float(num_calls), "num_turns": float(num_turns)}
     return Reward(reward.value, metrics)
 
