@@ -24,6 +24,7 @@ import psutil
 
 from rftdask.cluster import slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
+from rftdask.processes.nursery import asker_of
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
@@ -79,12 +80,10 @@ class Run(ABC):
         found = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
         if not found:
             return False
-        victim: psutil.Process | None = rng.choice(sorted(found, key=lambda process: process.pid))
+        victim = rng.choice(sorted(found, key=lambda process: process.pid))
         try:
             if kind.endswith("worker"):
-                victim = victim.parent() if victim is not None else None
-            if victim is None:
-                return False
+                victim = psutil.Process(asker_of(victim.cmdline()) or victim.ppid())
             self._note(kind, victim.environ().get("SLURM_JOB_ID", ""))
             victim.kill()
         except psutil.Error:

@@ -7,10 +7,12 @@ Everything after the first two calls is what any run does; `rftdask run config/q
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rftdask import Experiment
 from rftdask.models.toy import build_toy_model, write_toy_tasks
+from rftdask.processes.nursery import call
 from rftdask.run.summary import print_summary
 
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
@@ -22,12 +24,14 @@ def make_toy(assets: Path) -> None:
         write_toy_tasks(assets)
         # One wide layer of many heads learns these sums in fewer steps than deeper models of as many weights. vLLM on a
         # CPU takes heads of 32, and no smaller ones.
-        build_toy_model(assets / "model", hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1, "num_heads": 8}
+        call(partial(build_toy_model, assets / "model", **sizes))  # in one of the run's processes, which have torch
 
 
 def main(overrides: list[str]) -> None:
     began = time.monotonic()
     experiment = Experiment.from_yaml(CONFIG, *overrides)
+    experiment.prepare()
     make_toy(Path(experiment.config.checkpoint_root_dir) / "toy")
     summary = experiment.run()
     print_summary(summary)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rftdask.cluster.base import plan_cluster, start_cluster
+from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
@@ -34,7 +34,6 @@ from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
-from rftdask.run.prestart import HeadStart
 from rftdask.run.report import report_run, stage_metrics, write_report
 from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
@@ -111,6 +110,12 @@ class Experiment:
         experiment.client = connect(str(url))
         return experiment
 
+    def prepare(self) -> None:
+        """Start, in the background, what the processes of `run` will be forked from: what else there is to do before
+        that costs no time. `run` does it, too. Raises: UserError: there is no such cluster.
+        """
+        prepare_cluster(self.config, self.config.stage_configs())
+
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
         """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
 
@@ -121,12 +126,12 @@ class Experiment:
         """
         # Checks that change nothing, then what is written down, then the stages one after another, and the last words
         # in any case.
-        began_s = time.time()
-        storage = open_storage(self.config.checkpoint_job_dir)
+        began_s, storage = time.time(), open_storage(self.config.checkpoint_job_dir)
         if open_storage(self.url).url != storage.url:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
+        self.prepare()
         # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
         inputs = check_inputs(stages)
         for number, config in enumerate(stages):
@@ -147,7 +152,6 @@ class Experiment:
                 ProgressView.create(progress) as view,
                 _stopping_on_interrupt(self, view),
                 start_cluster(self.config, layout, storage) as cluster,
-                HeadStart(cluster.client, layout, stages) as ahead,
             ):
                 for number, config in enumerate(stages):
                     began = time.monotonic()
@@ -158,7 +162,7 @@ class Experiment:
                     config = open_run(stage_storage, config, made_of[number].to_json())
                     copy_sources(stage_storage, made_of[number])
                     contents = WholeContents(stage_storage, config.mode, made_of[number], accept=accept_changes)
-                    watcher = _Watcher(self, config, number, stage_storage, cluster, view, ahead, contents)
+                    watcher = _Watcher(self, config, number, len(stages), stage_storage, cluster, view, contents)
                     stage = StageRun(
                         config,
                         stage_storage,
@@ -334,16 +338,16 @@ def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterat
 
 @dataclasses.dataclass
 class _Watcher:
-    """What happens beside a stage as it tells its events: the view, the tracker, the logs, the next stage's start."""
+    """What happens beside a stage as it tells its events: the view, the tracker, the logs."""
 
     experiment: Experiment
     config: Config
     number: int
     """Of the stage, from 0."""
+    num_stages: int
     storage: Storage
     cluster: Cluster
     view: ProgressView
-    ahead: HeadStart
     contents: WholeContents
 
     def __post_init__(self) -> None:
@@ -375,7 +379,7 @@ class _Watcher:
         self.experiment._progress = Progress(
             stage=self.config.name.rpartition("/")[2],
             stage_number=self.number + 1,
-            num_stages=self.ahead.num_stages,
+            num_stages=self.num_stages,
             mode=self.config.mode,
             total_steps=work.train_steps if self._role == "trainer" else work.explore_steps,
         )
@@ -413,7 +417,6 @@ class _Watcher:
         elif isinstance(event, Step):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
         self.experiment._progress = progress
-        self.ahead.after(self.number, event)
         self.view.update(progress)
         if now - self._fed > _FEED_EVERY_S:
             self._fed = now

@@ -164,6 +164,11 @@ class Cluster(ABC):
         """The workers of a run. Raises: UserError: they cannot be had, with the arithmetic; nothing is started."""
 
     @classmethod
+    def prepare(cls, config: Config, stages: list[Config]) -> None:
+        """Begin what takes long and needs no layout, while the rest of the run is checked. Returns at once."""
+        return None  # most have nothing to prepare
+
+    @classmethod
     @abstractmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
         """The running cluster of a run; workers of a batch system join later. Raises: UserError, WaitTimeout."""
@@ -209,6 +214,11 @@ def find_cluster(cluster_type: str, plugin_dirs: Sequence[str] = ()) -> type[Clu
 def plan_cluster(config: Config, stages: list[Config]) -> Layout:
     """The workers of a run. Raises: UserError: they cannot be had, with the arithmetic; nothing is started."""
     return find_cluster(config.cluster.type, config.explorer.plugin_dirs).plan(config, stages)
+
+
+def prepare_cluster(config: Config, stages: list[Config]) -> None:
+    """Begin what takes long and needs no layout. Returns at once. Raises: UserError: there is no such cluster."""
+    find_cluster(config.cluster.type, config.explorer.plugin_dirs).prepare(config, stages)
 
 
 def start_cluster(config: Config, layout: Layout, storage: Storage) -> Cluster:

@@ -6,15 +6,19 @@ They talk TLS: whoever reaches a scheduler's port may run code as its owner, and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.spawn
+import os
 import signal
+import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 import dask
+import distributed.utils
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.security import Security
 
@@ -33,6 +37,7 @@ from rftdask.cluster.base import (
 )
 from rftdask.config import Config
 from rftdask.errors import RoleError, UserError, WaitTimeout
+from rftdask.processes.nursery import ADDRESS, NURSERY, SIGNALS, nursery, start
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -43,6 +48,7 @@ _WORKER_PROCESS = "Dask Worker process (from Nanny)"
 
 log = logging.getLogger(__name__)
 
+_METHOD = "distributed.worker.multiprocessing-method"
 DASK_CONFIG: dict[str, Any] = {
     # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
     # them again without a word (explorer/poison.py tells preemption from poison).
@@ -55,10 +61,28 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.tick.limit": "60s",
     "distributed.comm.retry.count": 3,
-    "distributed.worker.multiprocessing-method": "spawn",
+    _METHOD: "spawn",
     # Workers have no pages: what they would tell, such as addresses and metrics, is told without a password.
     "distributed.worker.http.routes": [],
 }
+
+
+_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", "rftdask.trainer.rank")
+"""What workers and the processes below them import."""
+_MODELS = "transformers.models.auto.modeling_auto"
+"""What loading any model imports."""
+
+
+def start_fork_server(modules: Iterable[str] = ()) -> None:
+    """Have `_IMPORTS` and `modules` imported for the workers of this process, while it goes on. Idempotent."""
+    # Dask would have all imported that it can make use of, in this process, too.
+    distributed.utils._forkserver_preload_set = True
+    start([*dict.fromkeys((*_IMPORTS, *modules))])
+
+
+def _can_fork(has_gpus: bool) -> bool:
+    """Whether workers are forks; the libraries of a GPU, and those of macOS, must not be touched before a fork."""
+    return sys.platform == "linux" and not has_gpus
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
@@ -91,9 +115,9 @@ class _Dask(SpecCluster):
     async def _start(self) -> None:
         # In the thread that starts the workers, which have its mask. What a terminal or SLURM sends to all processes
         # is for the driver; preloads.py takes it in a worker that has its imports behind it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, preloads.BLOCKED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         resource_tracker.ensure_running()  # it unblocks two of them, the first time
-        signal.pthread_sigmask(signal.SIG_BLOCK, preloads.BLOCKED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         await super()._start()  # type: ignore[no-untyped-call]
 
 
@@ -101,11 +125,16 @@ _preparation_data = multiprocessing.spawn.get_preparation_data
 
 
 def _without_main(name: str) -> dict[str, Any]:
+    # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
+    # run in each worker. Ours need nothing of it, for what they are sent is pickled by value.
     data = _preparation_data(name)
-    if name == _WORKER_PROCESS:
+    if name in (_WORKER_PROCESS, NURSERY):
         for key in ("init_main_from_name", "init_main_from_path"):
             data.pop(key, None)
     return data
+
+
+multiprocessing.spawn.get_preparation_data = _without_main
 
 
 def start_dask(
@@ -117,9 +146,6 @@ def start_dask(
     """
     dashboard = {"dashboard": dashboard_address is not None, "dashboard_address": dashboard_address or "127.0.0.1:0"}
     scheduler = {"cls": Scheduler, "options": {"security": security, **dashboard, **options}}
-    # Python has a spawned process import the script that spawns it: one without a `__main__` guard would start its
-    # run in each worker. Ours need nothing of it, for what they are sent is pickled by value.
-    multiprocessing.spawn.get_preparation_data = _without_main
     # A scheduler has an HTTP server also without a dashboard; then it has nothing to tell.
     pages: dict[str, Any] = {} if dashboard_address else {"distributed.scheduler.http.routes": []}
     for attempt in range(_START_ATTEMPTS):
@@ -159,15 +185,30 @@ class LocalCluster(Cluster):
         return plan_layout(stages, section.num_cpus or num_cores(), count_gpus(config))
 
     @classmethod
+    def prepare(cls, config: Config, stages: list[Config]) -> None:
+        """Starts the fork server, with what the engines and trainers of the stages import."""
+        if _can_fork(count_gpus(config) > 0):
+            engines = [engine.traits.imports_ahead for stage in stages for _, engine in stage.explorer.engines()]
+            modules = [module for engine in engines for module in engine]
+            start_fork_server([*modules, *(_MODELS for stage in stages if stage.trainer.has_model)])
+
+    @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
         """Returns when all workers have joined."""
         return cls(layout, config.cluster.dashboard_address, config.cluster.tls)
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
+        self._stack = contextlib.ExitStack()
         # Global to the process, and put back by `close`: a notebook may have a cluster of its own.
-        self._restore = dask.config.set(DASK_CONFIG)
+        self._stack.enter_context(dask.config.set(DASK_CONFIG))
         self._layout = layout
+        self._env: dict[str, str] = {}
+        if _can_fork(any(worker.gpu is not None for worker in layout.workers)):
+            start_fork_server()
+            self._stack.enter_context(dask.config.set({_METHOD: "forkserver"}))
+            # The fork server has the environment of its start, which may be that of an earlier run.
+            self._env = {**os.environ, ADDRESS: self._stack.enter_context(nursery())}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
@@ -188,7 +229,7 @@ class LocalCluster(Cluster):
     def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
         # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
         gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
-        env = {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        env = self._env if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         return worker_spec(worker.name, worker.resources, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:
@@ -220,4 +261,4 @@ class LocalCluster(Cluster):
     def close(self) -> None:
         """Client, workers and scheduler in turn; then the configuration of Dask as it was."""
         close_in_turn(self.client, self._cluster)
-        self._restore.__exit__(None, None, None)
+        self._stack.close()

@@ -19,14 +19,14 @@ import signal
 import threading
 from typing import Any
 
+import setproctitle
 from distributed import Nanny
 
 from rftdask.processes.dask_task import LEAVING_TOPIC
+from rftdask.processes.nursery import ADDRESS, SIGNALS, end_with, reseed
 
 MODULE = __name__
 """What Dask is given to load."""
-BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-"""Signals that a worker beside the driver is started with blocked, and takes once this is loaded."""
 GRACE_VARIABLE = "RFTDASK_SIGTERM_GRACE_S"
 """Environment of a worker that this driver starts: seconds from SIGTERM to its end; 0: at once."""
 GRACE_S = 30.0
@@ -47,8 +47,12 @@ def dask_setup(server: Any) -> None:
     grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
     if grace_s:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
+    if ADDRESS in os.environ:
+        reseed()
+        setproctitle.setproctitle(f"rftdask worker {server.name}")
+        end_with(os.getppid())  # as Dask, which is told nothing of its forks any more, will think that it did
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _end_after(grace_s: float) -> None:

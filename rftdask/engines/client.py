@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rftdask.config.base import plain
-from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines import server
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
@@ -36,7 +36,7 @@ from rftdask.errors import (
     StorageError,
     WaitTimeout,
 )
-from rftdask.processes.child import Child
+from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
 from rftdask.weights.manifest import check_file
 from rftdask.weights.published import Published
@@ -65,6 +65,12 @@ class EngineSpec:
     env: tuple[tuple[str, str], ...] = ()
     sampling: tuple[SamplingParams, ...] = field(default=(), compare=False)
     """The ways in which the run samples: the engine answers a short request of each before it is ready."""
+
+    @property
+    def imports_ahead(self) -> bool:
+        """Whether its imports may have been done by another process; of an engine of a plug-in that is not known."""
+        known = self.section.engine_type in registered_engines()
+        return known and bool(self.section.traits.imports_ahead)
 
     def to_plain(self) -> dict[str, Any]:
         """The spec as msgpack carries it to the process; the threads and the environment go another way."""
@@ -111,6 +117,8 @@ class EngineClient:
             threads=spec.threads,
             env=dict(spec.env),
             log_file=Path(spec.log_file) if spec.log_file else None,
+            # An environment of the user's own may matter to what it imports.
+            may_fork=spec.imports_ahead and dict(spec.env).keys() <= {LOG_LEVEL},
         )
         self._turn = threading.Lock()
         """Held by one caller at a time that loads weights."""

@@ -32,6 +32,7 @@ class FakeEngine(Engine):
     engine_type = "fake"
     has_model = False
     repeats_bits = True
+    imports_ahead = ("rftdask.engines.fake",)
 
     def __init__(
         self, model_path: str = "", *, tokens_per_request: int = 4, vocab_size: int = 100, seconds_per_step: float = 0.0

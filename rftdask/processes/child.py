@@ -2,8 +2,8 @@
 
 The parent and the child speak msgpack over the child's stdin and stdout. The child ends when its stdin closes, whatever
 it is doing, so no orphan outlives its worker. What the child prints goes to stderr, which goes to a log file whose tail
-is part of the error when it dies. A process can be started ahead of its Child, to have done its imports by then. This
-module knows neither Dask nor what the child does.
+is part of the error when it dies. Where there is a nursery (nursery.py), the process is a fork of it, which has the
+imports done. This module knows neither Dask nor what the child does.
 
 Parent:
     child = Child("rftdask.engines.server:serve", {"model_path": ...}, threads=1)
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,8 +34,10 @@ import msgpack
 
 from rftdask import errors
 from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.processes.nursery import ADDRESS, Forked
 from rftdask.text.terminal import SafeFormatter, safe
 
+_MODULE = "rftdask.processes.child"  # also where this is __main__
 _READ_BYTES = 1 << 20
 _TAIL_LINES = 20
 LOG_LEVEL = "RFTDASK_LOG_LEVEL"
@@ -56,38 +58,9 @@ def _send(stream: IO[bytes], message: Any) -> None:
     stream.flush()
 
 
-_ahead: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-"""Processes that wait for their Child, by target and threads."""
-
-
-def start_ahead(target: str, threads: int, modules: Sequence[str] = ()) -> None:
-    """Start the process of the next Child of this target and these threads now; it imports `target` and `modules`.
-
-    One that no Child takes ends with this process; one that waits already is enough.
-    """
-    waiting = _take_ahead(target, threads)
-    _ahead[target, threads] = waiting or _start_process(target, threads, subprocess.DEVNULL, {}, modules)
-
-
-def _take_ahead(target: str, threads: int) -> subprocess.Popen[bytes] | None:
-    process = _ahead.pop((target, threads), None)
-    if process is not None and process.poll() is not None:
-        process.communicate()  # it died; this closes its pipes
-        return None
-    return process
-
-
-def end_ahead() -> None:
-    """End the processes that no Child took."""
-    while _ahead:
-        _, process = _ahead.popitem()
-        process.kill()
-        process.communicate()
-
-
 def _start_process(
-    target: str, threads: int, stderr: int | IO[bytes], env: Mapping[str, str], modules: Sequence[str] = ()
-) -> subprocess.Popen[bytes]:
+    target: str, threads: int, stderr: IO[bytes], env: Mapping[str, str], *, may_fork: bool
+) -> subprocess.Popen[bytes] | Forked:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
     environment = {**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env}
@@ -97,8 +70,12 @@ def _start_process(
     # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
     # activation, and a third of the time.
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
+    address = environment.pop(ADDRESS, None)
+    if address is not None and may_fork:
+        with contextlib.suppress(OSError):  # it has ended; an interpreter of its own does the same, later
+            return Forked(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment)
     return subprocess.Popen(
-        [sys.executable, "-m", "rftdask.processes.child", target, *modules],
+        [sys.executable, "-m", _MODULE, target],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -120,24 +97,22 @@ class Child:
         threads: int = 1,
         env: Mapping[str, str] | None = None,
         log_file: Path | None = None,
+        may_fork: bool = True,
     ) -> None:
-        """Run `target` ("module:function") in an interpreter of its own, with `threads` for its math libraries.
+        """Run `target` ("module:function") in a process of its own, with `threads` for its math libraries.
 
-        env: for a process that was started ahead it is set after the imports.
+        may_fork: from what has imported torch and transformers already; not if `env` is to reach their imports.
         """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
         self._log_file = log_file or Path(self._own_folder.name, f"{name}.log")  # type: ignore[union-attr]
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        process = _take_ahead(target, threads)
-        if process is None:
-            with self._log_file.open("ab") as log:
-                process = _start_process(target, threads, log, env or {})
-        self._process = process
+        with self._log_file.open("ab") as log:
+            self._process = _start_process(target, threads, log, env or {}, may_fork=may_fork)
         self._messages: queue.Queue[Any] = queue.Queue()
         # A reader of its own: a child that says much is never blocked by a parent that is busy.
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
-        self.send({"spec": dict(spec), "env": dict(env or {}), "log": str(self._log_file.absolute())})
+        self.send(dict(spec))
 
     @property
     def pid(self) -> int:
@@ -253,11 +228,8 @@ class Channel:
             _send(self._sink, message)
 
 
-def main(target: str, *modules: str) -> None:
-    """Entry of the child process: the first message has the spec, then `target(spec, channel)` runs.
-
-    modules: imported before that message is waited for, and so is the target's, if there are any.
-    """
+def main(target: str) -> None:
+    """Entry of the child process: the first message is the spec, then `target(spec, channel)` runs."""
     # Libraries print to stdout; the frames need it to themselves, so stdout becomes stderr.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -266,22 +238,14 @@ def main(target: str, *modules: str) -> None:
     # SLURM sends SIGTERM to every process of a job that is to end; the driver ends what it has, in its order. A handler
     # in place of SIG_IGN, which the programs that a child starts would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    channel = Channel(sys.stdin.buffer, sink)
+    channel = Channel(os.fdopen(0, "rb", closefd=False), sink)
+    spec = next(iter(channel))
     module, _, function = target.partition(":")
-    if modules:
-        for name in (module, *modules):
-            importlib.import_module(name)
-    first = next(iter(channel))
-    # Before the target is imported, unless it was started ahead: libraries read their settings when they are imported.
-    os.environ.update(first["env"])
-    with open(first["log"], "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SafeFormatter(_LOG_FORMAT))
     logging.basicConfig(level=os.environ.get(LOG_LEVEL, "INFO"), handlers=[handler], force=True)
     try:
-        getattr(importlib.import_module(module), function)(first["spec"], channel)
+        getattr(importlib.import_module(module), function)(spec, channel)
     except Exception as error:
         # The decision: every failure becomes a message to the parent and a non-zero exit; the traceback is in the log.
         import traceback

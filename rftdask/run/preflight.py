@@ -30,6 +30,7 @@ from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageErr
 from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
+from rftdask.processes.nursery import call
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
@@ -88,12 +89,16 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
         if has_model and not first.is_external:
             _check_model_folder(first.model.model_path, "model.model_path")
-    found = []
-    for stage in stages:
-        for check in (_check_algorithm, _check_staleness):
+    # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
+    with ThreadPoolExecutor(1, "algorithms") as thread:
+        algorithms = [thread.submit(call, _check_algorithm, stage) for stage in stages]
+        for stage in stages:
             with _noted(problems, unchecked):
-                check(stage)
-        found.append(_check_data(stage, problems, unchecked))
+                _check_staleness(stage)
+        found = [_check_data(stage, problems, unchecked) for stage in stages]
+        for checked in algorithms:
+            with _noted(problems, unchecked):
+                checked.result()
     storage = _check_storage(stages[0])
     for stage in stages:
         with _noted(problems):

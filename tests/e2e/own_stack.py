@@ -18,6 +18,7 @@ _NO_CALLS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 Call = tuple[str, str]
 """A function as docs/tour.md links to it: file below the package's parent, and name or Class.name."""
+_FORKS: Call = ("rftdask/processes/nursery.py", "_Nursery._answer")
 
 
 def own_calls() -> list[Call]:
@@ -25,7 +26,9 @@ def own_calls() -> list[Call]:
     codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
     own = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
     names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in own]
-    return [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
+    calls = [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
+    # A fork begins where the nursery was when it forked; its own way begins after that.
+    return calls[calls.index(_FORKS) + 1 :] if _FORKS in calls else calls
 
 
 def write_own_calls(place: str) -> None:

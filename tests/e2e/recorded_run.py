@@ -1,13 +1,12 @@
 """The command line, whose processes tell by which functions of the package they hand work on.
 
-Work changes its thread or process in functions of libraries: an executor's and a Dask client's `submit`, and Popen.
+Work changes its thread or process in these functions: an executor's and a Dask client's `submit`, and a fork.
 These write down the way to them, then do what they always do; the package runs as it is. Workers import this module,
 too, as one of their preloads.
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -17,6 +16,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask import cli
 from rftdask.cluster import local
+from rftdask.processes.nursery import Forked
 from tests.e2e.own_stack import write_own_calls
 
 
@@ -38,13 +38,13 @@ def _function(function: Callable[..., object], *_: Any, **__: Any) -> str | None
     return getattr(function, "__qualname__", None)
 
 
-def _rank_process(command: Any, *_: Any, **__: Any) -> str | None:
-    return "process of a rank" if "rftdask.trainer.rank:serve" in command else None
+def _rank_process(address: str, entry: str, args: Any, *_: Any) -> str | None:
+    return "process of a rank" if "rftdask.trainer.rank:serve" in args else None
 
 
 record(ThreadPoolExecutor, "submit", _function)
 record(distributed.Client, "submit", _function)
-record(subprocess.Popen, "__init__", _rank_process)
+record(Forked, "__init__", _rank_process)
 
 
 def preload_in_workers() -> None:

@@ -23,6 +23,7 @@ from tests.integration.run_cases import (
     ledger_of,
     num_steps,
     run_folder,
+    worker_of,
     write_config,
 )
 
@@ -59,7 +60,7 @@ def test_a_gang_outlives_its_ranks_and_their_workers(
             run.wait_until(lambda: len(run.children(TRAINER)) == num_ranks)
             gang = run.children(TRAINER)
             victim = dice.choice(gang)
-            target = victim if what == "rank" else victim.parent()
+            target = victim if what == "rank" else worker_of(victim)
             assert target is not None
             run.wait_until(lambda done=done: num_steps(folder) >= min(STEPS - 3, done + 2))
             time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step

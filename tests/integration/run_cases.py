@@ -28,6 +28,7 @@ from rftdask import cli
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.shard import ShardName
+from rftdask.processes.nursery import asker_of
 from rftdask.storage import open_storage
 
 DEADLINE_S = 300.0
@@ -202,6 +203,11 @@ class RunProcess:
             return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+
+
+def worker_of(process: psutil.Process) -> psutil.Process:
+    """The worker that a rank or an engine belongs to."""
+    return psutil.Process(asker_of(process.cmdline()) or process.ppid())
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -49,7 +49,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def workers(run: RunProcess) -> list[psutil.Process]:
-    return [process for process in run.survivors() if "spawn_main" in " ".join(process.cmdline())]
+    """What the fork server has forked so far."""
+    below = [process for process in run.survivors() if process.pid != run.process.pid]
+    servers = {process.pid for process in below if process.ppid() == run.process.pid}
+    return [process for process in below if process.ppid() in servers]
 
 
 def send(number: int) -> Callable[[RunProcess], None]:

@@ -29,6 +29,7 @@ from run_cases import (
     ledger_of,
     num_steps,
     run_folder,
+    worker_of,
     write_config,
 )
 
@@ -94,9 +95,7 @@ def test_a_run_grows_from_min_workers_to_max_workers_and_loses_one(tmp_path: Pat
     workers = ("explorer.min_workers=1", "explorer.max_workers=2")
     with RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
         run.wait_until(lambda: len(run.children(ENGINE)) == 2)
-        worker = run.children(ENGINE)[-1].parent()
-        assert worker is not None
-        worker.kill()
+        worker_of(run.children(ENGINE)[-1]).kill()
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended

@@ -23,6 +23,7 @@ from run_cases import (
     num_shards,
     num_steps,
     run_folder,
+    worker_of,
     write_config,
 )
 
@@ -93,8 +94,7 @@ def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_k
 
         (engine,) = run.children(ENGINE)
         shards = num_shards(folder)
-        parent = engine.parent()
-        assert parent is not None
+        parent = worker_of(engine)
         parent.kill()
         run.wait_until(lambda: num_shards(folder) > shards + 2)
         assert not is_running(engine), "the engine outlived its worker"

@@ -51,7 +51,7 @@ class EngineTraits:
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of its section that it follows, of those that not every engine follows."""
     imports_ahead: ClassVar[tuple[str, ...]] = ()
-    """Modules whose import takes seconds, for a process that is started before it is needed. None: not worth it."""
+    """Modules that an engine's process may have imported before its environment is known. None: it imports itself."""
 
 
 class InferenceModelConfig(Section):

@@ -32,6 +32,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
+from rftdask.processes.nursery import end_with
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox import messages
@@ -39,7 +40,6 @@ from rftdask.rollouts.workflows.base import PromptTooLongError, as_reward
 from rftdask.rollouts.workflows.registry import find_workflow
 
 _PACKET_BYTES = 128 << 10
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
 _GRACE_S = 2.0
@@ -57,15 +57,8 @@ def main(control_fd: int) -> None:
         _guard(server, control_fd)
     else:
         os.setsid()  # a signal to the group of one is none to the other's
-        _end_with(guard)
+        end_with(guard)
         _serve(control_fd)
-
-
-def _end_with(parent: int) -> None:
-    """Have this process killed when its parent ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was quicker
-        os._exit(1)
 
 
 def _guard(server: int, control_fd: int) -> None:
@@ -186,7 +179,7 @@ class _ForkServer:
     def _become_fork(self, output_fd: int) -> None:
         # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
-        _end_with(self._pid)
+        end_with(self._pid)
         # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -57,3 +59,27 @@ def busy(spec: Mapping[str, Any], channel: Channel) -> None:
     channel.send(os.getpid())
     while True:
         time.sleep(60)
+
+
+def look(spec: dict[str, Any], channel: Channel) -> None:
+    """Tell what this process is like."""
+    channel.send(
+        {
+            "modules": list(sys.modules),
+            "environment": dict(os.environ),
+            "session": os.getsid(0),
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
+    )
+    for _ in channel:
+        pass
+
+
+def draw(spec: dict[str, Any], channel: Channel) -> None:
+    """Tell a number of Python's global generator and one of NumPy's."""
+    import numpy as np
+
+    channel.send([random.random(), float(np.random.rand())])
+    for _ in channel:
+        pass

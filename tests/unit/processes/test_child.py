@@ -1,7 +1,6 @@
 """Promises of a child process: one answer per frame, typed errors, and no orphan whatever happens to its parent.
 
-A process that was started ahead is the next child's of its target and threads, once, and as good as a new one; or it
-ends unused.
+All of it holds for a fork of a nursery as for an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +19,16 @@ import pytest
 
 import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
-from rftdask.processes.child import Child, end_ahead, start_ahead
+from rftdask.processes.child import Child
+from rftdask.processes.nursery import ADDRESS
 
 HERE = Path(__file__).parent
 ENV = {
     "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]),
     "PYTHONUNBUFFERED": "",  # as most machines have it
 }
+
+
 LONG_S = 60.0
 """Longer than any machine needs; a test that waits so long has failed."""
 
@@ -45,9 +47,11 @@ class Nursery:
         return child
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Nursery]:
+@pytest.fixture(params=["interpreter", "fork"])
+def start(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
     nursery = Nursery(tmp_path)
+    if request.param == "fork":
+        monkeypatch.setenv(ADDRESS, request.getfixturevalue("address"))
     yield nursery
     for child in nursery.children:
         child.close()
@@ -164,47 +168,10 @@ def test_a_target_that_does_not_exist_is_told(start: Nursery) -> None:
         start("no_such_target").receive(LONG_S)
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
-    """A process that was started ahead for echo with three threads."""
-    monkeypatch.setenv("PYTHONPATH", ENV["PYTHONPATH"])
-    before = set(psutil.Process().children())
-    start_ahead("child_targets:echo", 3, ("json.tool",))
-    start_ahead("child_targets:echo", 3, ("json.tool",))
-    (process,) = set(psutil.Process().children()) - before
-    yield process
-    end_ahead()
-    wait_until_gone(process.pid)
-
-
-def test_a_process_started_ahead_becomes_the_next_child_of_its_kind_only(
-    ahead: psutil.Process, start: Nursery, tmp_path: Path
-) -> None:
-    assert start("noisy").pid != ahead.pid
-    child = start("echo", model="m")
-    assert child.pid == ahead.pid
-    assert child.request("x", LONG_S) == {"message": "x", "spec": {"model": "m"}, "threads": "3"}
-    assert start("echo").pid != ahead.pid
-
-
-def test_a_process_started_ahead_writes_to_the_log_of_its_child(
-    ahead: psutil.Process, start: Nursery, tmp_path: Path
-) -> None:
-    child = start("echo")
-    child.request("x", LONG_S)
-    assert Path(f"/proc/{ahead.pid}/fd/2").readlink() == tmp_path / "echo.log"
-
-
-def test_a_process_started_ahead_that_died_is_replaced(ahead: psutil.Process, start: Nursery) -> None:
-    ahead.kill()
-    ahead.wait(LONG_S)
-    assert start("echo").request("x", LONG_S)["message"] == "x"
-
-
 PARENT = """
 import sys, time
 from pathlib import Path
-from rftdask.processes.child import Child, end_ahead, start_ahead
+from rftdask.processes.child import Child
 child = Child("child_targets:busy", {}, name="busy", log_file=Path(sys.argv[1]))
 print(child.receive(60), flush=True)
 if sys.argv[2] == "half":  # a message that is cut off by the kill

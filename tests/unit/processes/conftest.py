@@ -1,0 +1,23 @@
+"""A nursery for the tests of this folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rftdask.processes.nursery import nursery, start
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """The socket of a nursery that finds the targets of these tests, and has imported a module ahead."""
+    sys.path.insert(0, HERE)
+    start(["json.tool"])
+    with nursery() as socket:
+        yield socket
+    sys.path.remove(HERE)

@@ -1,0 +1,137 @@
+"""Promises of the nursery: a fork is as good as an interpreter of its own, and outlives neither nursery nor driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import rftdask
+from rftdask.errors import ConfigError, ProcessLostError, RoleError
+from rftdask.processes import nursery as module
+from rftdask.processes.child import Child
+from rftdask.processes.nursery import ADDRESS, call, nursery, start
+
+HERE = Path(__file__).parent
+LONG_S = 60.0
+
+
+@pytest.fixture
+def forked(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child]:
+    """A child that answers what its process is like, and with a second message what happens to it."""
+    monkeypatch.setenv(ADDRESS, address)
+    monkeypatch.setenv("SET_LATER", "by the worker")
+    child = Child("child_targets:look", {}, name="look", threads=3, env={"OWN": "1"}, log_file=tmp_path / "log")
+    yield child
+    child.close()
+
+
+def test_a_fork_has_the_imports_and_nothing_else_of_its_nursery(forked: Child) -> None:
+    seen = forked.receive(LONG_S)
+    assert "json.tool" in seen["modules"]
+    environment = {"SET_LATER": "by the worker", "OWN": "1", "OMP_NUM_THREADS": "3", ADDRESS: None}
+    assert {name: seen["environment"].get(name) for name in environment} == environment
+    assert seen["session"] == forked.pid, "a terminal's signals are not for it"
+    assert seen["blocked"] == []
+    assert seen["descriptors"] <= 12, "pipes of its siblings, which would not end with their worker"
+    assert "child_targets:look" in " ".join(psutil.Process(forked.pid).cmdline()), "who looks at ps sees what it is"
+
+
+def test_forks_draw_numbers_of_their_own(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ADDRESS, address)
+    children = [Child("child_targets:draw", {}, name="draw", log_file=tmp_path / "log") for _ in range(2)]
+    drawn = [tuple(child.receive(LONG_S)) for child in children]
+    for child in children:
+        child.close()
+    assert len({*drawn[0], *drawn[1]}) == 4
+
+
+def test_how_a_fork_ended_is_known(forked: Child) -> None:
+    forked.receive(LONG_S)
+    os.kill(forked.pid, signal.SIGSEGV)
+    with pytest.raises(ProcessLostError, match="ended with code -11"):
+        forked.receive(LONG_S)
+    assert not forked.alive()
+
+
+def test_forks_end_with_their_nursery_and_the_next_child_is_an_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(HERE))
+    start([])
+    with nursery() as socket:
+        monkeypatch.setenv(ADDRESS, socket)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]))
+        child = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
+        assert child.request("x", LONG_S)["message"] == "x"
+        parent = psutil.Process(child.pid).parent()
+        assert parent is not None
+        parent.kill()
+        with pytest.raises(RoleError):
+            child.receive(LONG_S)
+        psutil.wait_procs([psutil.Process(child.pid)] if psutil.pid_exists(child.pid) else [], timeout=LONG_S)
+        child.close()
+        second = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
+        assert second.request("y", LONG_S)["message"] == "y"
+        assert psutil.Process(second.pid).ppid() == os.getpid()
+        second.close()
+    sys.path.remove(str(HERE))
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from rftdask.processes.child import Child
+from rftdask.processes.nursery import ADDRESS, nursery, start
+import os
+start([])
+with nursery() as socket:
+    os.environ[ADDRESS] = socket
+    child = Child("child_targets:busy", {}, name="busy", log_file=Path(sys.argv[1]))
+    print(child.receive(60), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])])
+    file = tmp_path / "driver.py"
+    file.write_text(DRIVER)
+    command = [sys.executable, str(file), str(tmp_path / "log")]
+    environment = {**os.environ, "PYTHONPATH": path, "MARKED": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        below = psutil.Process(driver.pid).children(recursive=True)
+        assert len(below) >= 3, below  # the fork server, the nursery, the fork; a tracker
+        driver.kill()
+    _, alive = psutil.wait_procs(below, timeout=LONG_S)
+    assert not alive
+
+
+def broken(kind: str) -> int:
+    """For `call`: raises, ends, or returns the process's id."""
+    if kind == "raises":
+        raise ConfigError(["a.b: no", "c.d: no"])
+    if kind.startswith("ends but in") and kind != f"ends but in {os.getpid()}":
+        os._exit(3)
+    return os.getpid()
+
+
+def test_a_call_returns_and_raises_what_the_function_does(address: str) -> None:
+    assert call(broken, "returns") != os.getpid()
+    with pytest.raises(ConfigError) as caught:
+        call(broken, "raises")
+    assert caught.value.problems == ["a.b: no", "c.d: no"]
+    assert call(broken, f"ends but in {os.getpid()}") == os.getpid(), "who kills a fork does not end a run"
+
+
+def test_without_a_fork_server_a_call_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_is_started", False)
+    assert call(broken, "returns") == os.getpid()
