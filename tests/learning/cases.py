@@ -82,6 +82,9 @@ CASES = (
     Case("mix_chord", dataset="echo"),
     Case("on_policy_distill"),
     Case("jsd"),
+    Case("jsd", settings=("algorithm.policy_loss_fn_args={beta: 0.0}",), shows="forward"),
+    Case("jsd", settings=("algorithm.policy_loss_fn_args={beta: 1.0}",), shows="reverse"),
+    Case("jsd", dataset="echo", settings=("algorithm.sample_strategy=mix",), shows="mix"),
     # Datasets.
     Case("sft", {"accuracy": (0.9, 1), "told": (0, 0.1)}, toy="echo", dataset="chats"),
     Case("cpt", toy="echo", dataset="text"),
