@@ -28,7 +28,7 @@ from rftdask.trainer.checkpoint import (
     checkpoint_steps,
     newest_valid_checkpoint,
 )
-from rftdask.trainer.model import dtype_at_rest, export_hf, load_policy
+from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_policy
 from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
 
 _STEP = "global_step_"
@@ -121,14 +121,17 @@ def _model_of(storage: Storage, config: Config) -> str:
 
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     trust = config.model.trust_remote_code
+    trained = {} if config.model.lora_configs else load(files[CHECKPOINT_MODEL_FILE])
     # The architecture and the tokenizer; the weights, too, where adapters alone were trained.
-    model, tokenizer = load_policy(path, "float32", "cpu", trust_remote_code=trust, offline=True)
+    model, tokenizer = load_policy(
+        path, "float32", "cpu", trust_remote_code=trust, offline=True, scalar_head=SCALAR_HEAD in trained
+    )
     if config.model.lora_configs:
         add_adapter(model, settings_of(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_CONFIG_FILE}"]))
         load_adapter(model, load(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"]), "the checkpoint")
         merged(model)
     else:
-        missing, unexpected = model.load_state_dict(load(files[CHECKPOINT_MODEL_FILE]), strict=False)
+        missing, unexpected = model.load_state_dict(trained, strict=False)
         # A tied weight is stored once, under one of its names.
         missing = sorted(set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()))
         if missing or unexpected:

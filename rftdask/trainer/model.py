@@ -40,7 +40,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4
 """Logits that a divergence counts for: plain expressions of two models keep about four times the [Q, V] that the
 logprobs of one do."""
-_SCALAR_HEAD = "score.weight"
+SCALAR_HEAD = "score.weight"
 """What a language model lacks of a reward model."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
 
@@ -89,7 +89,7 @@ def load_policy(
     model: PreTrainedModel = loaded[0]
     report: Mapping[str, Collection[str]] = loaded[1]
     missing = sorted(report["missing_keys"])
-    if scalar_head and missing == [_SCALAR_HEAD]:
+    if scalar_head and missing == [SCALAR_HEAD]:
         torch.nn.init.zeros_(loaded[0].score.weight)
     elif missing:  # transformers fills them at random, with no more than a warning
         raise DataError(f"model.model_path {model_path} lacks the weights {missing}")

@@ -41,14 +41,19 @@ ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
 SPLITS = (None, 1, 3)
 TOLERANCE = 1e-5
-VARIANTS: dict[str, dict[str, Any]] = {
-    "activations again": {"trainer__gradient_checkpointing": True},
-    "adapters": {"model__lora_configs": [{"lora_rank": 4}]},
-    "several updates": {
-        "trainer__ppo_epochs": 2,
-        "trainer__ppo_mini_batch_size": 16,  # of 32: half a batch
-        "algorithm__bypass_old_logprobs": False,
-    },
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "activations again": ("grpo", {"trainer__gradient_checkpointing": True}),
+    "adapters": ("grpo", {"model__lora_configs": [{"lora_rank": 4}]}),
+    "a KL baseline": ("kto", {"algorithm__optimizer__lr": 1e-2}),
+    "a head of one number": ("reward_model", {"algorithm__optimizer__lr": 1e-2}),
+    "several updates": (
+        "grpo",
+        {
+            "trainer__ppo_epochs": 2,
+            "trainer__ppo_mini_batch_size": 16,  # of 32: half a batch
+            "algorithm__bypass_old_logprobs": False,
+        },
+    ),
 }
 PAIRS = (("ddp", 2, 2), ("fsdp2", 2, 2))
 SPLIT_GANGS = {
@@ -109,11 +114,13 @@ def engine(
 def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
     """Rows of very different lengths, 12 of them, and of mix two more."""
     random = np.random.default_rng(shifted_seed(seed))
-    size = 2 if algorithm == "dpo" else 4
+    size = {"dpo": 2, "reward_model": 2, "kto": 1}.get(algorithm, 4)
     count = num_groups * size
     rows = [(random.integers(2, 200, 2 + random.integers(1, 10)).tolist(), 2, None) for _ in range(count)]
     batch = supervised_batch(rows, [f"t/0/{i // size}/{i % size}/0" for i in range(count)], size)
-    if algorithm in ("sft", "dpo"):
+    if algorithm == "kto":
+        return replace(batch, rewards=np.arange(count, dtype=np.float32) % 2)
+    if algorithm in ("sft", "dpo", "reward_model"):
         return batch
     own = replace(
         batch,
@@ -165,11 +172,13 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
 def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of what else may be chosen."""
     differences: dict[str, float] = {}
-    for variant, options in VARIANTS.items():
-        alone, files = trained(model, "grpo", Strategy(gangs[1]), **options)
+    for variant, (algorithm, options) in VARIANTS.items():
+        alone, files = trained(model, algorithm, Strategy(gangs[1]), **options)
         expected = weights_of(files)
         for name in STRATEGIES:
-            found, files = trained(model, "grpo", strategy_of(name, gangs[2]), trainer__micro_batch_size=3, **options)
+            found, files = trained(
+                model, algorithm, strategy_of(name, gangs[2]), trainer__micro_batch_size=3, **options
+            )
             if gangs[2].is_rank0:
                 differences[f"metrics: {variant}, {name}"] = metric_difference(found, alone)
                 differences[f"weights: {variant}, {name}"] = weight_difference(weights_of(files), expected)

@@ -163,7 +163,7 @@ def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: st
         check_inputs([world.with_explorer(name)])
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo", "kto", "mix", "remax", "rec"])
+@pytest.mark.parametrize("name", ["ppo", "dpo", "kto", "reward_model", "mix", "remax", "rec"])
 def test_a_trainer_that_takes_over_ends_with_the_same_weights(world: World, name: str) -> None:
     drops = ("algorithm.advantage_fn_args={drop: balance}",) if name == "rec" else ()
     whole = train(world, world.config(name, *drops, run=f"{name}-whole"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from rftdask.cli import app
@@ -66,12 +66,14 @@ def make_config(model_folder: str, root: Path, lora: bool) -> Config:
     )
 
 
-def make_run(model_folder: str, root: Path, lora: bool = False, steps: int = 2) -> tuple[str, TorchEngine]:
+def make_run(
+    model_folder: str, root: Path, lora: bool = False, steps: int = 2, algorithm: str = "grpo"
+) -> tuple[str, TorchEngine]:
     """A run with a checkpoint of each step, and the trainer that wrote them."""
     config = make_config(model_folder, root, lora)
     storage = open_storage(config.checkpoint_job_dir)
     open_run(storage, config)
-    engine = trainer(model_folder, config.model.lora_configs[0] if config.model.lora_configs else None)
+    engine = trainer(model_folder, config.model.lora_configs[0] if config.model.lora_configs else None, algorithm)
     for step in range(1, steps + 1):
         engine.train_step(rollouts(seed=step), step)
         Checkpoints(storage, "main").save(step, engine.state_files(), {})
@@ -103,6 +105,14 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model_folder: str,
         GenerationConfig.from_pretrained(out).eos_token_id
         == GenerationConfig.from_pretrained(model_folder).eos_token_id
     )
+
+
+def test_a_reward_model_is_converted_as_one(small: str, tmp_path: Path) -> None:
+    run, engine = make_run(small, tmp_path, algorithm="reward_model")
+    convert(run, tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+    assert_close(model(IDS).logits, engine._model(IDS).logits)
 
 
 def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) -> None:
