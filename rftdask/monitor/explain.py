@@ -58,6 +58,13 @@ METRICS: dict[str, Metric] = {
         "watch",
         "In reinforcement learning it need not fall; in SFT and DPO it should.",
     ),
+    "reward_accuracy": Metric(
+        "Preferences in order",
+        "pairs whose chosen response has the higher reward / pairs; kto: responses on the side of their verdict",
+        "fraction, 0 to 1",
+        "up",
+        "At 0.5 nothing is learned. dpo begins at 0, since policy and reference are equal.",
+    ),
     "policy_loss": Metric("Policy loss", "the loss without its KL and entropy terms", "nats", "watch"),
     "kl": Metric(
         "KL to the reference",

@@ -18,6 +18,7 @@ def cases() -> list[Case]:
     """Raises: ImportError: TRL is not installed."""
     from trl.experimental.cpo import CPOTrainer  # heavy and optional, as all of it
     from trl.experimental.orpo import ORPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
     from trl.trainer.reward_trainer import RewardTrainer
 
@@ -32,7 +33,6 @@ def cases() -> list[Case]:
             means = _means(batch)
             trainer = _trainer(
                 beta=0.1,
-                aux_loss_enabled=False,
                 concatenated_forward=lambda *_: (means[::2], means[1::2], means, means, sft(batch)),
             )
             trainer.odds_ratio_loss = lambda *logprobs: ORPOTrainer.odds_ratio_loss(trainer, *logprobs)
@@ -41,40 +41,50 @@ def cases() -> list[Case]:
 
         return theirs
 
+    def dpo(loss_type: str) -> Callable[[Batch], Tensor]:
+        def theirs(batch: Batch) -> Tensor:
+            trainer = _trainer(
+                loss_types=[loss_type],
+                loss_weights=[1.0],
+                beta=0.1,
+                ld_alpha=None,
+                f_divergence_type="reverse_kl",
+                use_weighting=False,
+                precompute_ref_logps=True,
+            )
+            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # all chosen rows come first
+            refs = _sums(batch, batch.ref)
+            inputs = _inputs(batch, order, ref_chosen_logps=refs[::2], ref_rejected_logps=refs[1::2])
+            loss: Tensor = DPOTrainer._compute_loss(trainer, _model(batch, order), inputs, False)
+            return loss
+
+        return theirs
+
+    def our_dpo(loss_type: str) -> Callable[[Batch], Tensor]:
+        return loss_of("dpo", policy_loss_fn_args={"loss_type": loss_type})
+
     def kto(batch: Batch) -> Tensor:
         trainer = _trainer(
-            model=SimpleNamespace(training=True),
             loss_type="kto",
             beta=0.1,
             desirable_weight=1.3,
             undesirable_weight=0.8,
             calculate_KL=True,
             precompute_ref_logps=True,
-            aux_loss_enabled=False,
-            _total_train_tokens=0,
-            _tp_size=1,
             _compute_kl_logps=lambda *_: batch.mismatched[0],
         )
-        prompted = torch.nn.functional.pad(batch.mask.long(), (1, 0))  # what is scored comes after one prompt token
-        said = {"log_probs": batch.policy * batch.mask, "entropy": batch.entropy, "mean_logits": batch.entropy}
-        inputs = {
-            "input_ids": prompted,
-            "attention_mask": torch.ones_like(prompted),
-            "completion_mask": prompted,
+        more = {
             "label": batch.rewards > 0,
-            "ref_logps": (batch.ref * batch.mask).sum(-1),
+            "ref_logps": _sums(batch, batch.ref),
             "ref_KL_logps": batch.mismatched[1],
         }
-        loss: Tensor = KTOTrainer._compute_loss(trainer, lambda **_: SimpleNamespace(**said), inputs, False)
+        loss: Tensor = KTOTrainer._compute_loss(trainer, _model(batch), _inputs(batch, **more), False)
         return loss
 
     def reward_model(batch: Batch) -> Tensor:
         scores = _means(batch)
         trainer = _trainer(
-            model=SimpleNamespace(training=True),
             args=SimpleNamespace(center_rewards_coefficient=None),
-            _total_train_tokens=0,
-            _tp_size=1,
         )
         said = SimpleNamespace(logits=torch.cat([scores[::2], scores[1::2]])[:, None])
         inputs = {"attention_mask": batch.mask}
@@ -84,6 +94,9 @@ def cases() -> list[Case]:
     weighted = loss_of("kto", policy_loss_fn_args={"desirable_weight": 1.3, "undesirable_weight": 0.8})
     by_token = "SFT's part is a mean over all chosen tokens, prompts too; ours is the paper's, by response"
     return [
+        Case("dpo loss", our_dpo("sigmoid"), dpo("sigmoid"), _KINDS),
+        Case("dpo loss, hinge", our_dpo("hinge"), dpo("hinge"), _KINDS),
+        Case("ipo loss", our_dpo("ipo"), dpo("ipo"), _KINDS),
         Case("kto loss, weights 1.3 and 0.8", weighted, kto, _KINDS),
         Case("reward model loss", loss_of("reward_model"), reward_model, _KINDS),
         Case("simpo loss, beta 2, gamma 1", loss_of("simpo"), simpo, _KINDS),
@@ -92,9 +105,28 @@ def cases() -> list[Case]:
     ]
 
 
+def _model(batch: Batch, order: Any = slice(None)) -> Callable[..., Any]:
+    """What a model of TRL's fused head would say of a batch's rows."""
+    said = {name: batch.entropy[order] for name in ("entropy", "mean_logits")}
+    said |= {"log_probs": (batch.policy * batch.mask)[order], "is_top1": batch.mask[order]}
+    return lambda **_: SimpleNamespace(**said)
+
+
+def _inputs(batch: Batch, order: Any = slice(None), **more: Any) -> dict[str, Any]:
+    """One prompt token, and after it what is scored."""
+    prompted = torch.nn.functional.pad(batch.mask[order].long(), (1, 0))
+    names = ("input_ids", "attention_mask", "completion_mask")
+    return {**dict.fromkeys(names, prompted), **more}
+
+
+def _sums(batch: Batch, logprobs: Tensor) -> Tensor:
+    """[B] logprob of each row."""
+    return (logprobs * batch.mask).sum(-1)
+
+
 def _means(batch: Batch) -> Tensor:
     """[B] mean logprob of each row."""
-    return (batch.policy * batch.mask).sum(-1) / batch.mask.sum(-1)
+    return _sums(batch, batch.policy) / batch.mask.sum(-1)
 
 
 def _sft_by_response(batch: Batch) -> Tensor:
@@ -110,4 +142,12 @@ def _trainer(**settings: Any) -> Any:
     accelerator = SimpleNamespace(
         device="cpu", **{name: lambda value, *_: value for name in ("gather", "gather_for_metrics")}
     )
-    return SimpleNamespace(accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)), **settings)
+    return SimpleNamespace(
+        accelerator=accelerator,
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **settings,
+    )
