@@ -207,11 +207,19 @@ class TextRows:
 
 
 def schema_of(schema: str, dataset: Dataset, fmt: FormatConfig) -> tuple[str, FormatConfig]:
-    """How rows are read: "kto" as "sft" where the dataset has labels, else as "dpo"; any other schema as it is."""
+    """How rows are read: "kto" as "sft" where the dataset has labels, else as "dpo"; any other schema as it is.
+
+    Raises: DataError: a dataset for "kto" has neither labels nor pairs.
+    """
     if schema != "kto":
         return schema, fmt
     # Beside a label a whole chat does not say which answer is meant.
     has_label = fmt.label_key in dataset.columns
+    if not has_label and fmt.chosen_key not in dataset.columns:
+        raise DataError(
+            f"it has neither verdicts (column {fmt.label_key!r}, format.label_key) nor pairs (column "
+            f"{fmt.chosen_key!r}, format.chosen_key); columns: {', '.join(dataset.columns)}"
+        )
     return ("sft", fmt.model_copy(update={"messages_key": ""})) if has_label else ("dpo", fmt)
 
 

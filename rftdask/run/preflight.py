@@ -246,8 +246,8 @@ def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
     """The dataset of a buffer. Raises: DataError: there is none, or its format does not fit its first rows."""
     path, split = section.path or "", section.split
     dataset = open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
-    schema, fmt = schema_of(schema, dataset, section.format)
     try:
+        schema, fmt = schema_of(schema, dataset, section.format)
         check_columns(dataset, schema, fmt)
         for number in range(min(len(dataset), _ROWS_READ_AHEAD) if schema != "cpt" else 0):
             read_examples(schema, number, dataset[number], fmt)

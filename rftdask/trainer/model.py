@@ -220,10 +220,16 @@ def row_scores(model: torch.nn.Module, rows: PackedRows) -> Tensor:
         counted_Q = counted_Q.masked_fill(rows.target_Q == scorer.config.pad_token_id, 0)
     last_B = rows.aligned(counted_Q).amax(dim=-1)
     prompt_end_B = rows.place_Q[rows.column_Q == 0] - 1
-    # In float32 whatever the products before it: only the difference of two scores counts.
+    last_BH, weight_1H, bias_1 = (
+        hidden_SH.index_select(0, prompt_end_B + last_B),
+        scorer.score.weight,
+        scorer.score.bias,
+    )
+    # In float32 whatever the products before it, and weights that lie in bfloat16: the difference of two scores counts.
     with torch.autocast(hidden_SH.device.type, enabled=False):
-        scores_B: Tensor = scorer.score(hidden_SH.index_select(0, prompt_end_B + last_B).float())[:, 0]
-    return scores_B[:, None].expand(-1, rows.max_response)
+        bias_1 = None if bias_1 is None else bias_1.float()
+        scores_B1 = torch.nn.functional.linear(last_BH.float(), weight_1H.float(), bias_1)
+    return scores_B1.expand(-1, rows.max_response)
 
 
 def entropy(logprobs_QV: Tensor) -> Tensor:

@@ -179,6 +179,12 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
     assert reader.sequences_per_row == 2
 
 
+def test_rows_with_neither_verdicts_nor_pairs_are_told() -> None:
+    rows = Rows(({"prompt": "a", "response": "b", "good": True},))
+    with pytest.raises(DataError, match=r"neither verdicts \(column 'label', format.label_key\) nor pairs"):
+        LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
+
+
 def test_a_label_that_is_no_verdict_is_told() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
     with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; true or false is needed"):
