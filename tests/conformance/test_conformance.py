@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from rftdask.cli import app
+from rftdask.testing.conformance import formulas
 from rftdask.testing.conformance import run as runner
 from rftdask.testing.conformance.cases import Case, Peer, loss_of, sample_batch
 from rftdask.testing.conformance.run import PEERS, Row, failures, format_table, run_conformance
@@ -25,6 +26,10 @@ def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: lis
     mine = [row for row in rows if row.peer == name]
     assert [row.note for row in mine if row.status == "skipped"] == []
     assert failures(mine) == []
+
+
+def test_our_losses_are_formulas_written_down_once_more() -> None:
+    assert {compare(case) for case in formulas.cases()} == {"agree"}
 
 
 def compare(case: Case) -> str:

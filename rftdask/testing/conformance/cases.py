@@ -14,9 +14,12 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.losses.base import LossInputs
+from rftdask.trainer.engines.critic import value_loss
 
 NOT_EXTREME = ("padded", "holes", "short", "empty")
 """Kinds of batches on which peers that do not bound log-ratios agree with us."""
+STEP = 3
+"""Training step of every batch."""
 MAX_TOKENS = 12
 """Width of the batches, and the longest response."""
 
@@ -67,6 +70,32 @@ class Batch:
     def teacher_logits(self) -> Tensor:
         """The same of `ref`."""
         return torch.stack([self.ref.roll(word, dims=1) for word in range(MAX_TOKENS)], dim=-1)
+
+    @property
+    def experts(self) -> Tensor:
+        """[B] bool, the two rows of a group, as demonstrations of a mixture."""
+        return self.groups == 1
+
+    @property
+    def rollouts(self) -> Tensor:
+        """[B] int64: two rollouts in each group, two of all six with two turns, which come in their order."""
+        return torch.tensor([0, 1, 0, 2, 3, 3, 4, 5])
+
+    @property
+    def turns(self) -> Tensor:
+        """[B] int64, place of the row in its rollout."""
+        return torch.tensor([0, 0, 1, 0, 0, 1, 0, 0])
+
+    @property
+    def states(self) -> Tensor:
+        """[B] int64: some in one group, some in two, and one that nobody told."""
+        return torch.tensor([0, 0, 1, -1, 2, 1, 2, 0])
+
+    @property
+    def turn_rewards(self) -> Tensor:
+        """[B] whole numbers, no two alike: peers divide by a spread in float32, and that of two rewards which nearly
+        agree is mostly rounding."""
+        return self.values[:, 0].argsort().argsort().to(self.rewards.dtype)
 
     @property
     def float_mask(self) -> Tensor:
@@ -143,9 +172,16 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
             policy_logprobs_BT=batch.policy,
             rollout_logprobs_BT=batch.sampler if correct else batch.old,
             loss_mask_BT=batch.mask,
-            token_weights_BT=algorithm.token_weights(batch.mask, max_tokens=MAX_TOKENS, dtype=batch.policy.dtype),
+            token_weights_BT=algorithm.token_weights(
+                batch.mask,
+                max_tokens=MAX_TOKENS,
+                expert_mask_B=batch.experts,
+                step=STEP,
+                dtype=batch.policy.dtype,
+            ),
             advantages_BT=batch.advantages,
             ref_logprobs_BT=batch.ref,
+            expert_mask_B=batch.experts,
             proximal_logprobs_BT=batch.old if correct else None,
             divergence_BT=divergence_BT,
             rewards_B=batch.rewards,
@@ -156,8 +192,20 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
     return ours
 
 
-def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[[Batch], Tensor]:
-    """Our advantages of a batch, [B, T]."""
+def value_loss_of(clip: float) -> Callable[[Batch], Tensor]:
+    """Our loss of a critic: `policy` as its values, `old` as those before the batch, `ref` as the returns."""
+
+    def ours(batch: Batch) -> Tensor:
+        loss_BT = value_loss(batch.policy, batch.old, batch.ref, clip)
+        return (loss_BT * batch.mask).sum() / batch.mask.sum()
+
+    return ours
+
+
+def advantages_of(
+    name: str, args: Mapping[str, Any] | None = None, *, turns: bool = False
+) -> Callable[[Batch], Tensor]:
+    """Our advantages of a batch, [B, T]; `turns`: some rows are turns of one rollout, else each is a rollout."""
     function = make_part("advantage_fn", name, args)
 
     def ours(batch: Batch) -> Tensor:
@@ -172,6 +220,10 @@ def advantages_of(name: str, args: Mapping[str, Any] | None = None) -> Callable[
             entropy_NT=batch.entropy,
             necs_NT=batch.entropy_change,
             baseline_rewards_N=batch.rewards.flip(0),
+            rollout_N=batch.rollouts if turns else None,
+            turn_N=batch.turns if turns else None,
+            state_N=batch.states if turns else None,
+            turn_rewards_N=batch.turn_rewards if turns else None,
         )
         result: AdvantageResult = function(inputs)
         return result.per_token(batch.mask) * (1 if result.keep_NT is None else result.keep_NT)
@@ -186,7 +238,8 @@ def token_rewards(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Peer:
-    """An installed framework: its distribution's name and a function that imports it and lists the cases."""
+    """An installed framework: its distribution's name ("": none has to be installed) and a function that imports it and
+    lists the cases."""
 
     name: str
     distribution: str

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import Batch, Case, loss_of
+from rftdask.testing.conformance.cases import Batch, Case, loss_of, value_loss_of
 
 UNUSED_BY_THE_LOSSES = ("deepspeed",)
 
@@ -25,6 +25,10 @@ def cases() -> list[Case]:
     def ppo(**settings: Any) -> Callable[[Batch], Tensor]:
         module = losses.PolicyLoss(**settings)
         return lambda b: module(b.policy, b.old, b.advantages, b.float_mask, rollout_log_probs=b.sampler)[0]
+
+    def value(clip: float) -> Callable[[Batch], Tensor]:
+        module = losses.ValueLoss(clip_eps=clip)
+        return lambda b: module(b.policy, b.old, b.ref, b.float_mask)
 
     def sft(token_level: bool) -> Callable[[Batch], Tensor]:
         module = losses.SFTLoss(token_level_loss=token_level)
@@ -54,6 +58,12 @@ def cases() -> list[Case]:
     def our_dpo(**args: Any) -> Callable[[Batch], Tensor]:
         return loss_of("dpo", policy_loss_fn_args=args)
 
+    def decoupled(cap: float) -> Case:
+        theirs = ppo(is_correction_level="token", is_correction_mode="mask", is_correction_threshold=(0.0, cap))
+        args = {"clip_ratio_c": None, "behavior_weight_cap": cap}
+        ours = loss_of("decoupled_ppo", correct=True, policy_loss_fn_args=args)
+        return Case(f"decoupled_ppo loss, behavior weights up to {cap}", ours, theirs)
+
     gspo = loss_of("gspo", policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.2})
     by_sum = "log-ratios are summed; ours are means over tokens, as in TRL"
     return [
@@ -62,6 +72,9 @@ def cases() -> list[Case]:
         Case("ppo loss, dual clip 3", loss_of(), ppo(dual_clip=3.0)),
         Case("ppo loss with TIS (token, clipped to a band)", corrected("truncate"), is_ppo("clip")),
         Case("ppo loss with IcePop", corrected("mask"), is_ppo("mask")),
+        decoupled(5.0),
+        decoupled(1.1),
+        *(Case(f"value loss, clipped at {clip}", value_loss_of(clip), value(clip)) for clip in (0.2, 5.0)),
         Case("gspo loss", gspo, ppo(policy_loss_type="gspo"), ("padded", "holes", "short"), **loose),
         Case("sft loss, token mean", loss_of("sft"), sft(True)),
         Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), **loose),

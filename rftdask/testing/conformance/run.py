@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftdask.testing.conformance import openrlhf, trinity, trl, verl
+from rftdask.testing.conformance import formulas, openrlhf, trinity, trl, verl
 from rftdask.testing.conformance.cases import Batch, Case, Peer, sample_batch
 
 PEERS = (
@@ -14,6 +14,7 @@ PEERS = (
     Peer("verl", "verl", verl.cases),
     Peer("OpenRLHF", "openrlhf", openrlhf.cases),
     Peer("Trinity-RFT", "trinity-rft", trinity.cases),
+    Peer("own formula", "", formulas.cases),
 )
 TOLERANCE_32 = 1e-6
 
@@ -37,7 +38,7 @@ def run_conformance(num_seeds: int = 4) -> list[Row]:
     rows = []
     for peer in PEERS:
         try:
-            version = importlib.metadata.version(peer.distribution)
+            version = importlib.metadata.version(peer.distribution) if peer.distribution else ""
             cases = peer.cases()
         except (ImportError, AttributeError, RuntimeError, OSError) as error:
             # A peer's import may fail in many ways that are not ours to mend; the row keeps the reason.
@@ -91,6 +92,6 @@ def format_table(rows: list[Row]) -> str:
     lines = ["| Peer | Function | Result | Largest error (float32) | Note |", "|---|---|---|---|---|"]
     for row in rows:
         error = f"{row.error:.1e}" if row.status in ("agree", "FAILED") else ""
-        lines.append(f"| {row.peer} {row.version} | {row.what} | {row.status} | {error} | {row.note} |")
+        lines.append(f"| {f'{row.peer} {row.version}'.strip()} | {row.what} | {row.status} | {error} | {row.note} |")
     counts = {status: sum(row.status == status for row in rows) for status in ("agree", "differs", "FAILED", "skipped")}
     return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items())])

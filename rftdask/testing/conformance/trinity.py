@@ -1,12 +1,14 @@
 """Trinity-RFT: its policy loss classes and trainer-side advantage functions. Imported late: it may not be there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import NOT_EXTREME, Batch, Case, advantages_of, loss_of, token_rewards
+from rftdask.testing.conformance.cases import NOT_EXTREME, STEP, Batch, Case, advantages_of, loss_of, token_rewards
 
 
 def cases() -> list[Case]:
@@ -37,6 +39,21 @@ def cases() -> list[Case]:
         }
         return case(f"rec loss, {clip} clip, weight {weight}, {regularizer}", "rec", **args)
 
+    def mixture(what: str, name: str, **args: Any) -> Case:
+        # Sizes by hand, so that its weights of the parts are 1: a batch is one micro-batch.
+        sizes = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8}
+        sizes |= {"train_batch_size_usual": 6, "train_batch_size_expert": 2}
+        module = POLICY_LOSS_FN.get(name)(**{"clip_range": 0.2, **args, **sizes})
+
+        def theirs(b: Batch) -> Tensor:
+            given = {"log_prob": b.policy, "old_log_probs": b.old, "advantages": b.advantages, "expert_mask": b.experts}
+            loss: Tensor = module(**given, response_mask=b.float_mask, step=torch.full((8,), STEP))[0]
+            return loss
+
+        return Case(what, loss_of(name, policy_loss_fn_args=args), theirs, NOT_EXTREME, tolerance_64=1e-7)
+
+    chord = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.9, "mu_valley": 0.1}
+    warming = {"mu_warmup_steps": 5, "mu_peak": 0.9, "enable_phi_function": False}
     same = ("ppo", "cispo", "topr", "opmd", "sppo", "rec", "importance_sampling")
     detached = "the gate is detached and multiplies log p: its gradient grows with the ratio, nothing is clipped"
     one_logit = "all pairs of a micro-batch are summed into one logit; ours has one per pair"
@@ -53,7 +70,11 @@ def cases() -> list[Case]:
         case("sapo loss", "sapo", differs=detached),
         case("dpo loss", "dpo", ("padded", "holes"), one_logit),
         case(norm, "ppo", ("padded",), by_width, loss_agg_mode=norm),
+        mixture("mix loss, mu 0.3", "mix", mu=0.3),
+        mixture("mix_chord loss, its mu in decay", "mix_chord", **chord),
+        mixture("mix_chord loss, warming up, without phi", "mix_chord", **warming),
         *_advantage_cases(),
+        *_group_cases(),
     ]
 
 
@@ -102,4 +123,87 @@ def _advantage_cases() -> list[Case]:
             for share, args in ((x, f"mu 0.1, at most {x} of the tokens") for x in (0.1, 1.0))
         ),
         case("GAE advantage", "ppo", PPOAdvantageFn, ("holes",), enters, gamma=0.9),
+    ]
+
+
+def _group_cases() -> list[Case]:
+    """Advantages that it makes in its explorer, of lists of experiences."""
+    from trinity.algorithm.advantage_fn.asymre_advantage import ASYMREGroupAdvantage
+    from trinity.algorithm.advantage_fn.gigpo_advantage import GiGPOAdvantageFn
+    from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
+    from trinity.algorithm.advantage_fn.opmd_advantage import OPMDGroupAdvantage
+    from trinity.algorithm.advantage_fn.rec_advantage import RECGroupedAdvantage
+
+    def told(batch: Batch, row: int) -> dict[str, Any]:
+        state = {} if batch.states[row] < 0 else {"env_state_hash": int(batch.states[row])}
+        return {**state, "step_reward": float(batch.turn_rewards[row])}
+
+    def case(
+        what: str,
+        name: str,
+        cls: Callable[..., Any],
+        differs: str = "",
+        turns: bool = False,
+        ours: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> Case:
+        def theirs(b: Batch) -> Tensor:
+            rows = [
+                SimpleNamespace(
+                    eid=SimpleNamespace(
+                        tid=int(b.groups[row]),
+                        rid=int(b.rollouts[row]) if turns else row,
+                        step=int(b.turns[row]) if turns else 0,
+                    ),
+                    reward=float(b.rewards[row]),
+                    info=told(b, row) if turns else {},
+                    action_mask=b.float_mask[row],
+                )
+                for row in range(len(b.rewards))
+            ]
+            cls(**args).process(rows)
+            return torch.stack([row.advantages for row in rows])
+
+        mine = advantages_of(name, {**args, **(ours or {})}, turns=turns)
+        return Case(what, mine, theirs, ("padded", "holes", "short"), differs=differs, float32_only=True)
+
+    def with_rewards(case: Case, rewards: Callable[[Batch], Tensor]) -> Case:
+        """The same with other rewards on both sides."""
+        ours, theirs = (lambda b, side=side: side(replace(b, rewards=rewards(b))) for side in (case.ours, case.theirs))
+        return replace(case, ours=ours, theirs=theirs)
+
+    def sums_of_turns(b: Batch) -> Tensor:
+        sums_R = torch.zeros(6, dtype=b.rewards.dtype).index_add_(0, b.rollouts, b.turn_rewards)
+        return sums_R[b.rollouts]
+
+    def step_wise(what: str, **args: Any) -> Case:
+        name = f"step_wise_grpo advantage (multi_step_grpo){what}"
+        return with_rewards(
+            case(name, "step_wise_grpo", StepWiseGRPOAdvantageFn, turns=True, **args), lambda b: b.turn_rewards
+        )
+
+    def gigpo(what: str, differs: str = "", **args: Any) -> Case:
+        args = {"gamma": 0.9, "omega": 0.7, **args}
+        return case(f"gigpo advantage, {what}", "gigpo", GiGPOAdvantageFn, differs, turns=True, **args)
+
+    batch_wide: dict[str, Any] = {"ours": {"anchor_scope": "batch"}}
+    rest = "what a rollout's reward is beyond its turns' is dropped; ours is the last turn's"
+    all_tasks = "turns of all tasks from one state are compared; the paper's groups, and ours, are within a task"
+    return [
+        *(
+            case(f"opmd advantage (sppo's, too), {base}", "opmd", OPMDGroupAdvantage, opmd_baseline=base, tau=0.7)
+            for base in ("mean", "logavgexp")
+        ),
+        case("asymre advantage, shift -0.3", "asymre", ASYMREGroupAdvantage, baseline_shift=-0.3),
+        case("rec advantage", "rec", RECGroupedAdvantage),
+        case("rec advantage, divided by sigma", "rec", RECGroupedAdvantage, std_normalize=True),
+        step_wise(""),
+        step_wise(", by the number of turns", enable_step_norm=True),
+        step_wise(", sigma of the batch", std_cal_level="batch"),
+        *(
+            with_rewards(gigpo(f"states of the batch, fnorm {norm}", fnorm=norm, **batch_wide), sums_of_turns)
+            for norm in ("none", "std")
+        ),
+        with_rewards(gigpo("states of a task", all_tasks), sums_of_turns),
+        gigpo("rewards beyond the turns'", rest, **batch_wide),
     ]

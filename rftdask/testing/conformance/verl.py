@@ -1,13 +1,24 @@
 """verl: the functions of verl.trainer.ppo.core_algos."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rftdask.algorithm.aggregation import AGGREGATIONS
-from rftdask.testing.conformance.cases import NOT_EXTREME, Batch, Case, advantages_of, loss_of, token_rewards
+from rftdask.algorithm.compose import make_part
+from rftdask.testing.conformance.cases import (
+    NOT_EXTREME,
+    Batch,
+    Case,
+    advantages_of,
+    loss_of,
+    token_rewards,
+    value_loss_of,
+)
 
 
 def cases() -> list[Case]:
@@ -32,6 +43,20 @@ def cases() -> list[Case]:
 
     clip = {"clip_range_low": 0.2, "clip_range_high": 0.28}
     dppo = loss_of("dppo", policy_loss_fn_args={"mask_low": 0.2, "mask_high": 0.28, "kl_tau": 0.0})
+    tau = 0.1
+    with_kl = loss_of("dppo", policy_loss_fn_args={"mask_low": 0.2, "mask_high": 0.28, "kl_tau": tau})
+
+    def dppo_and_kl(b: Batch) -> Tensor:
+        # (log r)^2, of which its k2 is the half.
+        squares = 2 * core_algos.kl_penalty(b.policy, b.old, "k2")
+        mean: Tensor = core_algos.agg_loss(squares, b.float_mask, "token-mean", batch_num_tokens=b.mask.sum())
+        return loss("dppo_tv")(b) + tau * mean
+
+    def value(clip: float) -> Callable[[Batch], Tensor]:
+        return lambda b: core_algos.compute_value_loss(
+            b.policy, b.ref, b.old, b.float_mask, clip, batch_num_tokens=b.mask.sum()
+        )[0]
+
     gspo = loss_of("gspo", policy_loss_fn_args=clip), loss("gspo", "seq-mean-token-mean")
     return [
         *(
@@ -47,10 +72,33 @@ def cases() -> list[Case]:
         Case("sapo loss", loss_of("sapo"), loss("sapo"), **loose),
         Case("cispo loss", loss_of("cispo", policy_loss_fn_args=clip), loss("cispo")),
         Case("gradient of dppo without its KL term", dppo, loss("dppo_tv"), NOT_EXTREME, compare_value=False),
+        Case("gradient of dppo with its KL term", with_kl, dppo_and_kl, NOT_EXTREME, compare_value=False),
+        *(Case(f"value loss, clipped at {clip}", value_loss_of(clip), value(clip)) for clip in (0.2, 5.0)),
+        Case("adaptive KL coefficient, eight steps", _our_coefs, partial(_their_coefs, core_algos)),
         *(Case(f"{name} estimate in a loss", _kl(name), kl(name)) for name in ("k1", "k2", "abs", "low_var_kl")),
         Case("k3 estimate in a loss", _kl("k3"), kl("k3"), differs="k3 is bounded to +-10; ours is low_var_kl"),
         *_advantage_cases(core_algos),
     ]
+
+
+_CONTROL: dict[str, float] = {"target_kl": 0.5, "horizon": 100}
+
+
+def _our_coefs(batch: Batch) -> Tensor:
+    controller = make_part("kl_loss_fn", "k2", {"kl_coef": 0.3, "adaptive": True, **_CONTROL})
+    coefs = [0.3]
+    for kl in batch.rewards.abs().tolist():
+        coefs.append(controller.next_coef(coefs[-1], kl, 32))
+    return torch.tensor(coefs, dtype=torch.float64)
+
+
+def _their_coefs(core_algos: Any, batch: Batch) -> Tensor:
+    controller = core_algos.AdaptiveKLController(0.3, **_CONTROL)
+    coefs = [0.3]
+    for kl in batch.rewards.abs().tolist():
+        controller.update(kl, 32)
+        coefs.append(controller.value)
+    return torch.tensor(coefs, dtype=torch.float64)
 
 
 def _kl(name: str) -> Callable[[Batch], Tensor]:
