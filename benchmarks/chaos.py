@@ -126,7 +126,7 @@ def weights_of(folder: Path) -> bytes:
 def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
     """What is not as it should be."""
     done = subprocess.run(
-        [sys.executable, "-m", "rftdask.cli", "status", str(folder), "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "rftdask", "status", str(folder), "--json"], capture_output=True, text=True
     )
     (status,) = json.loads(done.stdout)["stages"]
     counts = dict(status["experiences"])

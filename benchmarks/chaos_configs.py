@@ -59,7 +59,7 @@ def quickstart_tree(folder: Path, explorers: int) -> Tree:
     stages, common = tree.pop("stages"), {**tree, "checkpoint_root_dir": str(folder), "seed": 0}
     warmup = folder / "warmup.yaml"
     warmup.write_text(yaml.safe_dump({**common, "name": "warmup", "stages": stages[:1]}))
-    command = [sys.executable, "-m", "rftdask.cli", "run", str(warmup), "--progress", "none"]
+    command = [sys.executable, "-m", "rftdask", "run", str(warmup), "--progress", "none"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     from rftdask import Experiment

@@ -29,7 +29,7 @@ from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
 MARK = "RFTDASK_CHAOS_RUN"
-ENGINE, RANK, DRIVER = "rftdask.engines.server:serve", "rftdask.trainer.rank:serve", "rftdask.cli run"
+ENGINE, RANK, DRIVER = "rftdask.engines.server:serve", "rftdask.trainer.rank:serve", "-m rftdask run"
 TARGETS = {"explorer worker": ENGINE, "engine": ENGINE, "trainer": RANK, "trainer worker": RANK, "driver": DRIVER}
 """What to kill -> what is in the command line of it or, for workers, of its child."""
 ORPHANS_S = 120.0
@@ -153,7 +153,7 @@ class LocalRun(Run):
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "rftdask.cli", "run", str(self.config), "--progress", "plain"],
+            [sys.executable, "-m", "rftdask", "run", str(self.config), "--progress", "plain"],
             env=self.environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -185,7 +185,7 @@ class SlurmRun(Run):
         self._urgent: list[str] = []
         """Jobs that preempted one of the run's."""
         done = subprocess.run(
-            [sys.executable, "-m", "rftdask.cli", "submit", str(config)],
+            [sys.executable, "-m", "rftdask", "submit", str(config)],
             env=self.environment(),
             capture_output=True,
             text=True,

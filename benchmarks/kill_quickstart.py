@@ -79,7 +79,7 @@ class Quickstart:
 
     def problems(self) -> list[str]:
         """What the audit finds, and processes that outlive the run."""
-        command = [sys.executable, "-m", "rftdask.cli", "status", str(self.run), "--json"]
+        command = [sys.executable, "-m", "rftdask", "status", str(self.run), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         stages = json.loads(done.stdout)["stages"]
         found = [f"the audit says of {stage['name']}: {text}" for stage in stages for text in stage["problems"]]

@@ -537,7 +537,3 @@ def main() -> None:
         # A bug, whose traceback quotes what others wrote.
         _say(traceback.format_exc().rstrip(), err=True)
         sys.exit(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    main()

@@ -244,4 +244,4 @@ def _dependency(script: Script, job_id: str) -> list[str]:
 
 
 def _rftdask(*arguments: str) -> str:
-    return shlex.join([sys.executable, "-m", "rftdask.cli", *arguments])
+    return shlex.join([sys.executable, "-m", "rftdask", *arguments])

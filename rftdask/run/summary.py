@@ -219,7 +219,7 @@ def _command(name: str) -> str:
     """How a shell starts this program of the Python that runs now, which need not be on its PATH."""
     program = Path(sys.executable).parent / name
     if not program.exists():  # installed without its scripts
-        module = {"rftdask": "rftdask.cli", "tensorboard": "tensorboard.main"}[name]
+        module = {"rftdask": "rftdask", "tensorboard": "tensorboard.main"}[name]
         return f"{shlex.quote(sys.executable)} -m {module}"
     found = shutil.which(name)
     return name if found is not None and os.path.samefile(found, program) else shlex.quote(str(program))

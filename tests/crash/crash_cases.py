@@ -15,7 +15,7 @@ DEADLINE_S = 280.0
 
 def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """(exit code, what it printed) of `rftdask crashtest FOLDER --json ARGUMENTS`."""
-    command = [sys.executable, "-m", "rftdask.cli", "crashtest", str(folder), "--json", *arguments]
+    command = [sys.executable, "-m", "rftdask", "crashtest", str(folder), "--json", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE_S)
     assert done.stdout, done.stderr

@@ -112,7 +112,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 def shell(command: str, folder: Path) -> str:
     """A line of the guide, as a person types it in the folder of its configuration."""
     done = subprocess.run(
-        ["bash", "-c", f'rftdask() {{ {sys.executable} -m rftdask.cli "$@"; }}; {command}'],
+        ["bash", "-c", f'rftdask() {{ {sys.executable} -m rftdask "$@"; }}; {command}'],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,

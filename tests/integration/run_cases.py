@@ -120,7 +120,7 @@ class RunProcess:
         """program: what to run in place of the command line, for example a script."""
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, *(program or ("-m", "rftdask.cli")), *arguments],
+            [sys.executable, *(program or ("-m", "rftdask")), *arguments],
             env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1", **(env or {}), MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

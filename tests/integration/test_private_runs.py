@@ -13,7 +13,7 @@ import yaml
 
 from tests.integration.run_cases import RunProcess, call_cli, run_folder, write_config
 
-MASKLESS = "import os, sys; os.umask(0); os.execv(sys.executable, [sys.executable, '-m', 'rftdask.cli', *sys.argv[1:]])"
+MASKLESS = "import os, sys; os.umask(0); os.execv(sys.executable, [sys.executable, '-m', 'rftdask', *sys.argv[1:]])"
 WORKFLOW = """
 import hashlib, os
 from rftdask.rollouts.workflows.registry import workflow

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,27 @@ def test_no_command_obeys_what_a_run_says(run: Path, tmp_path: Path, monkeypatch
     # For programs nothing is changed.
     assert "\x1b[2J" in call_cli("experiences", str(run), "--csv", "--sql", "select * from experiences").out
     assert os.listdir(tmp_path)
+
+
+SLOW_IMPORT = """
+import sys, time
+from rftdask import __main__
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rftdask.cli":
+            print("importing", flush=True)
+            time.sleep(600)
+
+sys.meta_path.insert(0, Slow())
+__main__.main()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
+    with RunProcess(program=("-c", SLOW_IMPORT)) as command:
+        assert command.process.stdout is not None
+        command.process.stdout.readline()
+        command.interrupt()
+        ended = command.end()
+    assert (ended.code, ended.err) == (-signal.SIGINT, ""), ended  # shells say 130

@@ -220,7 +220,7 @@ def test_next_commands_name_the_program_that_runs_now(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     assert next(iter(next_commands("none", "/run"))) == "rftdask status /run"
     (tmp_path / "rftdask").unlink()
-    assert list(next_commands("none", "/run"))[1] == f"{tmp_path}/python -m rftdask.cli report /run"
+    assert list(next_commands("none", "/run"))[1] == f"{tmp_path}/python -m rftdask report /run"
 
 
 def test_a_shortened_answer_keeps_its_end():

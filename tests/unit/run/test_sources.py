@@ -106,7 +106,7 @@ def test_every_script_names_the_copies(tmp_path: Path) -> None:
     folder = PrivateFolder.base_of(config, storage)
     line = f"export {SUBMITTED}={folder.path}/sources"
     text = controller_text(config, folder, storage).splitlines()
-    assert text.index(line) < next(number for number, said in enumerate(text) if "rftdask.cli run" in said)
+    assert text.index(line) < next(number for number, said in enumerate(text) if "-m rftdask run" in said)
 
 
 def test_git_tells_the_commit_of_the_sources_and_whether_it_has_them(

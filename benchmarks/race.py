@@ -1,0 +1,338 @@
+"""From the command to the accuracy: ours, TRL's `GRPOTrainer`, and a bare PyTorch loop, on the same task.
+
+    python benchmarks/race.py [--task sums digits letters] [--seeds 5] [--steps 24] [--quick] [--json FILE]
+
+A toy policy is warmed up once for each task and seed by SFT on a sloppy teacher's answers (not timed). Then each of the
+three is a command of its own that learns from rewards alone: the same weights, questions, reward (1 for the exact
+answer), rollouts of a step (64 questions times 8, temperature 1), clipped loss averaged over tokens without a KL term,
+AdamW of one learning rate, and two cores. They take turns, so that a change of the machine's load meets all.
+
+- ours: `rftdask run config.yaml`, with all that a run writes: the log, the ledger, checkpoints, metrics, the report.
+- TRL: a script of its README's kind, metrics by its own callback; it writes its final model.
+- the floor: one file, one process, transformers' `generate` and the loss in plain PyTorch; it writes its final model.
+
+Wall time is from the command to the end of its process. Accuracy is measured afterwards, for all three by one function:
+greedy answers to held-out questions. The curves are mean rewards of a step's rollouts by seconds since the command;
+"to accuracy" is the first step whose reward, averaged with the two before it, reaches 0.9 of the least of the three
+best. Ratios are medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from report import Report, make_parser
+
+from rftdask.models.toy import build_toy_model
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
+
+LR, BETAS, CLIP = 4e-4, (0.9, 0.99), (0.2, 0.28)
+NUM_TASKS, GROUP_SIZE, MAX_TOKENS, NUM_EVAL = 64, 8, 4, 100
+FORMAT = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
+Curve = list[tuple[float, float]]
+"""Seconds since the command, mean reward of a step's rollouts."""
+
+
+def sums(rng: random.Random) -> tuple[str, str, str]:
+    """A question, its answer and the sloppy teacher's."""
+    a, b = rng.randrange(10, 100), rng.randrange(10)
+    return f"{a}+{b}=", str(a + b), str(a + b + 10)
+
+
+def digits(rng: random.Random) -> tuple[str, str, str]:
+    """Sort three digits; the teacher does so downwards."""
+    number = [rng.randrange(10) for _ in range(3)]
+    return "".join(map(str, number)) + ">", *("".join(map(str, sorted(number, reverse=r))) for r in (False, True))
+
+
+def letters(rng: random.Random) -> tuple[str, str, str]:
+    """Repeat three letters from behind; the teacher repeats them as they are."""
+    word = "".join(rng.choices("abcdefgh", k=3))
+    return f"{word}<", word[::-1], word
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {"sums": sums, "digits": digits, "letters": letters}
+
+
+def write_task(folder: Path, task: str, seed: int, warm_up_steps: int) -> None:
+    """The rows of a task, and a model that was warmed up on them, in `folder`."""
+    rng = random.Random(seed)
+    found: dict[str, tuple[str, str]] = {}
+    while len(found) < 600:
+        question, right, wrong = TASKS[task](rng)
+        found[question] = (right, wrong)
+    rows = [{"question": question, "answer": right} for question, (right, _) in found.items()]
+    taught = [
+        {"question": question, "answer": found[question][rng.random() > 0.3]}
+        for _ in range(16)
+        for question in rng.sample(list(found)[NUM_EVAL:], len(found) - NUM_EVAL)
+    ]
+    for name, content in (("eval", rows[:NUM_EVAL]), ("train", rows[NUM_EVAL:]), ("taught", taught)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    build_toy_model(
+        folder / "cold", seed=seed, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8
+    )  # as the quickstart's
+    tree = common(folder, folder / "cold", "warm-up", seed) | {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": LR, "betas": BETAS, "weight_decay": 0.0}},
+        "buffer": {
+            "train_batch_size": 32,
+            "total_epochs": 100,
+            "trainer_input": {"experience_buffer": {"path": str(folder / "taught.jsonl"), "format": FORMAT}},
+        },
+        "trainer": {"total_steps": warm_up_steps},
+    }
+    run(folder, tree)
+    (folder / "model").symlink_to(trained(folder, "warm-up"))
+
+
+def common(folder: Path, model: Path, name: str, seed: int) -> dict[str, Any]:
+    """The part of a configuration that all runs have."""
+    return {
+        "name": name,
+        "checkpoint_root_dir": str(folder / "runs"),
+        "seed": seed,
+        "model": {"model_path": str(model), "max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS},
+        "cluster": {"num_cpus": 2},
+        "monitor": {"monitor_type": "none"},
+    }
+
+
+def run(folder: Path, tree: dict[str, Any]) -> None:
+    """`rftdask run`. Raises: subprocess.CalledProcessError."""
+    path = folder / f"{tree['name']}.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(tree))))
+    subprocess.run(
+        [sys.executable, "-m", "rftdask", "run", str(path), "--progress", "none"], check=True, capture_output=True
+    )
+
+
+def trained(folder: Path, name: str) -> Path:
+    """The model that a run of ours has trained."""
+    storage = open_storage(str(folder / "runs" / "rftdask" / name))
+    step = newest_valid_checkpoint(storage)
+    assert step is not None
+    return Path(storage.url, checkpoint_folder(step), HF_FOLDER)
+
+
+def ours(folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
+    """Seconds, curve and final model of `rftdask run`."""
+    tasks = {"path": str(folder / "train.jsonl"), "format": FORMAT, "data_selector": {"selector_type": "shuffle"}}
+    tree = common(folder, folder / "model", "race", seed) | {
+        "algorithm": {
+            "algorithm_type": "grpo",
+            "repeat_times": GROUP_SIZE,
+            "kl_loss_fn": "none",
+            "policy_loss_fn_args": dict(zip(("clip_range_low", "clip_range_high"), CLIP, strict=True)),
+            "optimizer": {"lr": LR, "betas": BETAS, "weight_decay": 0.0},
+        },
+        "buffer": {
+            "batch_size": NUM_TASKS,
+            "total_epochs": 100,
+            "explorer_input": {"taskset": tasks, "default_reward_fn_type": "exact_reward"},
+        },
+        "trainer": {"total_steps": steps},
+        "synchronizer": {"sync_offset": 1},
+    }
+    began, start = time.time(), time.perf_counter()
+    run(folder, tree)
+    seconds = time.perf_counter() - start
+    frame = read_metrics(open_storage(str(folder / "runs" / "rftdask" / "race")), "explorer")
+    return (
+        seconds,
+        [(at - began, reward) for at, reward in zip(frame.time_s, frame.reward, strict=True)],
+        trained(folder, "race"),
+    )
+
+
+def other(arm: str, folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
+    """Seconds, curve and final model of an arm of this file, in a process of its own."""
+    began, start = time.time(), time.perf_counter()
+    subprocess.run(
+        [sys.executable, __file__, "--arm", arm, "--folder", str(folder), "--seed", str(seed), "--steps", str(steps)],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    seconds = time.perf_counter() - start
+    told = json.loads((folder / f"{arm}.json").read_text())
+    return seconds, [(at - began, reward) for at, reward in told], folder / arm
+
+
+def read_rows(folder: Path, name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def trl_arm(folder: Path, seed: int, steps: int) -> None:
+    """TRL's trainer, as its documentation starts one."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    curve: Curve = []
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        rewards = [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        curve.append((time.time(), sum(rewards) / len(rewards)))
+        return rewards
+
+    rows = [{"prompt": row["question"], "answer": row["answer"]} for row in read_rows(folder, "train")]
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to=[], beta=0.0, loss_type="bnpo",
+        learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=0.0, max_grad_norm=1.0,
+        lr_scheduler_type="constant", per_device_train_batch_size=NUM_TASKS * GROUP_SIZE, num_generations=GROUP_SIZE,
+        max_steps=steps, max_completion_length=MAX_TOKENS, temperature=1.0, epsilon=CLIP[0], epsilon_high=CLIP[1],
+        gradient_checkpointing=False, disable_tqdm=True, save_strategy="no", seed=seed, logging_steps=1,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=str((folder / "model").resolve()),
+        args=arguments,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "trl"))
+    (folder / "trl.json").write_text(json.dumps(curve))
+
+
+def bare_arm(folder: Path, seed: int, steps: int) -> None:
+    """The same rollouts and updates with nothing around them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    path = str((folder / "model").resolve())
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0)
+    rows, rng, curve = read_rows(folder, "train"), random.Random(seed), []
+    for _ in range(steps):
+        tasks = [task for task in rng.sample(rows, NUM_TASKS) for _ in range(GROUP_SIZE)]
+        inputs = tokenizer([task["question"] for task in tasks], return_tensors="pt", padding=True)
+        width = inputs.input_ids.shape[1]
+        with torch.no_grad():
+            tokens_BT = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=MAX_TOKENS)
+        answers_BN = tokens_BT[:, width:]
+        texts = tokenizer.batch_decode(answers_BN, skip_special_tokens=True)
+        reward_B = torch.tensor([float(text == task["answer"]) for text, task in zip(texts, tasks, strict=True)])
+        curve.append((time.time(), float(reward_B.mean())))
+        grouped = reward_B.view(NUM_TASKS, GROUP_SIZE)
+        advantage_B = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)).view(-1)
+        # What follows the end of an answer is padding; the end itself was sampled.
+        ended_BN = (answers_BN == tokenizer.eos_token_id).cumsum(1)
+        mask_BN = ((ended_BN == 0) | ((ended_BN == 1) & (answers_BN == tokenizer.eos_token_id))).float()
+        attention_BT = torch.cat([inputs.attention_mask, mask_BN.long()], 1)
+        positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
+        logits = model(tokens_BT, attention_mask=attention_BT, position_ids=positions_BT).logits[:, width - 1 : -1]
+        logprobs_BN = torch.log_softmax(logits, -1).gather(-1, answers_BN[..., None])[..., 0]
+        ratio_BN = (logprobs_BN - logprobs_BN.detach()).exp()
+        clipped_BN = ratio_BN.clamp(1 - CLIP[0], 1 + CLIP[1])
+        gain_BN = torch.minimum(ratio_BN * advantage_B[:, None], clipped_BN * advantage_B[:, None])
+        (-(gain_BN * mask_BN).sum() / mask_BN.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "bare")
+    tokenizer.save_pretrained(folder / "bare")
+    (folder / "bare.json").write_text(json.dumps(curve))
+
+
+def accuracy(folder: Path, model_path: Path) -> float:
+    """Share of held-out questions that the model answers exactly, greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "cold")
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    rows = read_rows(folder, "eval")
+    inputs = tokenizer([row["question"] for row in rows], return_tensors="pt", padding=True)
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS)
+    texts = tokenizer.batch_decode(tokens[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
+
+
+def seconds_to(curve: Curve, reward: float) -> float:
+    """When the mean of three steps first reaches it; its end where it never does."""
+    means = [(curve[i][0], sum(r for _, r in curve[max(0, i - 2) : i + 1]) / min(3, i + 1)) for i in range(len(curve))]
+    return next((at for at, mean in means if mean >= reward), curve[-1][0])
+
+
+def race(task: str, seeds: Sequence[int], steps: int, warm_up_steps: int, report: Report) -> None:
+    arms = ["ours", *(["trl"] if find_spec("trl") else []), "bare"]
+    walls: dict[str, list[float]] = {arm: [] for arm in arms}
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    ends: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number, seed in enumerate(seeds):
+        with tempfile.TemporaryDirectory(prefix="race-") as name:
+            folder = Path(name)
+            write_task(folder, task, seed, warm_up_steps)
+            before, curves = accuracy(folder, folder / "model"), {}
+            for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
+                seconds, curves[arm], model = (
+                    ours(folder, seed, steps) if arm == "ours" else other(arm, folder, seed, steps)
+                )
+                walls[arm].append(seconds)
+                ends[arm].append(accuracy(folder, model))
+            wanted = 0.9 * min(max(reward for _, reward in curve) for curve in curves.values())
+            for arm in arms:
+                times[arm].append(seconds_to(curves[arm], wanted))
+            told = ", ".join(
+                f"{arm} {walls[arm][-1]:.1f} s, to reward {wanted:.2f} {times[arm][-1]:.1f} s, {ends[arm][-1]:.2f}"
+                for arm in arms
+            )
+            print(f"{task}, seed {seed}: accuracy before {before:.2f}; {told}", flush=True)
+    names = {"trl": ("TRL", 1 / 0.8, 1 / 0.7), "bare": ("bare loop", 1 / 1.25, None)}
+    for arm in arms[1:]:
+        name, at_equal_rollouts, at_equal_accuracy = names[arm]
+        for work, values, goal in (
+            (f"{task}: command to end, {steps} steps", walls, at_equal_rollouts),
+            (f"{task}: command to accuracy", times, at_equal_accuracy),
+        ):
+            ratio = median(theirs / ours_ for ours_, theirs in zip(values["ours"], values[arm], strict=True))
+            report.add(
+                work, median(values["ours"]), "s", less_is_better=True, against=name, other=median(values[arm]),
+                ratio=ratio, goal=goal, goal_of="ratio",
+            )  # fmt: skip
+    for arm in arms:
+        report.add(f"{task}: held-out accuracy of {names.get(arm, ('ours',))[0]}", median(ends[arm]), "share")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["sums"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--arm", choices=("trl", "bare"), help="of this benchmark itself: run this one, in --folder")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.arm:
+        {"trl": trl_arm, "bare": bare_arm}[args.arm](args.folder, args.seed, args.steps)
+        return
+    if find_spec("trl") is None:
+        print("TRL is not installed, so it is left out; it is in the extra conformance")
+    report = Report(args)
+    for task in args.task:
+        race(
+            task,
+            range(1 if args.quick else args.seeds),
+            2 if args.quick else args.steps,
+            5 if args.quick else 320,
+            report,
+        )
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
