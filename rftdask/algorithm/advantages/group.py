@@ -5,6 +5,7 @@ tokens. Invariant: a task with one valid rollout gives a finite advantage: 0 whe
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Grpo(AdvantageFn):
     """Not supported: an experience is trained at most once."""
 
     advantage_name = "grpo"
-    deprecated_names = ("grpo_verl",)
+    deprecated_names: ClassVar[tuple[str, ...]] = ("grpo_verl",)
 
     def __post_init__(self) -> None:
         one_of("std", self.std, ("sample", "population", "none"))

@@ -1,11 +1,12 @@
 """Rules of lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
 from rftdask.config.plugins import argument_problems
 from rftdask.config.schema.algorithm import registered_parts
-from rftdask.config.schema.optimizer import SCHEDULES
+from rftdask.config.schema.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
 
@@ -76,6 +77,19 @@ def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
         yield f"{at}.lr_scheduler_args.{argument}", message
     if section.min_lr_ratio and name not in ("constant", "constant_with_warmup", "linear", "cosine"):
         yield f"{at}.min_lr_ratio", f"{name} ends where lr_scheduler_args say; this is of linear and cosine alone"
+
+
+@RULES.reading("algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay")
+def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
+    section, usual = config.algorithm.optimizer, OptimizerConfig()
+    name = section.optimizer_type
+    # muon is AdamW where weights are no matrices of hidden layers; what others take, `ModelOptimizer` asks them.
+    if name not in OPTIMIZERS.places or name.lower() == "muon":
+        return
+    takes = replace(OPTIMIZERS, supplied=())[name].parameters or {}
+    for key in ("betas", "weight_decay"):
+        if key not in takes and getattr(section, key) != getattr(usual, key):
+            yield f"algorithm.optimizer.{key}", f"{name} has none; leave it out"
 
 
 @RULES.reading(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Filled, Free, Later, Section, absent
+from rftdask.config.base import Filled, Free, Later, Named, Section, absent
 from rftdask.config.plugins import LibraryParts
 
 _OF_TRANSFORMERS = "transformers.optimization.get_"
@@ -29,6 +29,32 @@ SCHEDULES = LibraryParts(
     supplied=("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"),
 )
 """The names of `transformers.get_scheduler` whose rate is a function of the step, so that a resumed run has it."""
+
+
+_CLASSES = {
+    "AdamW": "adamw",
+    "Adafactor": "_adafactor",
+    "Adagrad": "adagrad",
+    "Adadelta": "adadelta",
+    "Adamax": "adamax",
+    "ASGD": "asgd",
+    "Muon": "_muon",
+    "NAdam": "nadam",
+    "RAdam": "radam",
+    "RMSprop": "rmsprop",
+    "Rprop": "rprop",
+    "SGD": "sgd",
+}
+"""Of torch.optim, with their files; not LBFGS, which asks for the loss several times a step, and SparseAdam."""
+OPTIMIZERS = LibraryParts(
+    {
+        # The reference system calls so what is AdamW there, too; torch.optim.Adam is named by its path.
+        "adam": "torch.optim.adamw.AdamW",
+        **{n: f"torch.optim.{file}.{name}" for name, file in _CLASSES.items() for n in (name.lower(), name)},
+    },
+    supplied=("params", "lr", "betas", "weight_decay", "foreach"),
+)
+"""Optimizers by the names of their classes, also in lower case."""
 
 
 class OptimizerConfig(Section):
@@ -61,11 +87,19 @@ class OptimizerConfig(Section):
     """Schedule, by its name in `transformers.get_scheduler`; constant warms up, too, where it is told to."""
     lr_scheduler_args: Free | None = None
     """Arguments of the schedule as transformers calls them, for example {num_cycles: 2} of cosine_with_restarts."""
-    optimizer_type: Literal["adam", "adamw"] = "adam"
-    """Both names mean AdamW: weight decay is decoupled from the gradient."""
+    optimizer_type: Annotated[
+        str,
+        Named("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
+    ] = "adam"
+    """adamw (also called adam), adafactor, muon, sgd and others of torch.optim (docs/trainer.md); or another as
+    package.module.Name, such as torchao.optim.AdamW8bit."""
+    optimizer_args: Free | None = None
+    """Its arguments but for those that are keys here, for example {momentum: 0.9} of sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of the first and second moment."""
+    """Decay of the first and second moment, of optimizers that have them."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay, of optimizers that have it; decoupled from the gradient by adamw, muon and adafactor."""
+    decay_all_weights: bool = False
+    """Whether norms, biases and embeddings decay, too."""
     clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
     """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""

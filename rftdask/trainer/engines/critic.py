@@ -7,7 +7,7 @@ the model says before it sees the token. Letters: as in packing.py; H hidden siz
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.config.schema.trainer import CriticConfig
 from rftdask.errors import RoleError
 from rftdask.trainer.attention import hidden_states
-from rftdask.trainer.engines.adam import Adam
 from rftdask.trainer.engines.micro_batches import PaddedRows, Passes
+from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.tensor_files import SavedTensors
 from rftdask.trainer.model import state_bytes
@@ -56,6 +56,7 @@ class Critic:
         optimizer: OptimizerConfig,
         grad_clip: float,
         strategy: Strategy,
+        plugin_dirs: Sequence[str] = (),
     ) -> None:
         """policy: a model whose body it begins with. optimizer: that of the policy, which gives all but the rate."""
         # The language model without its head: what it says of a position goes to a head of one number.
@@ -65,7 +66,8 @@ class Critic:
         self._strategy = strategy
         strategy.prepare(self._model, layers_of(body, policy._no_split_modules or ()))
         constant = {"lr": section.lr, "lr_warmup_steps": 0, "lr_scheduler_type": "constant"}
-        self._adam = Adam(self._model, optimizer.model_copy(update=constant), grad_clip, strategy)
+        own = optimizer.model_copy(update=constant)
+        self._optimizer = ModelOptimizer(self._model, own, grad_clip, strategy, None, plugin_dirs)
 
     def values(self, rows: PaddedRows, passes: Passes) -> Tensor:
         """[N, T] float32 values before every response token."""
@@ -84,7 +86,7 @@ class Critic:
     ) -> dict[str, float]:
         """One update toward the returns over the tokens of `mask_NT`, which are in `passes`.
 
-        old_NT: the values the returns were made with. update, step: as of `Adam.step`.
+        old_NT: the values the returns were made with. update, step: as of `ModelOptimizer.step`.
 
         Raises: RoleError: the loss or its gradient is not finite.
         """
@@ -104,19 +106,19 @@ class Critic:
         if not math.isfinite(total):
             raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
         residual_NT = (returns_NT - old_NT) * mask_NT
-        metrics = {f"critic_{name}": value for name, value in self._adam.step(update, step).items()}
+        metrics = {f"critic_{name}": value for name, value in self._optimizer.step(update, step).items()}
         return {"critic_loss": total, "critic_error": float((residual_NT.square() * weights_NT).sum()), **metrics}
 
     def state_files(self) -> dict[str, bytes]:
         """As of `TrainEngine.state_files`."""
-        files = self._adam.state_files(_OPTIMIZER)
+        files = self._optimizer.state_files(_OPTIMIZER)
         tensors = self._strategy.full_state(self._model)
         return {**files, _MODEL: state_bytes(tensors)} if self._strategy.ranks.is_rank0 else files
 
     def load_state_files(self, files: Mapping[str, bytes]) -> None:
         """As of `TrainEngine.load_state_files`."""
+        self._optimizer.load_state_files(_OPTIMIZER, files)
         SavedTensors(_MODEL, files, self._strategy.ranks).load(distinct_state(self._model))
-        self._adam.load_state_files(_OPTIMIZER, files)
 
 
 def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The PyTorch train engine: the models of one rank, AdamW, and a strategy by which the ranks share them.
+"""The PyTorch train engine: the models of one rank, an optimizer, and a strategy by which the ranks share them.
 
 Every rank is given the whole batch, and computes its own rows of it. A step: what frozen models and the critic say of
 the rows, brought together; then the advantages over the whole batch, on every rank the same; then one update of the
@@ -39,10 +39,10 @@ from rftdask.models.lora import (
     merged,
     without_adapters,
 )
-from rftdask.trainer.engines.adam import Adam
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, mini_batches, plan_passes
+from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -174,7 +174,8 @@ class TorchEngine(TrainEngine):
         # Of several updates all but the first have moved weights: what those before the step say is computed once.
         reads_proximal = algorithm.policy_loss_fn.uses_proximal or not config.algorithm.bypass_old_logprobs
         self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
-        self._adam = Adam(self._model, optimizer, grad_clip, self._strategy, total_updates)
+        folders = config.explorer.plugin_dirs
+        self._optimizer = ModelOptimizer(self._model, optimizer, grad_clip, self._strategy, total_updates, folders)
         self._reference = self._load_reference() if algorithm.use_reference else None
         models = config.explorer.auxiliary_models if algorithm.use_teacher else ()
         self._teachers = [self._load_frozen(model.model_path or "") for model in models]
@@ -182,7 +183,7 @@ class TorchEngine(TrainEngine):
         if algorithm.use_critic:
             body, _ = self._load(config.model.critic_model_path or self._path)
             turn_off_dropout(body)  # values are compared with those before the update
-            self._critic = Critic(body, self._trainer.critic, optimizer, grad_clip, self._strategy)
+            self._critic = Critic(body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders)
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
@@ -221,7 +222,7 @@ class TorchEngine(TrainEngine):
                         step=step,
                     )
                     sums: dict[str, Tensor] = {}
-                    # Gradients are added pass by pass; nothing moves before `Adam.step`.
+                    # Gradients are added pass by pass; nothing moves before `ModelOptimizer.step`.
                     for teacher, taught in self._taught(batch, members, passes):
                         for part in taught.own:
                             inputs = self._loss_inputs(rows, part, teacher, weights_NT, scores, advantages_NT)
@@ -242,7 +243,7 @@ class TorchEngine(TrainEngine):
                     of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
                     if "mismatch_kl" in of_update:
                         of_update["mismatch_kl"] /= max(of_update.pop("mismatch_tokens"), 1.0)
-                    of_update |= self._adam.step(number, step)
+                    of_update |= self._optimizer.step(number, step)
                 if self._critic is not None:
                     assert returns_NT is not None
                     of_update |= self._critic.update(
@@ -433,7 +434,7 @@ class TorchEngine(TrainEngine):
 
     def state_files(self) -> dict[str, bytes]:
         """See TrainEngine; weights and coefficients by rank 0, the optimizer's state by all ranks."""
-        files = self._adam.state_files(_OPTIMIZER)
+        files = self._optimizer.state_files(_OPTIMIZER)
         if self._critic is not None:
             files |= self._critic.state_files()
         for name, data in self.weights().items():
@@ -448,8 +449,8 @@ class TorchEngine(TrainEngine):
         if self._adapter:
             name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
             own = {self._adapter[n]: tensor for n, tensor in own.items() if n in self._adapter}
+        self._optimizer.load_state_files(_OPTIMIZER, files)
         SavedTensors(name, files, self._ranks).load(own)
-        self._adam.load_state_files(_OPTIMIZER, files)
         if self._critic is not None:
             self._critic.load_state_files(files)
         # What an adaptive controller has learned so far; else the coefficients of the config.

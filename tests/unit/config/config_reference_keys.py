@@ -338,6 +338,8 @@ OUR_DEFAULTS: dict[str, object] = {
 
 OUR_KEYS = {
     "algorithm.optimizer.lr_scheduler_args",
+    "algorithm.optimizer.optimizer_args",
+    "algorithm.optimizer.decay_all_weights",
     "buffer.trainer_input.experience_buffer.max_unread_bytes",
     "data_processor.experience_pipeline.stage",
     "seed",

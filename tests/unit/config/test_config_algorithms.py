@@ -357,3 +357,22 @@ def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> Non
     ]
     [line] = lines(lr_scheduler_type="inverse_sqrt", min_lr_ratio=0.1)
     assert line.startswith("algorithm.optimizer.min_lr_ratio: inverse_sqrt ends where lr_scheduler_args say")
+
+
+def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
+    def lines(**section: object) -> list[str]:
+        return problems(grpo(algorithm={"optimizer": section}))
+
+    assert config(grpo(), "algorithm.optimizer.optimizer_type=AdamW").algorithm.optimizer.optimizer_type == "AdamW"
+    at = "algorithm.optimizer"
+    [line] = lines(optimizer_type="sgd", optimizer_args={"momentun": 0.9})
+    assert line.startswith(f"{at}.optimizer_args.momentun: unknown argument; did you mean momentum?")
+    assert lines(optimizer_type="sgd", optimizer_args={"nesterov": "yes"}) == [
+        f"{at}.optimizer_args.nesterov: 'yes' is not bool"
+    ]
+    assert lines(optimizer_type="sgd", betas=[0.5, 0.9]) == [f"{at}.betas: sgd has none; leave it out"]
+    [line] = lines(optimizer_type="lbfgs")
+    assert line.startswith(f"{at}.optimizer_type: ")
+    other = config(grpo(algorithm={"optimizer": {"optimizer_type": "torch.optim.LBFGX"}}))
+    with pytest.raises(ConfigError, match=r"has no 'LBFGX'"):
+        check_plugins(other)

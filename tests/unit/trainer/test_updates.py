@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "algorithm__optimizer__lr_scheduler_type": "cosine",
     "algorithm__optimizer__lr_warmup_steps": 3,
     "algorithm__optimizer__weight_decay": 0.1,
+    "algorithm__optimizer__decay_all_weights": True,
 }
 
 

@@ -1,6 +1,7 @@
 """SFT: maximum likelihood of given responses. CPT and RAFT are the same loss on other rows."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class SftAlgorithm(AlgorithmType):
     algorithm_type = "sft"
     schema = "sft"
     repeat_times = 1
-    advantage_fn = None
+    advantage_fn: ClassVar[str | None] = None
     policy_loss_fn = "sft"
     kl_loss_fn = "none"
     entropy_loss_fn = "none"

@@ -1,0 +1,248 @@
+"""The optimizer of one model's trained parameters: a clipped step, and its state as files. It knows no losses.
+
+Which class it is says the section: one of torch.optim, or any other that keeps to its interface. Invariant: a state
+that was saved and loaded goes on to the same bits, whatever it is made of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rftdask.config.plugins import find_part
+from rftdask.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
+from rftdask.errors import RoleError, UserError
+from rftdask.trainer.engines.learning_rate import learning_rate
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Updates with a gradient that is not finite: one may be chance, this many are not."""
+_NUM_SKIPPED = "num_skipped_in_a_row"
+_SPARES = "spares_norms_biases_embeddings"
+"""In the files of an optimizer that may decay less than all weights; those of older versions decayed all of them."""
+
+
+class ModelOptimizer:
+    """Steps a model by the gradients it holds."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: OptimizerConfig,
+        grad_clip: float,
+        strategy: Strategy,
+        total_steps: int | None = None,
+        plugin_dirs: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            grad_clip: largest norm of the gradient; 0: no limit, the norm is measured all the same.
+            total_steps: as of `learning_rate`, which raises where it has to be known.
+        Raises: UserError: there is no such optimizer, or it refuses its arguments.
+        """
+        self._rate = learning_rate(section, total_steps)
+        self._max_norm = grad_clip if grad_clip > 0 else math.inf
+        self._strategy, self._section = strategy, section
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Spread ones last: PyTorch steps many tensors by one call if all are spread or none is.
+        self._parameters = sorted(self._trained.values(), key=lambda parameter: isinstance(parameter, DTensor))
+        self._num_skipped_in_a_row = 0
+        self._optimizers = list(_optimizers(model, self._trained, section, plugin_dirs))
+        self._began = self._group_state()
+
+    def step(self, update: int, step: int) -> dict[str, float]:
+        """Update number `update` of the run, counted from 1, as a part of `step`; the gradients are gone after it. A
+        gradient that is not finite changes nothing, and is counted.
+
+        Raises: RoleError: too many of them in a row.
+        """
+        self._strategy.reduce(self._parameters)
+        norm = self._strategy.clip(self._parameters, self._max_norm)
+        lr = self._rate(update)
+        # The norm is the same on all ranks, so that they all make this step or none does.
+        finite = math.isfinite(norm)
+        if finite:
+            self._step(lr)
+        # Also where the step was skipped: a gradient that is not finite must not be added to the next.
+        self._drop_gradients()
+        self._num_skipped_in_a_row = 0 if finite else self._num_skipped_in_a_row + 1
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RoleError(
+                f"step {step}: the gradient norm is {norm}, and was not finite in the {MAX_SKIPPED_IN_A_ROW - 1} "
+                "updates before; lower the learning rate or look at the batches in the ledger"
+            )
+        return {**({"grad_norm": norm} if finite else {}), "lr": lr, "num_skipped_steps": float(not finite)}
+
+    def state_files(self, name: str) -> dict[str, bytes]:
+        """Its state by names of parameters, as `save_tensors` does. Called by all ranks.
+
+        Raises: UserError: the optimizer keeps something that is no tensor and no number.
+        """
+        # A resumed run counts on: else a crash every few steps would hide that none of them is taken.
+        tensors = {_NUM_SKIPPED: torch.tensor(self._num_skipped_in_a_row), _SPARES: torch.tensor(True)}
+        # What some classes count beside the parameters; what is as it was made comes from the configuration.
+        now = self._group_state()
+        tensors |= {name: torch.tensor(now[name]) for name in now if now[name] != self._began.get(name)}
+        # By names of parameters and not by their numbers, which depend on how they are sorted here.
+        for parameter, state in self._states():
+            for key, value in state.items():
+                tensors |= _flat(f"{parameter}/{key}", value)
+        return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded)
+
+    def load_state_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it; the weights may change
+        in the sign of a zero, so they are loaded after it. Called by all ranks.
+
+        Raises: RoleError: it is not the state of this model's optimizer. UserError: it was made with another decay.
+        """
+        saved = SavedTensors(name, files, self._strategy.ranks)
+        if _SPARES not in saved.names and self._section.weight_decay and not self._section.decay_all_weights:
+            raise UserError(
+                "the checkpoint was made with weight decay of all weights, and norms, biases and embeddings are spared "
+                "now; set algorithm.optimizer.decay_all_weights: true to go on as before"
+            )
+        num_skipped = torch.tensor(self._num_skipped_in_a_row)
+        tensors = {_NUM_SKIPPED: num_skipped}
+        if _SPARES in saved.names:
+            tensors[_SPARES] = torch.tensor(True)
+        # The class itself makes its state, by a step that moves nothing: where a tensor lies, over which ranks it is
+        # spread and what it is made of are its own. A parameter that has not been stepped yet has none.
+        held = {full_name.rpartition("/")[0] for full_name in saved.names}
+        for parameter, weight in self._trained.items():
+            if parameter in held:
+                weight.grad = torch.zeros_like(weight)
+        self._step(0.0)
+        self._drop_gradients()
+        numbers: list[tuple[dict[str, Any], str, Tensor]] = []
+        for parameter, state in self._states():
+            for key, value in state.items():
+                flat = _flat(f"{parameter}/{key}", value)
+                tensors |= flat
+                if isinstance(value, int | float):
+                    numbers += [(state, key, tensor) for tensor in flat.values()]
+        for number, optimizer in enumerate(self._optimizers):
+            for full_name, value in self._group_state(number).items():
+                key = full_name.rpartition("/")[2]
+                if full_name in saved.names:
+                    tensors[full_name] = torch.tensor(value)
+                    numbers += [(group, key, tensors[full_name]) for group in optimizer.param_groups]
+                elif full_name in self._began:
+                    for group in optimizer.param_groups:
+                        group[key] = self._began[full_name]
+        saved.load(tensors)
+        for state, key, tensor in numbers:
+            state[key] = type(state[key])(tensor.item())
+        self._num_skipped_in_a_row = int(num_skipped)
+
+    def _step(self, lr: float) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):  # of classes that are compiled
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+            optimizer.step()
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name of the parameter, its state) of those that have one."""
+        for name, parameter in self._trained.items():
+            for optimizer in self._optimizers:
+                if parameter in optimizer.state:
+                    yield name, optimizer.state[parameter]
+
+    def _group_state(self, *numbers: int) -> dict[str, int | float]:
+        """Numbers that a class keeps in its groups, the same in all of them, of all optimizers or of some."""
+        return {
+            f"param_groups/{number}/{key}": value
+            for number in numbers or range(len(self._optimizers))
+            for key, value in self._optimizers[number].param_groups[0].items()
+            # The rate is set at each step, and the decay differs between groups.
+            if isinstance(value, int | float) and key not in ("lr", "weight_decay")
+        }
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _flat(name: str, value: Any) -> dict[str, Tensor]:
+    """A part of an optimizer's state as plain tensors, sharing memory; a number is a tensor of its own."""
+    if isinstance(value, int | float):
+        return {name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)}
+    inside: Any = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, Tensor) and not hasattr(inside, "__tensor_flatten__"):
+        return {name: value}
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):  # such as torchao's of 8 bits, with their scales
+        found: dict[str, Tensor] = {}
+        for part in inside.__tensor_flatten__()[0]:
+            found |= _flat(f"{name}.{part}", getattr(inside, part))
+        return found
+    if value is None:
+        return {}
+    raise UserError(
+        f"the optimizer keeps {name} as {type(inside).__name__}, which cannot be saved"
+        + (" where ranks hold parts of it; use trainer_strategy ddp" if isinstance(value, DTensor) else "")
+    )
+
+
+def _optimizers(
+    model: torch.nn.Module, trained: Mapping[str, Tensor], section: OptimizerConfig, plugin_dirs: Sequence[str]
+) -> Iterator[torch.optim.Optimizer]:
+    """The optimizer that the section names; of muon two, since it moves matrices of hidden layers alone."""
+    if section.optimizer_type.lower() != "muon":
+        yield _optimizer(section.optimizer_type, model, trained, section, plugin_dirs)
+        return
+    # Layers are numbered: embeddings, the output layer and a head of a critic stand outside of them.
+    hidden = {n: p for n, p in trained.items() if p.ndim == 2 and any(part.isdigit() for part in n.split("."))}
+    if hidden:
+        yield _optimizer("muon", model, hidden, section, plugin_dirs)
+    if rest := {name: parameter for name, parameter in trained.items() if name not in hidden}:
+        yield _optimizer("adamw", model, rest, section.model_copy(update={"optimizer_args": None}), plugin_dirs)
+
+
+def _optimizer(
+    name: str,
+    model: torch.nn.Module,
+    parameters: Mapping[str, Tensor],
+    section: OptimizerConfig,
+    plugin_dirs: Sequence[str],
+) -> torch.optim.Optimizer:
+    """Raises: UserError."""
+    kind = find_part("optimizer", name, OPTIMIZERS, plugin_dirs)
+    takes = inspect.signature(kind).parameters
+    usual = {"betas": section.betas, "weight_decay": section.weight_decay}
+    if name.lower() in ("adam", "adamw"):
+        usual["foreach"] = True  # one call for all tensors, also on a CPU
+    elif name == "muon":
+        # Its steps are then as large as those of AdamW, so that one rate is good for both (arXiv:2502.16982).
+        usual["adjust_lr_fn"] = "match_rms_adamw"
+    arguments = {**{key: value for key, value in usual.items() if key in takes}, **(section.optimizer_args or {})}
+    tables = {
+        id(each) for part in model.modules() if isinstance(part, torch.nn.Embedding) for each in part.parameters()
+    }
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for parameter in parameters.values():
+        # Norms and biases are vectors. To pull them or rare rows of an embedding to 0 fits nothing better.
+        decays = section.decay_all_weights or (parameter.ndim > 1 and id(parameter) not in tables)
+        groups.setdefault((isinstance(parameter, DTensor), decays), []).append(parameter)
+    listed = [
+        {"params": part, **({} if decays or "weight_decay" not in takes else {"weight_decay": 0.0})}
+        for (_, decays), part in sorted(groups.items(), key=lambda item: item[0])
+    ]
+    if name.lower() == "adafactor" and any(spread for spread, _ in groups):
+        raise UserError(
+            "algorithm.optimizer.optimizer_type: adafactor of PyTorch cannot step weights that are spread over ranks; "
+            "use trainer.trainer_strategy ddp"
+        )
+    try:
+        optimizer: torch.optim.Optimizer = kind(listed, lr=section.lr, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"algorithm.optimizer: {name} refuses its arguments: {error}") from error
+    return optimizer
