@@ -76,6 +76,7 @@ def warn(config: Config) -> Iterator[Problem]:
 def _of_another_place(config: Config) -> Iterator[Problem]:
     """Keys of a section that stands in several places, set where nothing reads them."""
     source, at = config.buffer.trainer_input, "buffer.trainer_input"
+    idle: tuple[str, ...]
     of_log, of_dataset = ("capacity", "max_unread_bytes", "max_read_timeout", "retention"), ("split", "format")
     if config.algorithm.schema_type == "experience":
         idle, why = of_dataset, "rollouts are read from the log of the run"
