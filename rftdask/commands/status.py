@@ -40,6 +40,8 @@ class StageStatus:
     """Why it learns nothing, a line each; see `monitor.explain`."""
     reward: float | None = None
     accuracy: float | None = None
+    eval_loss: float | None = None
+    """Newest loss on held-out rows."""
     roles: dict[str, str] = field(default_factory=dict)
     """Role -> process that works on it now."""
     last_sign_s: float | None = None
@@ -58,6 +60,7 @@ class StageStatus:
             "explored": f"{self.explore_step or 0} steps{complete}; {counts}" if counts else "",
             "reward": "" if self.reward is None else f"{self.reward:.3f}",
             "accuracy": "" if self.accuracy is None else f"{self.accuracy:.1%}",
+            "eval loss": "" if self.eval_loss is None else f"{self.eval_loss:.4g}",
             "roles": ", ".join(f"{role}: {who}" for role, who in self.roles.items()),
             "last sign": "" if self.last_sign_s is None else f"{self.last_sign_s:.0f} s ago",
             "PROBLEMS": "; ".join(self.problems),
@@ -103,6 +106,7 @@ def stage_status(stage: Stage) -> StageStatus:
         warnings=warnings,
         reward=next(reversed(stage.values("trainer", "reward")), None),
         accuracy=next(reversed(stage.values("eval", "accuracy")), None),
+        eval_loss=next(reversed(stage.values("eval", "eval_loss")), None),
         roles=roles,
         last_sign_s=max(0.0, time.time() - float(metrics["time_s"].max())) if len(metrics) else None,
     )

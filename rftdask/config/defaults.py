@@ -8,6 +8,7 @@ from typing import Any
 
 from rftdask.config.cross_checks.rule import is_natural
 from rftdask.config.schema.algorithm import takes_demonstrations
+from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.run import Config, count_demonstrations
 
 Fills = dict[tuple[str | int, ...], Any]
@@ -44,9 +45,9 @@ def fill(config: Config) -> Fills:
         fills["buffer", "train_batch_size"] = size
     if config.buffer.trainer_input.experience_buffer.storage_type is None:
         fills["buffer", "trainer_input", "experience_buffer", "storage_type"] = "queue" if explores else "file"
-    for name, buffer in config.buffer.trainer_input.auxiliary_buffers.items():
+    for place, buffer in _datasets(config).items():
         if buffer.storage_type is None:
-            fills["buffer", "trainer_input", "auxiliary_buffers", name, "storage_type"] = "file"
+            fills[(*place, "storage_type")] = "file"
 
     for key in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(sync, key) is None:
@@ -75,9 +76,20 @@ def _fill_seeds(config: Config) -> Fills:
     }
     for i, model in enumerate(config.explorer.auxiliary_models):
         seeded["explorer", "auxiliary_models", i] = model.seed
-    for name, buffer in trained.auxiliary_buffers.items():
-        seeded["buffer", "trainer_input", "auxiliary_buffers", name, "data_selector"] = buffer.data_selector.seed
+    for dataset, buffer in _datasets(config).items():
+        seeded[(*dataset, "data_selector")] = buffer.data_selector.seed
     return {(*place, "seed"): config.seed for place, seed in seeded.items() if seed is None}
+
+
+def _datasets(config: Config) -> dict[tuple[str, ...], ExperienceBufferConfig]:
+    """The buffers beside the main input, by their places."""
+    read, at = config.buffer.trainer_input, ("buffer", "trainer_input")
+    found: dict[tuple[str, ...], ExperienceBufferConfig] = {}
+    for name, buffer in read.auxiliary_buffers.items():
+        found[(*at, "auxiliary_buffers", name)] = buffer
+    if read.eval_buffer is not None:
+        found[(*at, "eval_buffer")] = read.eval_buffer
+    return found
 
 
 def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> Fills:

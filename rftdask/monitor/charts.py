@@ -53,6 +53,7 @@ CHARTS = (
     Chart("reward", ("trainer", "explorer")),
     Chart("accuracy", ("eval",), "policy version"),
     Chart("loss", ("trainer",)),
+    Chart("eval_loss", ("eval",)),
     Chart("grad_norm", ("trainer",)),
     Chart("response_length", ("trainer", "explorer")),
     Chart("staleness", ("trainer",)),

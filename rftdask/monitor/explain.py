@@ -65,6 +65,13 @@ METRICS: dict[str, Metric] = {
         "up",
         "At 0.5 nothing is learned. dpo begins at 0, since policy and reference are equal.",
     ),
+    "eval_loss": Metric(
+        "Held-out loss",
+        "the same loss on the rows of buffer.trainer_input.eval_buffer, which are not trained, without dropout",
+        "nats",
+        "down",
+        "Rising while the loss falls: the policy learns its rows by heart; stop earlier or take more data.",
+    ),
     "policy_loss": Metric("Policy loss", "the loss without its KL and entropy terms", "nats", "watch"),
     "kl": Metric(
         "KL to the reference",

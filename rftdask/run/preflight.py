@@ -175,6 +175,8 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
             dataset = _checked_rows(section, stage.algorithm.schema_type)
             inputs.fingerprints["dataset"] = dataset.fingerprint
             sizes["dataset"] = rows = len(dataset)
+            if (held_out := stage.buffer.trainer_input.eval_buffer) is not None:
+                inputs.fingerprints["eval/dataset"] = _checked_rows(held_out, stage.algorithm.schema_type).fingerprint
             if rows * epochs < needed:
                 raise DataError(
                     f"dataset {section.path} has {rows} rows, {epochs} epochs of it do not "

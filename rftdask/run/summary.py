@@ -57,6 +57,8 @@ class StageSummary:
     seconds: float = 0.0
     first_accuracy: float | None = None
     last_accuracy: float | None = None
+    eval_losses: tuple[float, ...] = ()
+    """The first and the last loss on held-out rows, in nats; one where it was measured once."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ def percent(value: float | None) -> str:
 def learned(summary: RunSummary) -> str:
     """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points)"."""
     before, after = summary.accuracy_before, summary.accuracy_after
+    losses = [(stage.name, *stage.eval_losses) for stage in summary.stages if len(stage.eval_losses) == 2]
+    if before is None and losses:
+        return "; ".join(f"held-out loss of {name} {first:.4g} -> {last:.4g}" for name, first, last in losses)
     # One evaluation is a level and not a change.
     if before is None or after is None:
         return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
@@ -146,7 +151,7 @@ def summarize(
     """
     rows, counts = [], Counter[str]()
     for stage in stages:
-        accuracies = stage.values("eval", "accuracy")
+        accuracies, losses = stage.values("eval", "accuracy"), stage.values("eval", "eval_loss")
         steps = stage.rows("trainer")["step"]
         rows.append(
             StageSummary(
@@ -157,6 +162,7 @@ def summarize(
                 seconds=stage.seconds,
                 first_accuracy=accuracies[0] if accuracies else None,
                 last_accuracy=accuracies[-1] if accuracies else None,
+                eval_losses=(*losses[:1], *losses[1:][-1:]),
             )
         )
         counts.update(stage.counts)

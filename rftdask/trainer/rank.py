@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import PARTS, make_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.operator_pipeline import operators_of
@@ -172,6 +173,8 @@ def build_trainer(
         emit=emit,
         max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
         ranks=ranks,
+        held_out=read_held_out(config),
+        eval_metrics=MetricsWriter(storage, "eval"),
     )
 
 
@@ -230,6 +233,20 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         return source
     # `source` then only reads: which rows a step trains is what the parent has written down.
     return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
+
+
+def read_held_out(config: Config) -> list[TrainingBatch]:
+    """The rows to evaluate on, in batches of `train_batch_size`; none of no such dataset. Raises: DataError."""
+    section = config.buffer.trainer_input.eval_buffer
+    if section is None:
+        return []
+    dataset, reader = build_reader(section, config.algorithm.schema_type, config, load_tokenizer(config))
+    size, count, batches = config.buffer.train_batch_size, reader.sequences_per_row, []
+    for first in range(0, len(dataset), size):
+        numbers = range(first, min(first + size, len(dataset)))
+        uids = [f"held-out/{number}/{sequence}" for number in numbers for sequence in range(count)]
+        batches.append(supervised_batch(reader.read(numbers), uids, count))
+    return batches
 
 
 def build_algorithm(config: Config) -> Algorithm:

@@ -87,6 +87,11 @@ class Trainer:
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""
     ranks: Ranks = field(default_factory=Ranks)
+    held_out: Sequence[TrainingBatch] = ()
+    """Rows that are not trained, the same on all ranks: what the weights say of them is measured before the first step,
+    every `eval_interval` steps and after the last."""
+    eval_metrics: MetricsSink | None = None
+    """Where rank 0 writes that, by the step whose weights they are; with `held_out`."""
 
     def __post_init__(self) -> None:
         # A checkpoint exists when its manifest is written, which is in the thread of the saver and after `_save`
@@ -96,6 +101,7 @@ class Trainer:
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
         # The steps whose weights were published and saved last; what rank 0 says of them counts.
         self._published = self._saved = 0
+        self._evaluated = -1
         self._spoke_s = time.monotonic()
 
     def run(self) -> Ended:
@@ -106,6 +112,8 @@ class Trainer:
         # Every rank loads; rank 0 alone says which checkpoint is the newest valid one.
         step = self._resume()
         self.emit(Started(step))
+        if step == 0:
+            self._evaluate(step)
         began = time.perf_counter()
         while True:
             # What all ranks do now. While rank 0 waits for data the message comes several times a second, so that no
@@ -166,8 +174,12 @@ class Trainer:
                 # wins.
                 self.metrics.write(step, row)
                 self.emit(Step("trainer", step, row))
+            if self.section.eval_interval and step % self.section.eval_interval == 0:
+                self._evaluate(step)
             self.checkpoints.check()  # raises what the writing in the background has raised
             began = time.perf_counter()
+        if action == "end":
+            self._evaluate(step)
         self._finish(step)
         return Ended(step, stopped=action == "stop")
 
@@ -239,6 +251,17 @@ class Trainer:
         state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
         self.checkpoints.save(step, files, state)  # goes on in the background; `flush` waits for it
         self._saved = step
+
+    def _evaluate(self, step: int) -> None:
+        """Measure the weights after `step` on the held-out rows, once."""
+        if not self.held_out or self._evaluated == step:
+            return
+        self._evaluated = step
+        row = {f"eval_{name}": value for name, value in self.engine.evaluate(self.held_out).items()}
+        if self.ranks.is_rank0 and self.eval_metrics is not None:
+            log.info("step %d, held out: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+            self.eval_metrics.write(step, row)
+            self.eval_metrics.flush()
 
     def _export(self) -> dict[str, bytes]:
         return {f"{HF_FOLDER}/{name}": data for name, data in self.engine.export_files().items()}

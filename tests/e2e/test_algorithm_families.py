@@ -89,12 +89,15 @@ class Toy:
         buffer = {
             "train_batch_size": 32,
             "total_epochs": 100,
-            "trainer_input": {"experience_buffer": source},
+            "trainer_input": {"experience_buffer": source, "eval_buffer": {"path": source["path"], "format": RAW}},
             "explorer_input": {"eval_tasksets": [self.held_out()], "default_reward_fn_type": "exact_reward"},
         }
         sections = {"trainer": {"total_steps": 20}, **sections}
         run = Experiment(**self.config(name, buffer=buffer, **sections), mode="train")
-        assert run.run(progress="none").status == "finished"
+        summary = run.run(progress="none")
+        assert summary.status == "finished"
+        (first, last), losses = summary.stages[0].eval_losses, run.metrics("eval")["eval_loss"]
+        assert (len(losses), losses.iloc[0], losses.iloc[-1]) == (2, first, last) and last < 0.9 * first
         return run
 
     def train_here(self, name: str, path: str, steps: int) -> tuple[pd.DataFrame, Path]:

@@ -46,6 +46,19 @@ def _buffer_fits_algorithm(config: Config) -> Iterator[Problem]:
         yield f"{at}.path", f"required for {config.algorithm.algorithm_type}: the dataset to learn from"
 
 
+@RULES.reading("mode", "algorithm.algorithm_type", "buffer.trainer_input")
+def _held_out_rows_are_a_dataset(config: Config) -> Iterator[Problem]:
+    buffer, at = config.buffer.trainer_input.eval_buffer, "buffer.trainer_input.eval_buffer"
+    if buffer is None:
+        return
+    if config.algorithm.schema_type == "experience":
+        yield at, f"{config.algorithm.algorithm_type} learns from rollouts; use buffer.explorer_input.eval_tasksets"
+    elif not buffer.path:
+        yield f"{at}.path", "required: the dataset to evaluate on"
+    elif buffer.storage_type not in _DATASET_TYPES:
+        yield f"{at}.storage_type", f"{buffer.storage_type}: it is a dataset; use file or sql"
+
+
 @RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
 def _log_has_a_place(config: Config) -> Iterator[Problem]:
     """Of the experience log: a path is for databases, and a database has one kind of URL."""
@@ -77,6 +90,8 @@ def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
     datasets |= {f"trainer_input.auxiliary_buffers.{name}": buffer for name, buffer in read.auxiliary_buffers.items()}
     if config.algorithm.schema_type != "experience":
         datasets["trainer_input.experience_buffer"] = read.experience_buffer
+    if read.eval_buffer is not None:
+        datasets["trainer_input.eval_buffer"] = read.eval_buffer
     for where, dataset in datasets.items():
         if dataset.storage_type == "sql" and dataset.path:
             yield from _no_database(f"buffer.{where}.path", dataset.path)

@@ -76,8 +76,8 @@ def warn(config: Config) -> Iterator[Problem]:
 def _of_another_place(config: Config) -> Iterator[Problem]:
     """Keys of a section that stands in several places, set where nothing reads them."""
     source, at = config.buffer.trainer_input, "buffer.trainer_input"
-    idle: tuple[str, ...]
-    of_log, of_dataset = ("capacity", "max_unread_bytes", "max_read_timeout", "retention"), ("split", "format")
+    of_dataset: tuple[str, ...] = ("split", "format")
+    of_log: tuple[str, ...] = ("capacity", "max_unread_bytes", "max_read_timeout", "retention")
     if config.algorithm.schema_type == "experience":
         idle, why = of_dataset, "rollouts are read from the log of the run"
     else:
@@ -86,6 +86,12 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
     shown = source.auxiliary_buffers.get(config.demonstrations) if config.num_demonstrations else None
     if shown is not None:
         places.append((f"{at}.auxiliary_buffers.{config.demonstrations}", shown, of_log, "it is a dataset, not a log"))
+    if source.eval_buffer is not None:
+        places.append((f"{at}.eval_buffer", source.eval_buffer, of_log, "it is a dataset, not a log"))
+        if source.eval_buffer.data_selector.selector_type != "sequential":
+            yield f"{at}.eval_buffer.data_selector.selector_type", "ignored: an evaluation takes every row once"
+    elif config.trainer.eval_interval:
+        yield "trainer.eval_interval", "ignored: there is no buffer.trainer_input.eval_buffer to evaluate on"
     for path, section, keys, why in places:
         for key in keys:
             if getattr(section, key) != default_of(ExperienceBufferConfig.model_fields[key]):

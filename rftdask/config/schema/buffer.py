@@ -243,6 +243,10 @@ class TrainerInput(Section):
     """The main input."""
     auxiliary_buffers: dict[str, ExperienceBufferConfig] = no_items()
     """Datasets by name, in the format of sft; sample_strategy mix takes its demonstrations from one of them."""
+    eval_buffer: ExperienceBufferConfig | None = None
+    """A dataset that is not trained, in the format of the main input: mode train measures the loss on it before the
+    first step, every `trainer.eval_interval` steps and after the last. For what learns from a dataset (sft, dpo, cpt
+    and their like)."""
 
 
 class BufferConfig(Section):

@@ -67,6 +67,8 @@ class TrainerConfig(Section):
     of them."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
+    eval_interval: Natural = 0
+    """Steps between evaluations on `buffer.trainer_input.eval_buffer`. 0: before the first and after the last alone."""
     total_steps: Count | None = None
     """Steps to train. None: until the experiences end."""
     save_hf_checkpoint: Literal["last", "always", "never"] = "last"

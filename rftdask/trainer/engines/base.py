@@ -6,7 +6,7 @@ Promise: in deterministic mode on a CPU, the same state and the same batch give 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rftdask.algorithm.algorithm import Algorithm
@@ -35,6 +35,12 @@ class TrainEngine(ABC):
 
         Raises: RoleError: a loss or gradient is not finite, naming the step.
         """
+
+    def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
+        """Means of loss and metrics over all batches, of the weights as they are; nothing is trained. {}: it measures
+        none. Called by all ranks.
+        """
+        return {}
 
     @abstractmethod
     def weights(self) -> Mapping[str, bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -259,6 +260,39 @@ class TorchEngine(TrainEngine):
             measured = metrics["kl_penalty"]
             self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
         return metrics
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
+        """See TrainEngine; in evaluation mode, so without dropout."""
+        algorithm, device = self._algorithm, self._device
+        totals, total = defaultdict[str, float](float), 0.0
+        self._model.eval()
+        for batch in batches:
+            rows, passes = PaddedRows(batch, device, self._sequence), self._plan(batch, np.arange(len(batch)))
+            sums = defaultdict[str, float](float)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                scores = self._scores(batch, rows, passes)
+                if algorithm.policy_loss_fn.uses_kl_baseline:
+                    rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
+                weights_NT = algorithm.token_weights(
+                    rows.loss_mask_NT,
+                    max_tokens=self._config.model.max_response_tokens,
+                    expert_mask_B=rows.experts_N,
+                )
+                for teacher, taught in self._taught(batch, np.arange(len(batch)), passes):
+                    for part in taught.own:
+                        inputs = self._loss_inputs(rows, part, teacher, weights_NT, scores, None)
+                        for name, value in algorithm.compute_loss(inputs)[1].items():
+                            sums[name] += float(value)
+                    for _ in range(taught.num_idle):  # the exchanges of ranks with more passes take all
+                        self._update_scores(teacher, **rows.model_inputs(taught.filler))
+            # So that the mean over all batches is that of one batch of all rows.
+            share = float(batch.loss_mask.sum()) if algorithm.loss_agg_mode == "token-mean" else float(len(batch))
+            total += share
+            for name, mean in passes.add_metrics(sums).items():
+                totals[name] += share * mean
+        self._model.train()
+        return {name: value / total for name, value in totals.items() if name != "weight_sum"}
 
     def _mini_batches(self, batch: TrainingBatch, step: int) -> Iterator[tuple[int, np.ndarray]]:
         """(number of the update in the run, counted from 1; its row numbers) of all updates of a step."""

@@ -49,8 +49,9 @@ def with_key(path: str, value: Any) -> dict[str, Any]:
 
 
 def reachable(path: str) -> bool:
-    """Whether a key can be set at all: not inside a list or dict of sections that is refused as a whole."""
-    return not any(refused in path for refused in ("lora_configs[].", "auxiliary_models[].", "auxiliary_buffers.<"))
+    """Whether a key can be set at all: not inside a list or dict of sections that is refused as a whole (by grpo)."""
+    refused = ("lora_configs[].", "auxiliary_models[].", "auxiliary_buffers.<", "eval_buffer.")
+    return not any(part in path for part in refused)
 
 
 def problems(source: Any, *overrides: str) -> list[str]:

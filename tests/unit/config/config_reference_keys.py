@@ -341,6 +341,7 @@ OUR_KEYS = {
     "algorithm.optimizer.optimizer_args",
     "algorithm.optimizer.decay_all_weights",
     "buffer.trainer_input.experience_buffer.max_unread_bytes",
+    "trainer.eval_interval",
     "data_processor.experience_pipeline.stage",
     "seed",
     "deterministic",

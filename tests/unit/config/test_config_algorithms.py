@@ -209,6 +209,17 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
     assert line == f"{EXPERIENCES}.storage_type: sft learns from a dataset; use file or sql"
 
 
+def test_held_out_rows_are_a_dataset_of_what_learns_from_one() -> None:
+    held_out = "buffer.trainer_input.eval_buffer"
+    loaded = config(sft(), f"{held_out}.path=more.jsonl").buffer.trainer_input.eval_buffer
+    assert loaded is not None and (loaded.path, loaded.storage_type) == ("more.jsonl", "file")
+    assert problems(sft(), f"{held_out}.split=test") == [f"{held_out}.path: required: the dataset to evaluate on"]
+    [line] = problems(sft(), f"{held_out}.path=m", f"{held_out}.storage_type=queue")
+    assert line == f"{held_out}.storage_type: queue: it is a dataset; use file or sql"
+    [line] = problems(grpo(), f"{held_out}.path=more.jsonl")
+    assert line == f"{held_out}: grpo learns from rollouts; use buffer.explorer_input.eval_tasksets"
+
+
 @pytest.mark.parametrize("url", ["postgresql://me:hunter2@host/db", "postgresql://host/db?user=me&password=hunter2"])
 def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path={url}")

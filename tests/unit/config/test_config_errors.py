@@ -327,6 +327,10 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
             "explorer.auxiliary_models[0].seed: ignored: all that a rollout asks is drawn by "
             "explorer.rollout_model.seed",
         ),
+        (
+            ["trainer.eval_interval=5"],
+            "trainer.eval_interval: ignored: there is no buffer.trainer_input.eval_buffer to evaluate on",
+        ),
         (["trainer.critic.lr=0.1"], "trainer.critic: ignored: grpo has no critic"),
         (["trainer.critic_warmup=5"], "trainer.critic_warmup: ignored: grpo has no critic"),
     ],

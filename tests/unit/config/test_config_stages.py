@@ -104,7 +104,7 @@ def test_a_mistake_in_a_stage_names_it_and_a_shared_one_is_told_once() -> None:
         "use mode train (bench to evaluate its checkpoints)",
         "stages[1] (rl): buffer.train_batch_size: 3 is not a multiple of algorithm.repeat_times 8, "
         "and groups are never split; use 8",
-        "stages[1] (rl): trainer.save_intervall: unknown key; did you mean save_interval?",
+        "stages[1] (rl): trainer.save_intervall: unknown key; did you mean save_interval or eval_interval?",
     ]
 
 

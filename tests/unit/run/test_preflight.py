@@ -104,6 +104,14 @@ def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column:
     assert f"has no column {column!r}, which format.{option} names; columns: question, answer" in text
 
 
+def test_held_out_rows_are_checked_as_those_that_are_trained(world: World) -> None:
+    held_out = "buffer.trainer_input.eval_buffer"
+    keys = [f"{held_out}.format.prompt_key=question", f"{held_out}.format.response_key=answer"]
+    [inputs] = check_inputs([world.sft(f"{held_out}.path={world.folder}/tasks.jsonl", *keys)])
+    assert inputs.fingerprints["eval/dataset"] == inputs.fingerprints["dataset"]
+    assert "has no column 'prompt'" in problems(world.sft(f"{held_out}.path={world.folder}/tasks.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

@@ -18,6 +18,7 @@ from rftdask.run.summary import (
     RunSummary,
     SampleAnswer,
     StageSummary,
+    learned,
     next_commands,
     print_summary,
     render_summary,
@@ -61,6 +62,13 @@ SUMMARY = RunSummary(
     files={"global_step_50/": "newest checkpoint"},
     next_commands={"rftdask resume": "train on"},
 )
+
+
+def test_without_tasks_the_sentence_is_of_the_held_out_loss() -> None:
+    stages = (StageSummary("warmup", "train", "sft", 10, 300, eval_losses=(2.5, 0.25)),)
+    summary = replace(SUMMARY, stages=stages, accuracy_before=None, accuracy_after=None)
+    assert learned(summary) == "held-out loss of warmup 2.5 -> 0.25"
+    assert "held-out loss of warmup" in render_report(summary, STAGES)
 
 
 class Page(HTMLParser):

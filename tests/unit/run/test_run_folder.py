@@ -122,6 +122,20 @@ def test_a_run_from_before_raw_goes_on_as_it_began(storage: Storage) -> None:
         open_run(storage, began("raw", reply_prefix="Well, "))
 
 
+def test_what_is_held_out_may_change(storage: Storage) -> None:
+    def held_out(*overrides: str) -> Config:
+        tree = {
+            "algorithm": {"algorithm_type": "sft"},
+            "mode": "train",
+            "model": {"model_path": "m", "max_model_len": 64},
+        }
+        return load_config(tree, ["buffer.trainer_input.experience_buffer.path=rows.jsonl", *overrides])
+
+    open_run(storage, held_out())
+    opened = open_run(storage, held_out("buffer.trainer_input.eval_buffer.path=more.jsonl", "trainer.eval_interval=3"))
+    assert opened.trainer.eval_interval == 3 and opened.buffer.trainer_input.eval_buffer is not None
+
+
 def test_a_folder_without_a_run_is_told(storage: Storage) -> None:
     with pytest.raises(DataError, match=r"is not a run folder: it has no run.json"):
         read_run(storage)

@@ -186,6 +186,27 @@ def test_a_model_with_dropout_is_compared_without_it_and_imitates_with_it(models
     assert losses[0] != losses[1]
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
+def test_held_out_rows_have_the_loss_of_one_batch_of_all_and_train_nothing(models: Path, name: str) -> None:
+    whole = batch_for(name)
+    halves = [subset(whole, range(6)), subset(whole, range(6, len(whole)))] if len(whole) > 6 else [whole]
+    trained = engine(models, name, trainer__max_token_len_per_gpu=16)
+    found = trained.evaluate(halves)
+    expected = engine(models, name).train_step(whole, 1)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert trained.train_step(whole, 1) == engine(models, name, trainer__max_token_len_per_gpu=16).train_step(whole, 1)
+    assert trained.evaluate(halves)["loss"] < found["loss"]
+    if name == "dpo":
+        assert {"reward_accuracy", "reward_chosen", "reward_rejected"} <= found.keys()
+
+
+def subset(batch: TrainingBatch, members: range) -> TrainingBatch:
+    """Those rows of a batch alone."""
+    tokens, prompts = batch.row_tokens(), batch.prompt_lengths
+    rows = [(tokens[row].tolist(), int(prompts[row]), None, float(batch.rewards[row])) for row in members]
+    return supervised_batch(rows, [batch.uids[row] for row in members], 2 if len(set(batch.groups)) < len(batch) else 1)
+
+
 def test_recomputed_logprobs_begin_at_ratio_one(models: Path) -> None:
     parts = {"kl_loss_fn": "none"}
     recorded = engine(models, "grpo", parts).train_step(rollouts(), 1)

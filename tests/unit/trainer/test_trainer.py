@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rftdask.buffer.batches.audit import audit_log
-from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
@@ -101,6 +101,27 @@ def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage
     assert sink.num_flushed == 5
     audit = audit_log(ParquetLog(storage), Ledger(storage), 1)
     assert (audit.committed, audit.trained, audit.waiting, audit.problems) == (10, 10, 0, ())
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (5, [0, 5])])
+def test_held_out_rows_are_measured_before_the_first_step_at_the_interval_and_after_the_last(
+    storage: Storage, interval: int, steps: list[int]
+) -> None:
+    sink = Sink()
+    trainer = make_trainer(storage, eval_interval=interval)
+    trainer.held_out = [supervised_batch([([1, 2], 1, None)], ["held-out"])]
+    trainer.eval_metrics = sink
+    trainer.run()
+    assert sink.rows == [(step, {"eval_loss": 0.0}) for step in steps] and sink.num_flushed == len(steps)
+
+
+def test_a_resumed_run_does_not_measure_again_what_it_began_with(storage: Storage) -> None:
+    make_trainer(storage, total_steps=2).run()
+    sink = Sink()
+    trainer = make_trainer(storage)
+    trainer.held_out, trainer.eval_metrics = [supervised_batch([([1, 2], 1, None)], ["held-out"])], sink
+    trainer.run()
+    assert [step for step, _ in sink.rows] == [5]
 
 
 class Killed(StorageError):
