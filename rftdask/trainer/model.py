@@ -38,8 +38,8 @@ from rftdask.trainer.packing import PackedRows
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4
-"""Logits that a divergence counts for: plain expressions of two models keep about four times the [Q, V] that the
-logprobs of one do."""
+"""Logits that one of a divergence counts for: plain expressions of two models hold twelve [Q, V] at their peak, the
+logprobs of one hold three."""
 SCALAR_HEAD = "score.weight"
 """What a language model lacks of a reward model."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
