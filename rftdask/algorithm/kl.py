@@ -5,6 +5,7 @@ Invariant: equal logprobs give exactly 0.
 Source: J. Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.checks import require
+from rftdask.algorithm.checks import one_of, require
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log-ratio before exp: e^20 = 4.9e8 is finite in float32 with room for products."""
@@ -31,6 +32,12 @@ class KlFn(ABC):
     """Aim of the adaptive controller, nats per token."""
     horizon: float | None = None
     """Experiences over which the adaptive controller reacts."""
+    final_coef: float | None = None
+    """Coefficient after `schedule_steps` steps of training, to which it goes from `kl_coef`; None: it stays."""
+    schedule_steps: int | None = None
+    """Steps that the way takes."""
+    schedule: str = "linear"
+    """Shape of the way: "linear" or "cosine"."""
     max_kl: float | None = None
     """Bound of the absolute value of a token's estimate; None: unbounded."""
 
@@ -41,7 +48,13 @@ class KlFn(ABC):
     def __post_init__(self) -> None:
         require(self.kl_coef >= 0.0, f"kl_coef must be >= 0, got {self.kl_coef}")
         require(self.max_kl is None or self.max_kl > 0.0, f"max_kl must be > 0, got {self.max_kl}")
+        one_of("schedule", self.schedule, ("linear", "cosine"))
+        both = (self.final_coef is None) == (self.schedule_steps is None)
+        require(both, "final_coef and schedule_steps go together")
+        require(self.schedule_steps is None or self.schedule_steps > 0, "schedule_steps must be > 0")
+        require(self.final_coef is None or self.final_coef >= 0.0, f"final_coef must be >= 0, got {self.final_coef}")
         if self.adaptive:
+            require(self.final_coef is None, "an adaptive coefficient follows the measured KL: no final_coef beside it")
             given = self.target_kl is not None and self.horizon is not None
             require(given, "adaptive needs target_kl and horizon")
             require(bool(self.target_kl and self.target_kl > 0), f"target_kl must be > 0, got {self.target_kl}")
@@ -50,7 +63,7 @@ class KlFn(ABC):
     @property
     def is_active(self) -> bool:
         """Whether this part contributes to the loss, and so needs the reference's logprobs."""
-        return self.uses_reference and (self.kl_coef != 0.0 or self.adaptive)
+        return self.uses_reference and (self.kl_coef != 0.0 or self.adaptive or bool(self.final_coef))
 
     def per_token(self, policy_logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
         """Estimate for each token, same shape; differentiable in `policy_logprobs`."""
@@ -60,6 +73,16 @@ class KlFn(ABC):
     @abstractmethod
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
         """Estimate for each token from d and what it is made of, unbounded; all of one shape."""
+
+    def coef_at(self, step: int, coef: float) -> float:
+        """Coefficient of a training step, counted from 1: by the schedule, from `kl_coef` at step 1 to `final_coef` at
+        step `schedule_steps` + 1 and after it; without one `coef`, that of the controller."""
+        if self.final_coef is None or self.schedule_steps is None:
+            return coef
+        share = min(1.0, (step - 1) / self.schedule_steps)
+        if self.schedule == "cosine":
+            share = (1.0 - math.cos(math.pi * share)) / 2.0
+        return self.kl_coef + (self.final_coef - self.kl_coef) * share
 
     def next_coef(self, coef: float, measured_kl: float, num_experiences: int) -> float:
         """Coefficient of the next step: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon); fixed: `coef`.

@@ -198,6 +198,8 @@ class TorchEngine(TrainEngine):
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
+        for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
+            self._kl_coefs[number] = kl.coef_at(step, float(self._kl_coefs[number]))
         updates: list[dict[str, float]] = []
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

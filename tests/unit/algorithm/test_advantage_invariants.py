@@ -14,6 +14,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.drops import DropReason
+from rftdask.errors import UserError
 from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS
 
@@ -229,3 +230,25 @@ def test_the_kl_penalty_of_a_rollout_is_that_of_all_its_turns() -> None:
         ref_logprobs_NT=torch.full((3, 1), -1.0),
     )
     assert algorithm.compute_advantages(given).advantages_N.tolist() == [0.125, 0.125, -0.125]
+
+
+def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
+    args: dict[str, Any] = {"kl_coef": 0.4, "final_coef": 0.0, "schedule_steps": 4}
+    linear = make_algorithm("grpo", kl_loss_fn_args=args).kl_loss_fn
+    assert [linear.coef_at(step, 9.0) for step in range(1, 8)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0])
+    cosine = make_algorithm("grpo", kl_loss_fn_args={**args, "schedule": "cosine"}).kl_loss_fn
+    want = [0.4 * (1 + math.cos(math.pi * min(step, 4) / 4)) / 2 for step in range(6)]
+    assert [cosine.coef_at(step, 9.0) for step in range(1, 7)] == pytest.approx(want)
+    assert make_algorithm("grpo").kl_loss_fn.coef_at(5, 0.25) == 0.25, "without one it is what it was"
+    # It may begin at 0, and needs the reference from the start.
+    assert make_algorithm(
+        "grpo", kl_loss_fn_args={"kl_coef": 0.0, "final_coef": 0.1, "schedule_steps": 2}
+    ).use_reference
+    for wrong, message in (
+        ({"final_coef": 0.1}, "final_coef and schedule_steps go together"),
+        ({"final_coef": 0.1, "schedule_steps": 0}, "schedule_steps must be > 0"),
+        ({**args, "schedule": "wavy"}, "schedule"),
+        ({**args, "adaptive": True, "target_kl": 0.1, "horizon": 10}, "adaptive"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_algorithm("grpo", kl_loss_fn_args=wrong)
