@@ -47,7 +47,6 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 TESTS = Path(__file__).parent
 LONGEST_FIRST = (
-    "test_algorithm_families.py",
     "test_runs_on_s3.py",
     "test_slurm_runs.py",
     "test_bit_exact_resume.py",

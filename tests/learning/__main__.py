@@ -7,7 +7,7 @@ import json
 import statistics
 from pathlib import Path
 
-from tests.learning.cases import CASES, crossed, learn
+from tests.learning.cases import CASES, LONG, crossed, learn
 
 
 def main() -> int:
@@ -19,8 +19,9 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every metric, also those without a bound")
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    cases = [case for case in CASES if not args.names or {case.name, case.algorithm_type} & set(args.names)]
-    problems, numbers, lines = [], [], []
+    named = set(args.names) or {case.name for case in CASES}
+    cases = [case for case in (*CASES, LONG) if case.name in named]
+    problems, numbers = [], []
     for case in cases:
         results = [learn(case, seed) for seed in seeds]
         problems += [
@@ -32,8 +33,8 @@ def main() -> int:
             seconds = statistics.median(r.seconds for r in results)
             row = {"case": case.name, "metric": metric, "before": before, "after": after, "steps": case.steps}
             numbers.append(row | {"seeds": seeds, "seconds": seconds, "bound": case.bounds.get(metric)})
-            lines.append([case.name, metric, _span(before), _span(after), str(case.steps), f"{seconds:.1f}"])
-            print(("| " + " | ".join(lines[-1]) + " |") if args.markdown else "  ".join(lines[-1]), flush=True)
+            cells = [case.name, metric, _span(before), _span(after), str(case.steps), f"{seconds:.1f}"]
+            print(f"| {' | '.join(cells)} |" if args.markdown else "  ".join(cells), flush=True)
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=1) + "\n")
     print(*problems, sep="\n")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,9 @@ class Run:
             sampling=self._sampling,
             weights=self._weights,
         )
-        return asyncio.run(unit).experiences
+        # Not asyncio.run, which takes SIGINT over for each unit, and on the way spells out all that the unit gave.
+        with closing(asyncio.new_event_loop()) as loop:
+            return loop.run_until_complete(unit).experiences
 
     def _serve(self, version: int) -> None:
         """Load the weights that the trainer published, or saved where it publishes none."""

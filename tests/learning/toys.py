@@ -4,6 +4,7 @@
              repeats what it says, up to four times.
 - gifts      echo, and every second task pays 4 more whatever is said: what its rollouts share teaches nothing.
 - debts      echo, and every task costs a half: the reward of a wrong answer is negative.
+- unpaid     echo, and nobody pays: no reward tells what is right.
 - unheard    "C:" is to be answered with "#", which the policy never says: no rollout of it is worth anything.
 - corridor   "x2>" is cell 2 of the cells 0 to 4 of corridor x, which has its exit at one end. A walk begins in the
              middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 4
@@ -49,7 +50,7 @@ async def echo(task: Task, model: PolicyModel) -> Reward:
     """1 for the right first letter, and what the task pays in any case."""
     said = (await model.generate(task.prompt)).text
     right = float(said[:1] == task.truth)
-    return Reward(right + task.row["gift"], {"accuracy": right, "length": float(len(said))})
+    return Reward(right * task.row.get("pay", 1.0) + task.row["gift"], {"accuracy": right, "length": float(len(said))})
 
 
 @workflow("corridor", in_process=True)
@@ -72,6 +73,7 @@ def write_tables(folder: Path) -> None:
         "echo": [{"prompt": asked, "response": said, "gift": 0.0} for asked, said in right],
         "gifts": [{"prompt": asked, "response": said, "gift": GIFT * (i % 2)} for i, (asked, said) in enumerate(right)],
         "debts": [{"prompt": asked, "response": said, "gift": -0.5} for asked, said in right],
+        "unpaid": [{"prompt": asked, "response": said, "pay": 0.0, "gift": 0.0} for asked, said in right],
         "unheard": [{"prompt": asked.upper(), "response": "#", "gift": 0.0} for asked, _ in right],
         "corridor": [
             {"prompt": name, "response": str(out), "gift": GIFT * (i // 2)}

@@ -105,9 +105,17 @@ class Critic:
         total = passes.add_metrics({"loss": total})["loss"]
         if not math.isfinite(total):
             raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
-        residual_NT = (returns_NT - old_NT) * mask_NT
         metrics = {f"critic_{name}": value for name, value in self._optimizer.step(update, step).items()}
-        return {"critic_loss": total, "critic_error": float((residual_NT.square() * weights_NT).sum()), **metrics}
+        residual_NT = returns_NT - old_NT
+        # 1: the values are the returns, but for a constant; 0: as good as a constant. Of returns that are all equal
+        # there is nothing to explain.
+        left, variance = (_weighted_variance(each_NT, weights_NT) for each_NT in (residual_NT, returns_NT))
+        return {
+            "critic_loss": total,
+            "critic_error": float((residual_NT.square() * weights_NT).sum()),
+            "critic_explained_variance": 1.0 - left / variance if variance > 0 else 0.0,
+            **metrics,
+        }
 
     def state_files(self) -> dict[str, bytes]:
         """As of `TrainEngine.state_files`."""
@@ -119,6 +127,11 @@ class Critic:
         """As of `TrainEngine.load_state_files`."""
         self._optimizer.load_state_files(_OPTIMIZER, files)
         SavedTensors(_MODEL, files, self._strategy.ranks).load(distinct_state(self._model))
+
+
+def _weighted_variance(values_NT: Tensor, weights_NT: Tensor) -> float:
+    mean = (values_NT * weights_NT).sum()
+    return float(((values_NT - mean).square() * weights_NT).sum())
 
 
 def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:

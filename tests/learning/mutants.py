@@ -1,0 +1,232 @@
+"""Break each loss and advantage in one place, at run time, and see its case cross a bound.
+
+    python -m tests.learning.mutants [NAME...] [--seed 0]
+
+A line for each mutant: what was broken, in which case, and the metric that shows it. Exit code 1 if one survives: then
+nothing asks whether that part does what it says. What the mutants do is below; no file changes.
+
+- sign: the loss, or every advantage, times -1.
+- baseline: what is taken off the rewards (the mean of the task, the greedy rollout, the critic's value) is 0.
+- clip: the bound on how far the policy moves from what sampled is taken away.
+- mask: what is not to be trained is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rftdask.algorithm import entropy, kl
+from rftdask.algorithm.advantages import base, group, tokens, turns
+from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is, sft_phi
+from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
+from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
+from rftdask.algorithm.losses.reinforce import cispo, opmd, rec, sppo, topr, vespo
+from rftdask.buffer.batches import source
+from tests.learning.cases import CASES, crossed, learn
+
+FREE = {"clip_range": 1.0, "clip_range_low": 1.0, "clip_range_high": 1e9}
+
+# Class -> its case, and the arguments that take its clip away: none where the bound is soft (sapo, cispo), or does not
+# act in the one update of a batch (decoupled_ppo).
+LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
+    ppo.Ppo: ("grpo", FREE | {"clip_ratio_c": None}),
+    gspo.Gspo: ("gspo", FREE),
+    dppo.Dppo: ("dppo", {"mask_low": 1.0, "mask_high": 1.0}),
+    m2po.M2po: ("m2po", {"m2_threshold": 1e9}),
+    sapo.Sapo: ("sapo", {}),
+    decoupled_ppo.DecoupledPpo: ("decoupled_ppo", {}),
+    importance_sampling.ImportanceSampling: ("on_policy_distill-importance_sampling", {}),
+    cispo.Cispo: ("cispo", {}),
+    opmd.Opmd: ("opmd", {}),
+    rec.Rec: ("rec", {}),
+    sppo.Sppo: ("sppo", {"epsilon": 1e9}),
+    topr.Topr: ("topr", {"advantage_threshold": -1e9}),
+    vespo.Vespo: ("vespo", {"k_pos": 1e-6, "lambda_pos": 1e-6, "k_neg": 1e-6, "lambda_neg": 1e-6}),
+    jsd.Jsd: ("jsd", {}),
+    mix.Mix: ("mix", {}),
+    mix_chord.MixChord: ("mix_chord", {}),
+    sft.Sft: ("sft", {}),
+    sft_is.SftIs: ("sft-sft_is", {}),
+    sft_phi.SftPhi: ("sft-sft_phi", {}),
+    dpo.Dpo: ("dpo", {}),
+    kto.Kto: ("kto", {}),
+    orpo.Orpo: ("orpo", {}),
+    simpo.SimPo: ("simpo", {}),
+    bradley_terry.BradleyTerry: ("reward_model", {}),
+}
+
+# Class -> its case, and the module whose baseline it takes.
+ADVANTAGES: Mapping[type, tuple[str, Any]] = {
+    group.Grpo: ("grpo", group),
+    group.Rloo: ("rloo", group),
+    group.OpmdAdvantage: ("opmd", group),
+    group.Asymre: ("asymre", group),
+    group.Drpo: ("drpo", group),
+    group.RecAdvantage: ("rec", group),
+    group.Reinforce: ("topr", None),
+    turns.StepWiseGrpo: ("multi_step_grpo", group),
+    turns.Gigpo: ("gigpo", turns),
+    tokens.Gae: ("ppo", "values_NT"),
+    tokens.Remax: ("remax", "baseline_rewards_N"),
+    tokens.ReinforcePlusPlus: ("reinforceplusplus", None),
+    tokens.OnPolicyDistill: ("on_policy_distill", "rollout_logprobs_NT"),
+    tokens.ClipB: ("grpo-clipb", group),
+    tokens.ClipV: ("grpo-clipv", group),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken place; `broken` is in effect within its context."""
+
+    name: str
+    case: str
+    broken: Callable[[], AbstractContextManager[Any]]
+
+
+def _sign_of_loss(cls: type) -> AbstractContextManager[Any]:
+    original = cls.__call__
+
+    def mutant(self: Any, inputs: Any) -> Any:
+        loss_BT, metrics = original(self, inputs)
+        return -loss_BT, metrics
+
+    return mock.patch.object(cls, "__call__", mutant)
+
+
+def _without_clip(cls: type, loose: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    original = cls.__call__
+    return mock.patch.object(cls, "__call__", lambda self, inputs: original(replace(self, **loose), inputs))
+
+
+def _sign_of_advantage(cls: type) -> AbstractContextManager[Any]:
+    original = cls.__call__
+
+    def mutant(self: Any, inputs: Any) -> Any:
+        result = original(self, inputs)
+        tokens_NT = result.advantages_NT
+        return replace(
+            result, advantages_N=-result.advantages_N, advantages_NT=None if tokens_NT is None else -tokens_NT
+        )
+
+    return mock.patch.object(cls, "__call__", mutant)
+
+
+def _without_baseline(cls: type, place: Any) -> AbstractContextManager[Any]:
+    if isinstance(place, str):  # a field of the inputs
+        original = cls.compute
+
+        def without(self: Any, inputs: Any) -> Any:
+            return original(self, replace(inputs, **{place: torch.zeros_like(getattr(inputs, place))}))
+
+        return mock.patch.object(cls, "compute", without)
+    statistics = place.group_stats
+
+    def mutant(*args: Any, **options: Any) -> Any:
+        stats = statistics(*args, **options)
+        return replace(stats, mean_G=torch.zeros_like(stats.mean_G))
+
+    return mock.patch.object(place, "group_stats", mutant)
+
+
+def _worst_of_n() -> AbstractContextManager[Any]:
+    original = group.BestOfN.compute
+
+    def mutant(self: Any, inputs: Any) -> Any:
+        return original(self, replace(inputs, rewards_N=-inputs.rewards_N))
+
+    return mock.patch.object(group.BestOfN, "compute", mutant)
+
+
+def _not_centered() -> AbstractContextManager[Any]:
+    def mutant(values_NT: Any, mask_NT: Any) -> Any:
+        kept_NT = torch.where(mask_NT, values_NT, 0.0)
+        return kept_NT / kept_NT.square().sum().div(mask_NT.sum()).sqrt()
+
+    return mock.patch.object(tokens, "whiten", mutant)
+
+
+def _all_trained() -> AbstractContextManager[Any]:
+    original = source.supervised_batch
+
+    def mutant(rows: Any, *args: Any) -> Any:
+        return original([(row_tokens, prompt, None) for row_tokens, prompt, _ in rows], *args)
+
+    return mock.patch.object(source, "supervised_batch", mutant)
+
+
+def _nobody_shown() -> AbstractContextManager[Any]:
+    return mock.patch.object(mix, "expert_mask", torch.zeros_like)
+
+
+def _turns_as_rollouts() -> AbstractContextManager[Any]:
+    return mock.patch.object(base, "of_rollouts", lambda compute, inputs: compute(inputs))
+
+
+def _inverted_filter() -> AbstractContextManager[Any]:
+    original = tokens.filtered
+    return mock.patch.object(tokens, "filtered", lambda inputs, grpo, dropped_NT: original(inputs, grpo, ~dropped_NT))
+
+
+def _sign_of_kl(cls: type) -> AbstractContextManager[Any]:
+    original = cls.per_token
+    return mock.patch.object(cls, "per_token", lambda self, *given: -original(self, *given))
+
+
+def mutants() -> Iterator[Mutant]:
+    """All of them."""
+    for cls, (case, loose) in LOSSES.items():
+        yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_loss(cls))
+        if loose:
+            yield Mutant(f"{cls.__name__}: clip", case, lambda cls=cls, loose=loose: _without_clip(cls, loose))
+    for cls, (case, place) in ADVANTAGES.items():
+        yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_advantage(cls))
+        if place is not None:
+            yield Mutant(f"{cls.__name__}: baseline", case, lambda c=cls, place=place: _without_baseline(c, place))
+    yield Mutant("BestOfN: sign", "raft", _worst_of_n)
+    yield Mutant("ReinforcePlusPlus: baseline", "reinforceplusplus", _not_centered)
+    yield Mutant("Sft: mask", "sft", _all_trained)
+    yield Mutant("Mix: mask", "mix", _nobody_shown)
+    yield Mutant("MixChord: mask", "mix_chord", _nobody_shown)
+    yield Mutant("ClipB: mask", "grpo-clipb", _inverted_filter)
+    yield Mutant("ClipV: mask", "grpo-clipv", _inverted_filter)
+    for fn in (kl.K2, kl.K3, kl.LowVarKl, kl.AbsKl, kl.CorrectedK3):
+        yield Mutant(f"{fn.__name__}: sign", f"grpo-{fn.kl_name}", lambda fn=fn: _sign_of_kl(fn))
+    yield Mutant("EntropyBonus: sign", "grpo-entropy", lambda: _sign_of_kl(entropy.EntropyBonus))
+
+
+def killed_by(mutant: Mutant, seed: int) -> list[str]:
+    """The bounds that the mutant crosses in its case; [] if it survives."""
+    case = next(case for case in CASES if case.name == mutant.case)
+    with mutant.broken():
+        try:
+            return crossed(case, learn(case, seed).after)
+        except Exception as error:  # training broke down, which nobody overlooks
+            return [f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0][:80]}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help='such as "Ppo: clip"; all of them if none is named')
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    num_survivors = 0
+    for mutant in mutants():
+        if args.names and mutant.name not in args.names:
+            continue
+        found = killed_by(mutant, args.seed)
+        num_survivors += not found
+        print(f"{mutant.name:36} {'; '.join(found) or f'SURVIVES in {mutant.case}'}", flush=True)
+    print(f"{num_survivors} survive")
+    return bool(num_survivors)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
