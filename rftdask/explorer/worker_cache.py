@@ -210,12 +210,12 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
     return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env, kinds)
 
 
-def sampling_params(taskset: TasksetConfig, config: Config) -> SamplingParams:
-    """How the policy samples for tasks of the taskset."""
+def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 1) -> SamplingParams:
+    """How the policy samples for tasks of the taskset at an explore step."""
     arguments, model = taskset.rollout_args, config.model
     return SamplingParams(
         max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
+        temperature=arguments.temperature_at(explore_step),
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         min_tokens=model.min_response_tokens,

@@ -299,7 +299,7 @@ def _roll_out(
         explorer = explorer.model_copy(update={"max_timeout": _cache.timeout_s(unit.explore_step)})
     source = config.buffer.explorer_input
     sampling = {
-        taskset.name: sampling_params(taskset, config)
+        taskset.name: sampling_params(taskset, config, unit.explore_step)
         for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
     }
 

@@ -234,3 +234,18 @@ def _some_selectors_are_for_tasks(config: Config) -> Iterator[Problem]:
     for where, selector in others:
         if not trait(selector.selector, "for_datasets"):
             yield "buffer", f"{where}: {selector.selector_type} is for training tasksets; use sequential or shuffle"
+
+
+@RULES.reading("buffer.explorer_input")
+def _temperatures_have_a_way(config: Config) -> Iterator[Problem]:
+    source, at = config.buffer.explorer_input, "buffer.explorer_input"
+    places = {"taskset": source.taskset} if source.taskset is not None else {}
+    places |= {f"tasksets[{number}]": each for number, each in enumerate(source.tasksets)}
+    for place, taskset in places.items():
+        given = taskset.rollout_args
+        if (given.final_temperature is None) != (given.temperature_steps is None):
+            yield f"{at}.{place}.rollout_args.final_temperature", "goes together with temperature_steps; give both"
+    for number, taskset in enumerate(source.eval_tasksets):
+        if taskset.rollout_args.final_temperature is not None or taskset.rollout_args.temperature_steps is not None:
+            key = f"{at}.eval_tasksets[{number}].rollout_args.final_temperature"
+            yield key, "evaluations of all steps are compared with each other, so their temperature stays"

@@ -60,12 +60,24 @@ class RolloutArgs(Section):
 
     temperature: Annotated[float, Filled("model.temperature")] = absent(ge=0)
     """Sampling temperature; 0 is greedy."""
+    final_temperature: float | None = Field(default=None, gt=0)
+    """Training tasksets: temperature after `temperature_steps` explore steps, to which it goes from `temperature` in
+    equal steps; None: it stays."""
+    temperature_steps: Count | None = None
+    """Explore steps that the way takes."""
     top_p: Annotated[float, Filled("model.top_p")] = absent(gt=0, le=1)
     """Probability mass sampled from."""
     top_k: Annotated[int, Filled("model.top_k")] = absent(ge=-1)
     """Number of tokens sampled from; -1 is all."""
     max_tokens: Annotated[Count, Filled("model.max_response_tokens")] = absent()
     """Longest response in tokens."""
+
+    def temperature_at(self, explore_step: int) -> float:
+        """The temperature of an explore step, counted from 1; `final_temperature` at step `temperature_steps` + 1."""
+        if self.final_temperature is None or self.temperature_steps is None:
+            return self.temperature
+        share = min(1.0, (explore_step - 1) / self.temperature_steps)
+        return self.temperature + (self.final_temperature - self.temperature) * share
 
 
 class DataSelectorConfig(Section):

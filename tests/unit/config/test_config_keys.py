@@ -68,6 +68,8 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
     names = {path.rsplit(".", 1)[-1] for path in strange}
     assert names == {
         "flush_age_s",
+        "final_temperature",
+        "temperature_steps",
         "max_memory_gb",
         "max_processes",
         "bubblewrap",

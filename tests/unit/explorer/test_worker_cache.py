@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rftdask.config import Config, load_config
-from rftdask.errors import DataError
-from rftdask.explorer.worker_cache import WorkerCache, engine_spec
+from rftdask.errors import ConfigError, DataError
+from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_params
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 
@@ -73,3 +73,17 @@ def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> 
     cache.open(storage, record_config(storage, config()))
     with pytest.raises(DataError, match="no taskset is called 'gsm9k'; there are "):
         cache.taskset("gsm9k")
+
+
+def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
+    way = "buffer.explorer_input.taskset.rollout_args={temperature: 1.0, final_temperature: 0.6, temperature_steps: 4}"
+    run = config(way)
+    taskset = run.buffer.explorer_input.train_tasksets[0]
+    found = [sampling_params(taskset, run, step).temperature for step in range(1, 8)]
+    assert found == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
+    for wrong, message in (
+        ("taskset.rollout_args={final_temperature: 0.6}", "give both"),
+        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "stays"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config(f"buffer.explorer_input.{wrong}")
