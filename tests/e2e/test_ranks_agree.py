@@ -4,6 +4,7 @@
   ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches;
 - that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
 - and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads and a critic included;
+- and where two teachers have rows of their own, with the logits of all of it in chunks;
 - weights that all ranks hold are the same, to the bit, on all of them;
 - what any number of ranks saved, any other number loads, to the bit.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.models.toy import build_toy_model
+from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.numerics import shifted_seed
@@ -122,6 +126,8 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
         return replace(batch, rewards=np.arange(count, dtype=np.float32) % 2)
     if algorithm in ("sft", "dpo", "reward_model"):
         return batch
+    if algorithm == "jsd":
+        batch = replace(batch, uids=(*(f"u/{uid}" for uid in batch.uids[:size]), *batch.uids[size:]))
     own = replace(
         batch,
         rewards=random.random(count).astype(np.float32),
@@ -238,6 +244,25 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
     return differences
 
 
+def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
+    """As `compare`, of two teachers, one of which has a third of the rows, and of every way to share a model."""
+    teachers = [{"model_path": f"{model}-1", "teaches": ["u"]}, {"model_path": f"{model}-2"}]
+    students: dict[str, Any] = {"algorithm__algorithm_type": "jsd", "explorer__auxiliary_models": teachers}
+    alone, files = trained(model, "jsd", Strategy(gangs[1]), **students)
+    expected, differences = weights_of(files), {}
+    # Four positions at a time, so that both heads are used in the backward pass, too.
+    torch_engine.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
+    ways = {name: {"strategy": strategy_of(name, gangs[2])} for name in STRATEGIES}
+    ways["cut layers"] = {"strategy": cut_in_two(gangs, 2, gangs[1])}
+    ways["split rows"] = {"strategy": strategy_of("fsdp2", gangs[2]), "sequence": gangs[2].neighbors(2)}
+    for name, options in ways.items():
+        found, files = trained(model, "jsd", **options, trainer__micro_batch_size=3, **students)
+        if gangs[2].is_rank0:
+            differences[f"metrics: {name}"] = metric_difference(found, alone)
+            differences[f"weights: {name}"] = weight_difference(weights_of(files), expected)
+    return differences
+
+
 def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks) -> Strategy:
     return TensorParallel(gangs[size], gangs[2], across if size == 4 else gangs[1], torch.device("cpu"))
 
@@ -316,6 +341,17 @@ def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
     found = run_ranks(4, tmp_path, compare_cuts, [model_of_four_heads, model_of_normed_heads])
     assert len(found[0]) == 8
     assert max(found[0].values()) <= TOLERANCE, found[0]
+
+
+def test_students_of_two_teachers_learn_on_ranks_what_one_rank_alone_does(
+    model_of_four_heads: str, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        sizes = {"hidden_size": 16, "intermediate_size": 34, "num_layers": 2, "num_heads": 4}
+        build_toy_model(f"{model_of_four_heads}-{seed}", seed=seed, **sizes)
+    differences, _ = run_ranks(2, tmp_path, compare_students, model_of_four_heads)
+    assert len(differences) == 8
+    assert max(differences.values()) <= TOLERANCE, differences
 
 
 def test_what_four_ranks_saved_any_number_loads(model: str, tmp_path: Path) -> None:
