@@ -139,9 +139,11 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
 
 
 def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> tuple[list[dict[str, float]], Any]:
-    """The metrics of two steps, and the files after them."""
+    """The metrics of two steps, of sft and dpo those of held-out rows after them, and the files."""
     made = engine(model, algorithm, strategy, **options)
     metrics = [made.train_step(batch_for(algorithm, seed), seed) for seed in (1, 2)]
+    if algorithm in ("sft", "dpo"):
+        metrics.append(made.evaluate([batch_for(algorithm, seed) for seed in (3, 4)]))
     if not isinstance(strategy, FSDP2):
         whole = [p.detach() for p in made._model.parameters() if not isinstance(p, DTensor)]
         held = b"".join(tensor.numpy().tobytes() for tensor in whole)
