@@ -21,8 +21,15 @@ pytestmark = pytest.mark.slow
 def finished(case: Case, folder: Path) -> Experiment:
     """The run of the case, in processes of its own, which find the workflow by its dotted path."""
     tree = config_of(case, 0, toys_of(0), workflows="tests.learning.toys.")
+    if case.dataset:
+        held_out = tree["buffer"]["trainer_input"]["experience_buffer"]
+        tree["buffer"]["trainer_input"]["eval_buffer"] = {name: held_out[name] for name in ("path", "format")}
     run = Experiment(**tree | {"checkpoint_root_dir": str(folder), "cluster": {"num_cpus": 2}})
-    assert run.run(progress="none").status == "finished"
+    summary = run.run(progress="none")
+    assert summary.status == "finished"
+    if case.dataset:
+        (first, last), losses = summary.stages[0].eval_losses, run.metrics("eval")["eval_loss"]
+        assert (len(losses), losses.iloc[0], losses.iloc[-1]) == (2, first, last) and last < 0.9 * first
     return run
 
 
