@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from rftdask.algorithm import entropy, kl
-from rftdask.algorithm.advantages import base, group, tokens, turns
+from rftdask.algorithm.advantages import group, tokens, turns
 from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is, sft_phi
 from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
 from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
@@ -76,7 +76,7 @@ ADVANTAGES: Mapping[type, tuple[str, Any]] = {
     tokens.Gae: ("ppo", "values_NT"),
     tokens.Remax: ("remax", "baseline_rewards_N"),
     tokens.ReinforcePlusPlus: ("reinforceplusplus", None),
-    tokens.OnPolicyDistill: ("on_policy_distill", "rollout_logprobs_NT"),
+    tokens.OnPolicyDistill: ("on_policy_distill", None),
     tokens.ClipB: ("grpo-clipb", group),
     tokens.ClipV: ("grpo-clipv", group),
 }
@@ -145,14 +145,6 @@ def _worst_of_n() -> AbstractContextManager[Any]:
     return mock.patch.object(group.BestOfN, "compute", mutant)
 
 
-def _not_centered() -> AbstractContextManager[Any]:
-    def mutant(values_NT: Any, mask_NT: Any) -> Any:
-        kept_NT = torch.where(mask_NT, values_NT, 0.0)
-        return kept_NT / kept_NT.square().sum().div(mask_NT.sum()).sqrt()
-
-    return mock.patch.object(tokens, "whiten", mutant)
-
-
 def _all_trained() -> AbstractContextManager[Any]:
     original = source.supervised_batch
 
@@ -164,10 +156,6 @@ def _all_trained() -> AbstractContextManager[Any]:
 
 def _nobody_shown() -> AbstractContextManager[Any]:
     return mock.patch.object(mix, "expert_mask", torch.zeros_like)
-
-
-def _turns_as_rollouts() -> AbstractContextManager[Any]:
-    return mock.patch.object(base, "of_rollouts", lambda compute, inputs: compute(inputs))
 
 
 def _inverted_filter() -> AbstractContextManager[Any]:
@@ -191,7 +179,6 @@ def mutants() -> Iterator[Mutant]:
         if place is not None:
             yield Mutant(f"{cls.__name__}: baseline", case, lambda c=cls, place=place: _without_baseline(c, place))
     yield Mutant("BestOfN: sign", "raft", _worst_of_n)
-    yield Mutant("ReinforcePlusPlus: baseline", "reinforceplusplus", _not_centered)
     yield Mutant("Sft: mask", "sft", _all_trained)
     yield Mutant("Mix: mask", "mix", _nobody_shown)
     yield Mutant("MixChord: mask", "mix_chord", _nobody_shown)
