@@ -112,7 +112,6 @@ def load_policy(
     return model, tokenizer
 
 
-@torch.no_grad()
 def turn_off_dropout(model: torch.nn.Module) -> None:
     """Make every dropout of a model one of probability 0, in place; training mode stays, by which layers decide whether
     to recompute activations.
@@ -126,6 +125,7 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+@torch.no_grad()
 def _check_head(model: PreTrainedModel, model_path: str) -> None:
     """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
     seen: dict[str, Any] = {}
