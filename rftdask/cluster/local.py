@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing.spawn
 import os
 import signal
 import sys
@@ -37,14 +36,13 @@ from rftdask.cluster.base import (
 )
 from rftdask.config import Config
 from rftdask.errors import RoleError, UserError, WaitTimeout
-from rftdask.processes.nursery import ADDRESS, NURSERY, SIGNALS, nursery, start
+from rftdask.processes.nursery import ADDRESS, SIGNALS, WITHOUT_MAIN, nursery, start
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
 _START_ATTEMPTS = 3
 """Starts of a cluster, of which the first may lose a worker to whoever kills processes on this machine."""
-_WORKER_PROCESS = "Dask Worker process (from Nanny)"
-"""What Dask calls the process of a worker."""
+WITHOUT_MAIN.add("Dask Worker process (from Nanny)")  # what Dask calls the process of a worker
 
 log = logging.getLogger(__name__)
 
@@ -119,22 +117,6 @@ class _Dask(SpecCluster):
         resource_tracker.ensure_running()  # it unblocks two of them, the first time
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         await super()._start()  # type: ignore[no-untyped-call]
-
-
-_preparation_data = multiprocessing.spawn.get_preparation_data
-
-
-def _without_main(name: str) -> dict[str, Any]:
-    # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
-    # run in each worker. Ours need nothing of it, for what they are sent is pickled by value.
-    data = _preparation_data(name)
-    if name in (_WORKER_PROCESS, NURSERY):
-        for key in ("init_main_from_name", "init_main_from_path"):
-            data.pop(key, None)
-    return data
-
-
-multiprocessing.spawn.get_preparation_data = _without_main
 
 
 def start_dask(

@@ -17,6 +17,7 @@ import ctypes
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.spawn
 import os
 import select
 import shutil
@@ -55,6 +56,8 @@ _NUMBER = struct.Struct("!i")
 """A process id, then its exit code."""
 NURSERY = "rftdask nursery"
 """Name of its process."""
+WITHOUT_MAIN = {NURSERY}
+"""Names of processes that need nothing of the script that starts them."""
 _ASKER = "for-worker"
 _CLOSE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -120,6 +123,22 @@ class Forked:
         """SIGKILL, if it still runs."""
         with contextlib.suppress(OSError):
             self._nursery.send(b"k")
+
+
+_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
+    # run in each of ours, which need nothing of it, for what they are sent is of modules or pickled by value.
+    data = _preparation_data(name)
+    if name in WITHOUT_MAIN:
+        for key in ("init_main_from_name", "init_main_from_path"):
+            data.pop(key, None)
+    return data
+
+
+multiprocessing.spawn.get_preparation_data = _without_main
 
 
 def start(modules: Sequence[str]) -> None:

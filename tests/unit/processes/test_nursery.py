@@ -32,9 +32,8 @@ def forked(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     child.close()
 
 
-def test_a_fork_has_the_imports_and_nothing_else_of_its_nursery(forked: Child) -> None:
+def test_a_fork_has_nothing_of_its_nursery_but_its_imports(forked: Child) -> None:
     seen = forked.receive(LONG_S)
-    assert "json.tool" in seen["modules"]
     environment = {"SET_LATER": "by the worker", "OWN": "1", "OMP_NUM_THREADS": "3", ADDRESS: None}
     assert {name: seen["environment"].get(name) for name in environment} == environment
     assert seen["session"] == forked.pid, "a terminal's signals are not for it"
@@ -90,16 +89,16 @@ from pathlib import Path
 from rftdask.processes.child import Child
 from rftdask.processes.nursery import ADDRESS, nursery, start
 import os
-start([])
+start(["json.tool"])
 with nursery() as socket:
     os.environ[ADDRESS] = socket
-    child = Child("child_targets:busy", {}, name="busy", log_file=Path(sys.argv[1]))
-    print(child.receive(60), flush=True)
+    child = Child("child_targets:look", {}, name="look", log_file=Path(sys.argv[1]))
+    print("json.tool" in child.receive(60)["modules"], "json.tool" in sys.modules, flush=True)
     time.sleep(600)
 """
 
 
-def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+def test_a_fork_has_the_imports_and_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])])
     file = tmp_path / "driver.py"
     file.write_text(DRIVER)
@@ -107,10 +106,11 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "MARKED": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        driver.stdout.readline()
+        told = driver.stdout.readline()
         below = psutil.Process(driver.pid).children(recursive=True)
-        assert len(below) >= 3, below  # the fork server, the nursery, the fork; a tracker
         driver.kill()
+    assert told == "True False\n", "the fork has it, and the driver has not"
+    assert len(below) >= 4, below  # the fork server, the nursery, the fork; a tracker
     _, alive = psutil.wait_procs(below, timeout=LONG_S)
     assert not alive
 
