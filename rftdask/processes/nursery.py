@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -60,6 +61,8 @@ WITHOUT_MAIN = {NURSERY}
 """Names of processes that need nothing of the script that starts them."""
 _ASKER = "for-worker"
 _CLOSE_S = 5.0
+_FORK_S = 60.0
+"""For a fork, which takes milliseconds unless the machine is out of memory."""
 _PR_SET_PDEATHSIG = 1
 _is_started = False
 _context = multiprocessing.get_context("forkserver")
@@ -78,11 +81,13 @@ class Forked:
         Raises: OSError: there is no nursery any more.
         """
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self._nursery = socket.socket(socket.AF_UNIX)
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         self.stdin: IO[bytes] = os.fdopen(ours_in, "wb")
         self.stdout: IO[bytes] = os.fdopen(ours_out, "rb")
+        self._nursery.settimeout(_FORK_S)
         try:
             self._nursery.connect(address)
             wanted = msgpack.packb([entry, list(args), dict(env)])
@@ -108,16 +113,22 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises: subprocess.TimeoutExpired: not after `timeout` seconds."""
-        if self.returncode is None:
-            if not select.select([self._nursery], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
-            told = b""
-            with contextlib.suppress(OSError):
-                told = self._nursery.recv(_NUMBER.size, socket.MSG_WAITALL)
-            # Nothing told: the nursery was killed, and so were its forks.
-            self.returncode = _NUMBER.unpack(told)[0] if told else -signal.SIGKILL
-            self._nursery.close()
-        return self.returncode
+        poller = select.poll()
+        with self._lock:
+            if self.returncode is not None:
+                return self.returncode
+            poller.register(self._nursery, select.POLLIN)
+        if not poller.poll(None if timeout is None else 1000 * timeout):
+            raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+        with self._lock:  # one of several threads that waited takes the answer
+            if self.returncode is None:
+                told = b""
+                with contextlib.suppress(OSError):
+                    told = self._nursery.recv(_NUMBER.size, socket.MSG_WAITALL)
+                # Nothing told: the nursery was killed, and so were its forks.
+                self.returncode = _NUMBER.unpack(told)[0] if told else -signal.SIGKILL
+                self._nursery.close()
+            return self.returncode
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
