@@ -95,6 +95,11 @@ def losses(report: Report, rounds: int) -> None:
         advantages_BT=torch.randn(ROWS, 1).expand(ROWS, WIDTH).contiguous(),
         ref_logprobs_BT=rollout,
         expert_mask_B=torch.arange(ROWS) % 8 == 0,
+        divergence_BT=torch.rand(
+            ROWS, WIDTH, requires_grad=True
+        ),  # what jsd is given; its own work is done beside the logits
+        rewards_B=torch.arange(ROWS) % 2.0,
+        kl_baseline=0.0,
     )
     # m2po has more to do where a sequence is over its threshold; with this one every sequence is.
     cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in registered_parts("policy_loss_fn")]

@@ -36,7 +36,7 @@ from rftdask.cluster.base import (
 )
 from rftdask.config import Config
 from rftdask.errors import RoleError, UserError, WaitTimeout
-from rftdask.processes.nursery import ADDRESS, SIGNALS, WITHOUT_MAIN, nursery, start
+from rftdask.processes.nursery import ADDRESS, SIGNALS, WITHOUT_MAIN, nursery, start, umask
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -189,8 +189,9 @@ class LocalCluster(Cluster):
         if _can_fork(any(worker.gpu is not None for worker in layout.workers)):
             start_fork_server()
             self._stack.enter_context(dask.config.set({_METHOD: "forkserver"}))
-            # The fork server has the environment of its start, which may be that of an earlier run.
-            self._env = {**os.environ, ADDRESS: self._stack.enter_context(nursery())}
+            # The fork server has the environment and the mask of its start, which may be those of an earlier run.
+            own = {ADDRESS: self._stack.enter_context(nursery()), preloads.UMASK_VARIABLE: str(umask())}
+            self._env = {**os.environ, **own}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)

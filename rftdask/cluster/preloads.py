@@ -29,6 +29,8 @@ MODULE = __name__
 """What Dask is given to load."""
 GRACE_VARIABLE = "RFTDASK_SIGTERM_GRACE_S"
 """Environment of a worker that this driver starts: seconds from SIGTERM to its end; 0: at once."""
+UMASK_VARIABLE = "RFTDASK_UMASK"
+"""Environment of a worker that is a fork: the file mode mask of its driver."""
 GRACE_S = 30.0
 """SLURM's own, from SIGTERM to SIGKILL, where a site has not set another (KillWait)."""
 _LEAVING_S = 5.0
@@ -49,6 +51,7 @@ def dask_setup(server: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
     if ADDRESS in os.environ:
         reseed()
+        os.umask(int(os.environ[UMASK_VARIABLE]))
         setproctitle.setproctitle(f"rftdask worker {server.name}")
         end_with(os.getppid())  # as Dask, which is told nothing of its forks any more, will think that it did
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.

@@ -212,7 +212,8 @@ def nursery() -> Iterator[str]:
     with socket.socket(socket.AF_UNIX) as listener, theirs:
         listener.bind(address)
         listener.listen()
-        process = _context.Process(target=_Nursery.main, args=(listener, theirs), name=NURSERY, daemon=True)
+        args = (listener, theirs, umask())
+        process = _context.Process(target=_Nursery.main, args=args, name=NURSERY, daemon=True)
         with contextlib.suppress(OSError, EOFError):  # somebody killed the fork server: nobody will answer there
             process.start()
     # Who leaves without an end to this block, such as a thread at the end of its process, ends the nursery, too: Python
@@ -239,9 +240,10 @@ class _Nursery:
         self._wake, self._woken = socket.socketpair()
 
     @classmethod
-    def main(cls, listener: socket.socket, driver: Connection) -> None:
-        """Entry: fork until the driver is gone; then the forks go, too."""
+    def main(cls, listener: socket.socket, driver: Connection, mask: int) -> None:
+        """Entry: fork until the driver is gone; then the forks go, too. mask: theirs, as that of the driver now."""
         end_with(os.getppid())
+        os.umask(mask)
         setproctitle.setproctitle(f"rftdask nursery of {os.getppid()}")
         gc.collect()
         gc.freeze()  # the collector would otherwise touch, and so copy, every page in every fork
@@ -335,6 +337,13 @@ def _peer(asker: socket.socket) -> int:
     """The process at the other end."""
     pid, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid)
+
+
+def umask() -> int:
+    """The file mode mask of this process, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def reseed() -> None:
