@@ -168,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(args)
     if args.quick:  # one kill of everything that a local run has
-        args.kills, args.steps, args.explorers = 5, 18, 1
+        args.kills, args.steps, args.explorers = 5, 60, 1
     start: type[Run] = SlurmRun if args.slurm else LocalRun
     kinds = args.kinds.split(",") if args.kinds else start.victims
     if unknown := set(kinds) - set(start.victims):

@@ -48,8 +48,6 @@ _ENVIRONMENT = {
     # It would start threads, which a fork would not have.
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # setproctitle would write over what ps and /proc tell of a process's environment.
-    "SPT_NOENV": "1",
 }
 """What libraries read once, as they are imported."""
 _LENGTH = struct.Struct("!I")
@@ -64,6 +62,8 @@ _CLOSE_S = 5.0
 _FORK_S = 60.0
 """For a fork, which takes milliseconds unless the machine is out of memory."""
 _PR_SET_PDEATHSIG = 1
+# Else a title is written over what ps and /proc tell of a process's environment; Dask gives titles, too.
+os.environ.setdefault("SPT_NOENV", "1")
 _is_started = False
 _context = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None)
