@@ -197,13 +197,17 @@ class LocalCluster(Cluster):
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)  # counts on, so that a name never comes back
         self._scaling = threading.Lock()
-        self._cluster = self._start(layout, dashboard_address)
-        self.client = Client(self._cluster)  # the default client: actor calls look for it
-        try:
-            self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)
-        except TimeoutError as error:
-            self.close()
-            raise WaitTimeout(f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s") from error
+        with contextlib.ExitStack() as failing:
+            failing.callback(self._stack.close)
+            self._cluster = self._start(layout, dashboard_address)
+            self.client = Client(self._cluster)  # the default client: actor calls look for it
+            failing.callback(close_in_turn, self.client, self._cluster)
+            try:
+                self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)
+            except TimeoutError as error:
+                told = f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s"
+                raise WaitTimeout(told) from error
+            failing.pop_all()  # from here on `close` does it
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}

@@ -53,7 +53,8 @@ def dask_setup(server: Any) -> None:
         reseed()
         os.umask(int(os.environ[UMASK_VARIABLE]))
         setproctitle.setproctitle(f"rftdask worker {server.name}")
-        end_with(os.getppid())  # as Dask, which is told nothing of its forks any more, will think that it did
+        # Dask hears of the ends of its forks from the fork server, and takes them for dead when that one is.
+        end_with(os.getppid())
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

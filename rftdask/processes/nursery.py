@@ -61,6 +61,10 @@ _ASKER = "for-worker"
 _CLOSE_S = 5.0
 _FORK_S = 60.0
 """For a fork, which takes milliseconds unless the machine is out of memory."""
+_CALL_S = 300.0
+"""For a call, which checks a configuration in seconds."""
+_ANY_BYTES = "surrogateescape"
+"""How os.environ has values that are no UTF-8."""
 _PR_SET_PDEATHSIG = 1
 # Else a title is written over what ps and /proc tell of a process's environment; Dask gives titles, too.
 os.environ.setdefault("SPT_NOENV", "1")
@@ -90,14 +94,14 @@ class Forked:
         self._nursery.settimeout(_FORK_S)
         try:
             self._nursery.connect(address)
-            wanted = msgpack.packb([entry, list(args), dict(env)])
+            wanted = msgpack.packb([entry, list(args), dict(env)], unicode_errors=_ANY_BYTES)
             socket.send_fds(self._nursery, [_LENGTH.pack(len(wanted))], [theirs_in, theirs_out, stderr])
             self._nursery.sendall(wanted)
             told = self._nursery.recv(_NUMBER.size, socket.MSG_WAITALL)
             if len(told) < _NUMBER.size:
                 raise ConnectionError("the nursery has ended")
             (self.pid,) = _NUMBER.unpack(told)
-        except OSError:
+        except BaseException:
             for end in (self.stdin, self.stdout, self._nursery):
                 end.close()
             raise
@@ -153,8 +157,12 @@ multiprocessing.spawn.get_preparation_data = _without_main
 
 
 def start(modules: Sequence[str]) -> None:
-    """Start the fork server of this process, which imports its modules while the caller goes on. Idempotent."""
+    """Start the fork server of this process, which imports its modules while the caller goes on. Idempotent: one that
+    runs keeps what it has. It ends with this process.
+    """
     global _is_started
+    if not _is_started:
+        atexit.register(_end_fork_server, os.getpid())
     _is_started = True
     forkserver.set_forkserver_preload([__name__, *modules])
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
@@ -172,9 +180,18 @@ def start(modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def _end_fork_server(driver: int) -> None:
+    # Nobody needs it any more, and it may be in the middle of its imports. Its forks of workers end with it.
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None and os.getpid() == driver:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def call(function: Callable[..., T], *args: Any) -> T:
     """What `function`, of a module, returns or raises in a fork of this process's fork server, once that is ready; its
-    imports are not this process's then. Where there is no fork server, or somebody kills that process: in this one.
+    imports are not this process's then. Where there is no fork server, that process does not answer (somebody kills
+    it), or its answer cannot be pickled: in this one.
     """
     if not _is_started:
         return function(*args)
@@ -184,9 +201,11 @@ def call(function: Callable[..., T], *args: Any) -> T:
         with ours:
             with theirs:
                 process.start()
+            if not ours.poll(_CALL_S):
+                process.kill()
             value, error = ours.recv()
         process.join()
-    except (OSError, EOFError):
+    except Exception:  # of the way there and back; what the function raises comes as `error`
         return function(*args)
     if error is not None:
         raise error
@@ -274,14 +293,19 @@ class _Nursery:
 
     def _answer(self, asker: socket.socket) -> None:
         asker.settimeout(_CLOSE_S)
+        fds: list[int] = []
+        nursery = os.getpid()
         try:
             head, fds, _, _ = socket.recv_fds(asker, _LENGTH.size, 3)
-            entry, args, env = msgpack.unpackb(asker.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
-        except (OSError, struct.error, ValueError):  # it died as it asked
+            with asker.makefile("rb") as stream:  # as many pieces as it comes in
+                wanted = stream.read(_LENGTH.unpack(head)[0])
+            entry, args, env = msgpack.unpackb(wanted, unicode_errors=_ANY_BYTES)
+            pid = os.fork()
+        except (OSError, struct.error, ValueError):  # it died as it asked, or there is no memory for another process
             asker.close()
+            for fd in fds:
+                os.close(fd)
             return
-        nursery = os.getpid()
-        pid = os.fork()
         if pid == 0:
             # Nothing of this loop may run in the fork, whatever happens.
             try:

@@ -83,3 +83,11 @@ def draw(spec: dict[str, Any], channel: Channel) -> None:
     channel.send([random.random(), float(np.random.rand())])
     for _ in channel:
         pass
+
+
+def environment(spec: dict[str, Any], channel: Channel) -> None:
+    """Tell the length of a variable, and the bytes of another one."""
+    long, odd = (os.environ[name] for name in spec["names"])
+    channel.send([len(long), os.fsencode(odd).hex()])
+    for _ in channel:
+        pass

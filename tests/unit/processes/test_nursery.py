@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -115,6 +116,20 @@ def test_a_fork_has_the_imports_and_nothing_outlives_a_killed_driver(tmp_path: P
     assert not alive
 
 
+def test_a_fork_server_in_the_middle_of_its_imports_ends_with_its_driver(tmp_path: Path) -> None:
+    (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
+    driver = "import psutil; from rftdask.processes.nursery import start; start(['sleepy']); "
+    driver += "print([child.pid for child in psutil.Process().children()])"
+    path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
+    command = [sys.executable, "-c", driver]
+    env = {**os.environ, "PYTHONPATH": path}
+    # The fork server has its stdout, too: it ends in time if both have ended.
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LONG_S)
+    below = [psutil.Process(pid) for pid in json.loads(done.stdout) if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(below, timeout=LONG_S)
+    assert not alive
+
+
 def broken(kind: str) -> int:
     """For `call`: raises, ends, or returns the process's id."""
     if kind == "raises":
@@ -135,3 +150,28 @@ def test_a_call_returns_and_raises_what_the_function_does(address: str) -> None:
 def test_without_a_fork_server_a_call_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_is_started", False)
     assert call(broken, "returns") == os.getpid()
+
+
+def test_any_environment_reaches_a_fork(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ADDRESS, address)
+    odd = {"LONG": "x" * 500_000, "NO_UTF8": os.fsdecode(b"\xff\xfe")}  # longer than a socket holds at once
+    child = Child("child_targets:environment", {"names": list(odd)}, name="odd", env=odd, log_file=tmp_path / "log")
+    assert child.receive(LONG_S) == [500_000, "fffe"]
+    child.close()
+
+
+def test_an_error_that_cannot_be_brought_over_is_raised_here(address: str) -> None:
+    with pytest.raises(ValueError, match="of two arguments"):
+        call(odd_error)
+
+
+class OfTwo(ValueError):
+    """As pickle cannot make it again."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def odd_error() -> None:
+    """For `call`."""
+    raise OfTwo("of two", "arguments")
