@@ -9,6 +9,7 @@ Letters: as in packing.py; H hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4
 """Logits that one of a divergence counts for: plain expressions of two models hold twelve [Q, V] at their peak, the
 logprobs of one hold three."""
+_LOADING = threading.Lock()
+"""While transformers loads a model it has functions of its classes swapped; two threads would leave them so."""
 SCALAR_HEAD = "score.weight"
 """What a language model lacks of a reward model."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.*")
@@ -78,11 +81,12 @@ def load_policy(
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
         options |= {"dtype": getattr(torch, dtype), "output_loading_info": True}
-        loaded: Any = (
-            AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
-            if scalar_head
-            else AutoModelForCausalLM.from_pretrained(source, **options)
-        )
+        with _LOADING:
+            loaded: Any = (
+                AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
+                if scalar_head
+                else AutoModelForCausalLM.from_pretrained(source, **options)
+            )
     except (OSError, ValueError, SafetensorError) as error:
         where = "" if folder.is_dir() else "; it is no folder on this machine"
         raise DataError(f"model.model_path {model_path} cannot be loaded{where}: {error}") from error

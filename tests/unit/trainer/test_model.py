@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import string
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -102,6 +104,18 @@ def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
 def state_dict_bytes(model: torch.nn.Module) -> bytes:
     """What an engine publishes of a whole model."""
     return state_bytes(Strategy(Ranks()).full_state(model))
+
+
+def test_threads_that_load_at_once_leave_the_library_as_it_was(folder: Path) -> None:
+    before = vars(PreTrainedModel)["tie_weights"]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            loaded = list(threads.map(lambda _: load_policy(str(folder), "float32", "cpu")[0], range(16)))
+        assert vars(PreTrainedModel)["tie_weights"] is before
+    finally:
+        PreTrainedModel.tie_weights = before
+    ties = [model.get_output_embeddings().weight is model.get_input_embeddings().weight for model in loaded]
+    assert set(ties) == {loaded[0].config.tie_word_embeddings}
 
 
 class TestTokenLogprobs:
