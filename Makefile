@@ -3,28 +3,32 @@
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
 #   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
-#   make learning     every algorithm learns its toy
-#   make robustness   bad settings, files, runs and code       make clean    remove .venv and caches
+#   make learning     every algorithm learns its toy         make test-oldest  the fast tests on the oldest PyTorch
+#   make robustness   bad settings, files, runs and code       make gpu      what only a GPU shows, into docs/gpu.md
+#   make clean        remove .venv and caches
 #
-# PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package.
+# PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package;
+# EXTRAS= is the light installation of a login node, without torch.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 
-# The fast tests are dealt out by file, the slow ones one by one, the longest first, to more processes than there are cores
-# (tests/conftest.py), since many wait for processes of their own. Memory bounds both.
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+# The fast tests are dealt out by file, the slow ones one by one, to more processes than there are cores, in the order of
+# tests/conftest.py, since many wait for processes of their own. Memory bounds both.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Nothing waits here: as many processes as cores, each of which makes the toys once.
 LEARNING_PARALLEL ?= -n $(shell nproc)
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin
+# With whatever torch, vLLM and dask-cuda are there: the machine's own environment, not one that is made for tests.
+GPU_PYTHON ?= python
 # Named by content and place, not by time: a new clone, other pins, other extras or another checkout of the package install
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: quickstart test robustness learning slow extras lint types check install clean
+.PHONY: gpu quickstart test test-oldest robustness learning slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -32,6 +36,14 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --durations=10
+
+# By hand, where pip offers this torch: no build of it for CPUs is on PyPI. Beside its CUDA libraries it needs 8 GB of disk.
+OLDEST := torch==2.11.0 transformers==5.16.1
+test-oldest:
+	@$(PYTHON) -m venv $(VENV)-oldest
+	grep -vE '^(torch|transformers)==' constraints.txt >$(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-oldest/constraints.txt $(OLDEST) -e ".[dev]"
+	$(VENV)-oldest/bin/python -m pytest $(PARALLEL) tests/unit
 
 robustness: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "robustness and not slow" --durations=10
@@ -46,6 +58,10 @@ extras:
 	@$(MAKE) --no-print-directory install EXTRAS=dev,reasoning-gym,verifiers
 	tests/conformance/install_peers.sh $(VENV)
 	$(BIN)/python -m pytest -m extras --durations=10
+
+# On a machine with a GPU and the extras for it; PART="a b" runs some parts. docs/gpu.md gets a table.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --append docs/gpu.md $(if $(PART),--parts $(PART))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -70,7 +86,7 @@ $(STAMP):
 	@echo "installing into $(VENV): some minutes and 2 GB the first time"
 	@rm -f $(VENV)/installed-*
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(if $(EXTRAS),[$(EXTRAS)])"
 	@$(BIN)/python -m compileall -q rftdask
 	@touch $@
 

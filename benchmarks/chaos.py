@@ -70,7 +70,8 @@ def run_disturbed(
     try:
         for number, kind in enumerate(kinds, start=1):
             if every_s is None:
-                due = number * steps // (len(kinds) + 1)
+                # What is left after the last is longer than it takes to find its victim on a busy machine.
+                due = number * steps // (len(kinds) + 2)
                 wait_until(partial(_has_done, run, due), 10 * SILENCE_S, f"step {due}", run.look_s)
             time.sleep(rng.uniform(0.5, 1.5) * every_s if every_s is not None else rng.uniform(0.0, 0.1))
             wait_until(partial(_strike, run, kind, rng), SILENCE_S, f"a living victim for {kind}", run.look_s)
@@ -90,7 +91,10 @@ def _has_done(run: Run, step: int) -> bool:
 
 
 def _check_lives(run: Run) -> None:
-    if run.ended() is not None:
+    problem = run.ended()
+    if problem:
+        raise SystemExit(f"the disturbed run failed: {problem}\n{run.last_words()}")
+    if problem is not None:
         raise SystemExit("the run ended before all kills; give it more --steps, or kill more often (--every)")
 
 

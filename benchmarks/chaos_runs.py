@@ -105,6 +105,11 @@ class Run(ABC):
         files = (self.folder / "ledger" / "main").glob("*.json")
         return sum(file.stat().st_mtime < self.began_s + seconds for file in files)
 
+    def last_words(self) -> str:
+        """The end of what the run said."""
+        path = self.config.with_suffix(".log")
+        return "\n".join(path.read_text(errors="replace").splitlines()[-15:]) if path.exists() else ""
+
     def is_gone(self) -> bool:
         return not self.living()
 
@@ -139,6 +144,11 @@ class LocalRun(Run):
     def ended(self) -> str | None:
         code = self._process.poll()
         return None if code is None else f"code {code}: see {self._log.name}" * bool(code)
+
+    def living(self) -> list[psutil.Process]:
+        # Its driver by the process that was started: a title that Dask gives it may stand where its environment was.
+        own = [psutil.Process(self._process.pid)] if self.ended() is None else []
+        return [*own, *(process for process in super().living() if process not in own)]
 
     def recover(self, kind: str) -> None:
         if kind == "driver":
@@ -277,7 +287,7 @@ def read_recoveries(run: Run) -> Recoveries:
     jobs = "".join(path.read_text() for path in (run.folder / "log").glob("explorer-*.log"))
     began = sorted((float(at), job) for job, at in re.findall(r"^job (\d+) begins at ([\d.]+)$", jobs, re.MULTILINE))
     submitted = [(at, job) for at, job in _events(text, r"submitted job (\d+) \(explorer-")]
-    joined = [(at, job) for at, job in _events(text, r"worker explorer-\d+-(\d+)-\d+ .*joined")]
+    joined = [(at, job) for at, job in _events(text, r"worker explorer-\d+-(\d+)-\d+-\d+-\d+ .*joined")]
     starts = [
         Away(end - at, end - (_last(began, job, at, end) or at))
         for at, job in submitted

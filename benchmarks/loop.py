@@ -20,7 +20,7 @@ from distributed import get_client
 from report import Report, make_parser
 
 from rftdask import Experiment
-from rftdask.cluster.base import EXPLORER_RESOURCE, Layout, WorkerPlan
+from rftdask.cluster.layout import EXPLORER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 from rftdask.storage import open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer

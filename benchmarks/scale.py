@@ -149,6 +149,7 @@ class Simulation:
         began = time.perf_counter()
         if self._train_s is not None:
             threading.Thread(target=self._train, daemon=True).start()
+        self.explorer.open()
         self.explorer.run()
         return time.perf_counter() - began
 

@@ -36,13 +36,20 @@ from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.config import load_config
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.attention import hidden_states
-from rftdask.trainer.engines.micro_batches import pad
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
 from rftdask.trainer.packing import pack_rows
 
 VOCAB_SIZE, NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 14_336, 4, 4, 192
 LR = 1e-6
+
+
+def pad(rows: list[np.ndarray], dtype: type) -> torch.Tensor:
+    """[rows, longest], zeros after the end of each, as the peer takes them."""
+    padded: np.ndarray = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def write_model(folder: str, quick: bool) -> None:

@@ -21,3 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return Experiment
     raise AttributeError(f"module 'rftdask' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ import _thread
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,12 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rftdask.config import Config, check_plugins, load_config, make_plan
-from rftdask.errors import FencedError, NotInstalledError, RftError, UserError
+from rftdask import __version__
+from rftdask.config import Config, check_plugins, load_config, make_plan, replace
+from rftdask.errors import FencedError, NotInstalledError, RftError, RoleError, UserError, lacks_training
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.text.terminal import safe, safe_console
 
@@ -30,7 +33,7 @@ app = typer.Typer(
     help="Reinforcement fine-tuning of language models as an elastic batch system on Dask.\n\n"
     "The run lives on storage: running the same command again continues it, whatever happened before.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -39,6 +42,12 @@ ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, fo
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file: trainer.total_steps=20"),
+]
+Gpus = Annotated[int | None, typer.Option(min=0, help="Plan for a machine of so many GPUs, which need not be this one")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Of --gpus: so many machines")]
+Gpu = Annotated[str, typer.Option(help='What fits it: "H100 80GB", "RTX 4090", 48GB')]
+Origin = Annotated[
+    str, typer.Option("--from", metavar="SYSTEM", help="trinity: the file is Trinity-RFT's, whose defaults hold")
 ]
 AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="Go on with a changed reward, workflow, taskset or model")
@@ -52,6 +61,99 @@ _LOOK_S = 1.0
 _NOTICE_S = 0.1
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _say(f"rftdask {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def init(
+    out: Annotated[str, typer.Argument(metavar="[FILE]", help="To be written")] = "run.yaml",
+    tasks: Annotated[str, typer.Option(help="jsonl, json, csv or parquet, or a data set of the Hub")] = "",
+    model: Annotated[str, typer.Option(help="A folder, or a model of the Hub")] = "",
+    slurm: Annotated[str, typer.Option(metavar="PARTITION", help="Run as jobs of this partition of SLURM")] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: defaults for what is not given")] = False,
+) -> None:
+    """Write a first configuration from a few answers: what tasks, what model, and where it runs."""
+    from rftdask.commands.first_steps import GSM8K, FirstConfig
+    from rftdask.processes.gpus import visible_gpus
+
+    def ask(question: str, given: str, default: str) -> str:
+        try:
+            return given or (default if yes else typer.prompt(question, default=default))
+        except typer.Abort:
+            raise UserError(f"no answer to: {question}; give it as an option, or --yes for the defaults") from None
+
+    num_gpus, node = len(visible_gpus()), None
+    if slurm and shutil.which("sinfo") is not None:
+        from rftdask.cluster.slurm import read_capacity  # late: it loads Dask
+
+        try:
+            node = read_capacity(slurm)
+        except RoleError as error:
+            _say(f"what a node of {slurm} has is not known here, so check what the jobs ask for: {error}", err=True)
+    first = FirstConfig(
+        tasks=ask("Tasks, with a question and an answer each", tasks, GSM8K),
+        model=ask("Model", model, "Qwen/Qwen2.5-0.5B-Instruct"),
+        where="slurm" if slurm else "gpus" if num_gpus else "laptop",
+        partition=slurm,
+        node=node,
+        name=os.path.splitext(os.path.basename(out))[0],
+    )
+    path = Path(out)
+    checked = first.write(path)
+    place = f"partition {slurm}" if slurm else f"this machine and its {num_gpus} GPUs" if num_gpus else "this machine"
+    _say(f"wrote {path}, for {place}; it would come to\n")
+    _say(make_plan(checked).render())
+    _say("\nNext you can type")
+    for what, command in first.next_commands(path):
+        _say(f"  # {what}\n  {command}")
+
+
+@app.command()
+def quickstart(overrides: Overrides = None) -> None:
+    """Train a small model on this machine, in half a minute: see that it works, and what a run leaves."""
+    import runpy
+
+    from rftdask.commands.first_steps import bundled
+
+    # The very file that `rftdask examples` copies, so that what was seen to work is what is there to change.
+    runpy.run_path(str(bundled()["examples/quickstart.py"]))["main"](overrides or [])
+
+
+@app.command()
+def examples(
+    copy: Annotated[str, typer.Option(metavar="NAME", help="Copy this one here")] = "",
+    to: Annotated[str, typer.Option(metavar="FOLDER", help="Of --copy")] = ".",
+) -> None:
+    """List the configurations, examples and notebooks that come with the package, or copy one."""
+    from rftdask.commands.first_steps import bundled, copy_bundled, describe
+
+    if copy:
+        _say(f"wrote {copy_bundled(copy, Path(to))}")
+        return
+    for name, path in bundled().items():
+        _say(f"{name}\n    {describe(path)}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a configuration, with every key's explanation, for editors that complete YAML."""
+    from rftdask.commands.first_steps import json_schema
+
+    _say(json.dumps(json_schema(), indent=1))
+
+
 @app.command()
 def run(
     config: ConfigFile,
@@ -60,11 +162,12 @@ def run(
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another process at work on the run")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", help="End as on SIGTERM when its parent dies")] = False,
     accept_changes: AcceptChanges = False,
+    origin: Origin = "",
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) and SIGHUP (129) end with a
     checkpoint.
     """
-    checked = _load(config, overrides)
+    checked = _load(config, overrides, origin)
     # Late: the other commands need neither Dask nor pandas.
     from rftdask.experiment import Experiment
     from rftdask.run.summary import print_summary
@@ -94,9 +197,17 @@ def validate(
     data: Annotated[
         bool, typer.Option("--data", help="Read data and model too, and try workflows and rewards on the first row")
     ] = False,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpu: Gpu = "",
+    origin: Origin = "",
+    diff: Annotated[bool, typer.Option("--diff", help="Print what is read otherwise than it is written")] = False,
 ) -> None:
-    """Check a configuration; print it as resolved, and the plan: roles, workers, steps, experiences."""
-    checked = load_config(config, overrides or [])
+    """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
+    from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
+    from rftdask.processes.gpus import visible_gpus
+
+    checked = load_config(config, [*(overrides or []), *_machines(gpus, nodes)], origin=origin)
     # Before the warnings: of a configuration with a mistake only that is told.
     unchecked: list[str] | None = None if checked.cluster.is_one_machine else []
     check_plugins(checked, unchecked)
@@ -113,31 +224,71 @@ def validate(
         check_inputs(checked.stage_configs(), elsewhere=unchecked is not None)
     else:
         _warn(tuple(f"not checked here, and checked where the run starts: {text}" for text in unchecked or ()))
+    if checked.origin:
+        _say(f"read as a file of {checked.origin}, whose defaults hold:", err=True)
+        for line in checked.reference_defaults:
+            _say(f"default: {line}", err=True)
     _warn(checked.warnings)
+    if diff:
+        _say("\n".join(checked.changes) or "read as it is written")
+        return
     _say(checked.to_yaml())
-    _say(make_plan(checked).render())
+    # On other machines this one's GPUs say nothing.
+    here = len(visible_gpus()) if checked.cluster.is_one_machine and gpus is None else 0
+    shared = any(stage.cluster.colocate for stage in checked.stage_configs())
+    if gpus is not None or checked.cluster.gpu_per_node or here or shared:
+        planned = checked if checked.cluster.gpu_per_node else replace(checked, {"cluster.gpu_per_node": here})
+        try:
+            layout = plan_machines(planned)
+        except UserError:
+            _say(make_plan(checked).render())
+            raise
+        _say(make_plan(checked, layout.num_workers(TRAINER_RESOURCE)).render())
+        if not (gpu and checked.cluster.gpu_per_node):  # else it is told below
+            _say(f"placement  {layout.describe()}")
+    else:
+        _say(make_plan(checked).render())
+    if gpu:
+        _tell_memory(checked, gpu)
 
 
 @app.command()
 def estimate(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help='What fits it: "H100 80GB", "RTX 4090", 48GB')] = "",
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpu: Gpu = "",
+    origin: Origin = "",
 ) -> None:
     """Say how much GPU memory a configuration needs, part by part, and what fits; starts nothing."""
+    _tell_memory(_load(config, [*(overrides or []), *_machines(gpus, nodes)], origin), gpu)
+
+
+def _machines(gpus: int | None, nodes: int | None) -> list[str]:
+    """--gpus and --nodes as the settings that they stand for."""
+    given = (("cluster.gpu_per_node", gpus), ("cluster.node_num", nodes))
+    return [f"{key}={number}" for key, number in given if number is not None]
+
+
+def _tell_memory(checked: Config, gpu: str) -> None:
+    """Print what each role of each stage needs, and whether that fits `gpu`, unless it is ""."""
+    from rftdask.cluster.layout import plan_machines  # late: not every command plans
     from rftdask.commands.estimate import estimate as estimate_memory
     from rftdask.commands.estimate import gpu_bytes, render, what_fits
     from rftdask.models.model_shape import read_shape
 
-    checked = _load(config, overrides)
     memory = gpu_bytes(gpu) if gpu else None
+    layout = plan_machines(checked)
+    if checked.cluster.gpu_per_node:
+        _say(f"placement  {layout.describe()}")
     for stage in checked.stage_configs():
         shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
         if len(checked.stage_configs()) > 1:
             _say(f"stage {stage.name}")
-        _say(render(estimate_memory(stage, shape)))
+        _say(render(estimate_memory(stage, shape, layout, memory)))
         if memory is not None:
-            _say("\n".join(what_fits(stage, shape, memory)))
+            _say("\n".join(what_fits(stage, shape, memory, layout)))
 
 
 @app.command()
@@ -151,14 +302,24 @@ def submit(
     offline: Annotated[bool, typer.Option("--offline", help="Explore and train in turns, as jobs in a chain")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Of --offline")] = 1,
     explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
+    print_templates: Annotated[
+        bool,
+        typer.Option("--print-templates", help="Print the template of all scripts (docs/slurm.md); submit nothing"),
+    ] = False,
     accept_changes: AcceptChanges = False,
+    origin: Origin = "",
 ) -> None:
     """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
+    from rftdask.cluster.slurm_script import TEMPLATE
     from rftdask.commands.submit import plan_submission
 
     if offline and single_allocation:
         raise UserError("--offline makes jobs of its own; leave out --single-allocation")
-    checked = _load(config, overrides)
+    checked = _load(config, overrides, origin)
+    if print_templates:
+        own = checked.cluster.slurm.template
+        _say(TEMPLATE if own is None else f"{TEMPLATE}\n{{# cluster.slurm.template of this run: #}}\n{own}")
+        return
     submission = plan_submission(
         checked, single_allocation=single_allocation, offline=offline, rounds=rounds, explore_jobs=explore_jobs
     )
@@ -169,6 +330,7 @@ def submit(
     from rftdask.run.made_of import check_made_of
     from rftdask.run.preflight import check_inputs
 
+    # Checked here, where the user sees it, and once more by the job, since files may change while it waits.
     stages = checked.stage_configs()
     made_of = check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
     for job in submission.submit(made_of):
@@ -177,11 +339,37 @@ def submit(
 
 
 @app.command()
+def sweep(
+    config: ConfigFile,
+    settings: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE,VALUE...", help="Axes: seed=0..4 or a.b=1,2; one value is for all"),
+    ],
+    at_most: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
+    table: Annotated[bool, typer.Option("--table", help="Start nothing; print where the runs stand")] = False,
+) -> None:
+    """Run a configuration with every combination of some values, or continue that; a table and a chart at the end. With
+    cluster.type slurm the runs are submitted. Exit code 1 if one failed.
+    """
+    from rftdask.commands.sweep import plan_sweep, run_sweep, write_results
+
+    points = plan_sweep(config, settings)
+    failed = 0 if table else run_sweep(config, points, at_most, lambda line: _say(line, err=True))
+    text, folder = write_results(points)
+    _say(text)
+    if folder is not None:
+        _say(f"\n{folder}/ has the table as sweep.csv and the curves as sweep.svg")
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def join(
     config: ConfigFile,
     overrides: Overrides = None,
     role: Annotated[str, typer.Option(help="trainer or explorer")] = "explorer",
     patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for the run to have a scheduler")] = 120,
+    origin: Origin = "",
 ) -> None:
     """Work for a run whose cluster.type is joined, as one more worker, until it is over."""
     from rftdask.cluster.join import join as work
@@ -190,7 +378,7 @@ def join(
 
     if role not in ("trainer", "explorer"):
         raise UserError(f"--role {role}: a worker is for trainer or explorer")
-    checked = load_config(config, overrides or [])
+    checked = load_config(config, overrides or [], origin=origin)
     if checked.cluster.is_one_machine:
         raise UserError(
             f"cluster.type {checked.cluster.type} starts its own workers; only one that is joined takes more"
@@ -256,6 +444,8 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     else:
         for job in found.jobs:
             _say(f"job {job.job_id:<8} {job.name:<14} {job.state}")
+        if found.usage is not None:
+            _say(f"took {found.usage.render()}")
         if found.why:
             _say(f"not running: {found.why}")
         for stage in stages:
@@ -320,6 +510,7 @@ def skip(
     from rftdask.commands.skip import skip as skip_step
 
     entry = skip_step(run, step, because)
+    # Of all that the entry drops those of the skipped batch; others were dropped when it was formed.
     num_rows = sum(len(rows.rows) for rows in entry.drop if rows.reason.startswith("skipped"))
     _say(f"step {step} is skipped, with {num_rows} rows; the command that ran it goes on")
 
@@ -363,7 +554,7 @@ def experiences(
 
 
 @app.command()
-def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/turn")]) -> None:
+def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/row")]) -> None:
     """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
     from rftdask.provenance.trace import trace as read_trace
 
@@ -404,8 +595,21 @@ def compact(run: Run) -> None:
 
 
 @app.command()
-def doctor(url: Annotated[str, typer.Argument(metavar="URL", help="Where runs are to be kept")]) -> None:
-    """Check in about 15 s whether a storage keeps what runs rely on, and what it costs. Exit code 1 if it does not."""
+def doctor(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Where runs are to be kept")] = None,
+) -> None:
+    """Check this machine and installation; with a URL, in about 15 s, whether that storage keeps what runs rely on, and
+    what it costs. Exit code 1 if something is broken.
+    """
+    if url is None:
+        from rftdask.commands.environment import check_environment
+
+        found = check_environment()
+        _say("\n".join(finding.render() for finding in found))
+        _say("\nrftdask doctor FOLDER checks a storage")
+        if any(finding.state == "broken" for finding in found):
+            raise typer.Exit(EXIT_FAILED)
+        return
     from rftdask.storage.doctor import check_storage
 
     report = check_storage(url)
@@ -481,6 +685,7 @@ def end_with(parent: int) -> None:
     # An orphan gets another parent, at once on Linux; no signal tells of it.
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
+    # By the signal, so that this end goes the way of any other: with a checkpoint.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -500,9 +705,11 @@ def _wait_for_owner(config: Config, patience_s: float, called_off: Callable[[], 
             time.sleep(_LOOK_S)
 
 
-def _load(config: str, overrides: list[str] | None) -> Config:
+def _load(config: str, overrides: list[str] | None, origin: str) -> Config:
     """The checked configuration; its warnings are shown."""
-    checked = load_config(config, overrides or [])
+    checked = load_config(config, overrides or [], origin=origin)
+    if checked.origin:
+        _say(f"read as a file of {checked.origin}; rftdask validate tells what that changes", err=True)
     _warn(checked.warnings)
     return checked
 
@@ -528,6 +735,9 @@ def main() -> None:
         _say(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
     except Exception as error:
+        if isinstance(error, ImportError) and (remedy := lacks_training(error)):
+            _say(f"error: {remedy}", err=True)
+            sys.exit(EXIT_USER)
         if hasattr(error, "message") and hasattr(error, "exit_code"):  # mistyped; the class is private to typer
             from typer import rich_utils  # late: it loads rich, which most commands do without
 

@@ -40,6 +40,18 @@ class NotInstalledError(UserError):
     """A module or package cannot be found on this machine. It may be there on the one that the run will be on."""
 
 
+_OF_TRAINING = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "tensorboard", "bokeh")
+"""Packages of the extra `train`, which a light installation has not."""
+
+
+def lacks_training(error: ImportError) -> str | None:
+    """What to install, if `error` says that a package of the extra `train` is not there; else None."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in _OF_TRAINING:
+        return None
+    return f"this needs {package}, and the installation is the light one; for training: pip install 'rftdask[train]'"
+
+
 class ConfigError(UserError):
     """Mistakes in a configuration. `problems` holds one line for each: path, value, what is allowed."""
 

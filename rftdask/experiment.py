@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
+from rftdask.cluster.layout import Layout
+from rftdask.commands.estimate import check_host
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
@@ -32,6 +34,7 @@ from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.processes.dask_task import workers_of
+from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
 from rftdask.run.report import report_run, stage_metrics, write_report
@@ -131,6 +134,7 @@ class Experiment:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
             raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
+        # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
         # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
         inputs = check_inputs(stages)
@@ -138,7 +142,8 @@ class Experiment:
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         made_of = check_made_of(stages, inputs, accept=accept_changes)
-        layout = plan_cluster(self.config, stages)
+        layout = _planned(self.config, stages)
+        # Up to here nothing of the run was written, only the probe of `check_inputs`, which is gone again.
         with private_files(storage, self.config):
             record_run(storage, self.config)
             note_begin(storage)
@@ -147,6 +152,8 @@ class Experiment:
         folders: list[Stage] = []
         status, error, model_path = "failed", "", ""
         try:
+            # Left from the last to the first: the cluster ends while Ctrl-C is still
+            # caught and the view can still say so.
             with (
                 private_files(storage, self.config),
                 ProgressView.create(progress) as view,
@@ -159,7 +166,13 @@ class Experiment:
                     # and a resume finds it.
                     config = replace(config, {"model.model_path": model_path}) if model_path else config
                     stage_storage = open_storage(config.checkpoint_job_dir)
-                    config = open_run(stage_storage, config, made_of[number].to_json())
+                    config = open_run(
+                        stage_storage,
+                        config,
+                        made_of[number].to_json(),
+                        layout.describe(),
+                        on_gpus=layout.trains_on_gpus,
+                    )
                     copy_sources(stage_storage, made_of[number])
                     contents = WholeContents(stage_storage, config.mode, made_of[number], accept=accept_changes)
                     watcher = _Watcher(self, config, number, len(stages), stage_storage, cluster, view, contents)
@@ -172,7 +185,7 @@ class Experiment:
                         watcher.on_event,
                         watcher.log_folder,
                     )
-                    watcher.show(stage.work)
+                    watcher.show(stage.work, layout)
                     self._stage = stage
                     if self._stop_requested:
                         stage.stop()  # it was asked to before there was a stage
@@ -181,6 +194,7 @@ class Experiment:
                     finally:
                         self._stage = None
                         watcher.close()
+                        # Also of a stage that failed: the report shows how far it came.
                         folders.append(Stage(config, stage_storage, time.monotonic() - began))
                     if ended.stopped or self._stop_requested:
                         status = "stopped"
@@ -189,7 +203,9 @@ class Experiment:
                         model_path = _trained_model(stage_storage)
                 else:
                     status = "finished"
-                cluster.may_return = self._may_return
+                # Told last, since a stop may come at any time; the cluster acts on it when it is closed.
+                cluster.may_return = self._may_return or (status == "stopped" and cluster.comes_back())
+        # Ctrl-C, too: the files of the run are to say how it ended.
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
@@ -218,6 +234,7 @@ class Experiment:
                 self._error = error
 
         self._error = None
+        # A daemon: an interpreter that ends does not wait for it, and the run can be continued from its files.
         self._thread = threading.Thread(target=guarded, name=f"experiment-{self.config.name}", daemon=True)
         self._thread.start()
         return self
@@ -324,6 +341,7 @@ def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterat
             raise KeyboardInterrupt
         interrupted = True
         view.note("stopping: the trainer writes a checkpoint first (press Ctrl-C again to end at once)")
+        # Ctrl-C itself says nothing of a return; what an earlier `stop` said of it stays.
         experiment.stop(experiment._may_return)
 
     if threading.current_thread() is not threading.main_thread():
@@ -374,8 +392,10 @@ class _Watcher:
         )
         self._feed = TrackerFeed(storage, tracker, config.monitor.monitor_type)
 
-    def show(self, work: StageWork) -> None:
-        """Show the stage before its first event."""
+    def show(self, work: StageWork, layout: Layout) -> None:
+        """Show the stage before its first event, and who takes turns on what."""
+        if layout.colocated:
+            self.view.note(layout.describe())
         self.experiment._progress = Progress(
             stage=self.config.name.rpartition("/")[2],
             stage_number=self.number + 1,
@@ -406,9 +426,12 @@ class _Watcher:
             for name in warnings.keys() - self._warned:  # once, while it lasts
                 self.view.note(f"warning: {warnings[name]}")
             self._warned = set(warnings)
+        # Only one role's steps move the bar; in mode both that is the trainer, whose end is the run's.
         if isinstance(event, Step) and event.role == self._role:
             if self._first is None:
                 self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
+            # From the first step of this start: a resumed run has made the earlier ones
+            # elsewhere, and loading models is no pace.
             pace = (now - self._first[1]) / max(1, event.step - self._first[0])
             total = progress.total_steps
             shown: dict[str, Any] = {name: event.metrics[name] for name in _SHOWN if name in event.metrics}
@@ -429,6 +452,13 @@ class _Watcher:
         self._feed.poll()
         self._feed.close()
         self._logs.close()
+
+
+def _planned(config: Config, stages: list[Config]) -> Layout:
+    """The workers of the run. Raises: UserError: they cannot be had, or this machine lacks host memory for them."""
+    layout = plan_cluster(config, stages)
+    check_host(stages, layout, free_host_bytes())
+    return layout
 
 
 def _trained_model(storage: Storage) -> str:

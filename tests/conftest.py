@@ -11,7 +11,9 @@
 The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
 """
 
+import itertools
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -39,6 +41,14 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 # Where it is set, as in many containers, each of the hundreds of processes that tests start compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Tests write thousands of small files, each synced before it has its name: on a disk they wait for that much of their
+# time. A kill takes nothing from memory either, and power losses are simulated (tests/crash).
+MEMORY = Path("/dev/shm")
+# Some tests write programs, which a file system may not let run.
+runs_programs = not (MEMORY.is_dir() and os.statvfs(MEMORY).f_flag & os.ST_NOEXEC)
+if os.access(MEMORY, os.W_OK) and runs_programs and shutil.disk_usage(MEMORY).free >= 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Ignored where tests run in the background of a script or under nohup, and then by every process that they start.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -71,7 +81,7 @@ settings.load_profile("rftdask")
 @pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Three processes for two cores: real runs wait for their own processes a third of their time, and half of it in
-    the slow tier.
+    the slow tier. A fourth gains nothing in the fast one: what it waits less, it imports.
     """
     return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
 
@@ -97,6 +107,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xdist_group(item.path.name))
         ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    else:
+        items[:] = deal(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    grouped = getattr(item.config.option, "loadgroup", False) and item.get_closest_marker("xdist_group")
+    if grouped and "@" not in item.nodeid.rpartition("]")[2]:
+        pytest.fail(
+            "with this pytest this pytest-xdist does not hold the tests of a group together, and is silent about it"
+        )
+
+
+def deal(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The files by turns: one whose tests wait for real runs, then one whose tests compute, each the largest first.
+
+    So they keep the cores busy together. By themselves the few tests of the runs would come last, and the cores idle.
+    """
+    waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
+    for path, tests in itertools.groupby(items, key=lambda item: item.path):
+        (waiting if path.is_relative_to(TESTS / "integration") else computing).append(list(tests))
+    by_size = (sorted(files, key=len, reverse=True) for files in (waiting, computing))
+    turns = itertools.zip_longest(*by_size, fillvalue=list[pytest.Item]())
+    return list(itertools.chain.from_iterable(itertools.chain.from_iterable(turns)))
 
 
 def shares_a_fixture(item: pytest.Function) -> bool:

@@ -8,9 +8,11 @@ micro-batches add up to the batch's.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, AdvantageResult, group_sums
+from rftdask.algorithm.checks import require
 from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.entropy import EntropyBonus
 from rftdask.algorithm.kl import KlFn
@@ -70,15 +72,24 @@ class Algorithm:
         """The algorithm for rows that its advantage function has not dropped; see `AdvantageFn.without_drops`."""
         return self if self.advantage_fn is None else replace(self, advantage_fn=self.advantage_fn.without_drops())
 
-    def token_weights(self, loss_mask_BT: Tensor, **given: Any) -> Tensor:
-        """Weights of the WHOLE batch's tokens, [B, T]; cut them up together with the batch.
+    def row_weights(self, counts_B: Tensor, **given: Any) -> Tensor:
+        """Weights of the trained tokens of each row of the WHOLE batch, [B]; cut them up together with the batch.
 
         Args:
-            loss_mask_BT: [B, T] bool, all rows of all ranks and micro-batches.
-            given: as `PolicyLoss.token_weights` takes it: max_tokens, expert_mask_B, step, dtype.
+            counts_B: [B] int64, trained tokens of all rows of all ranks and micro-batches.
+            given: as `PolicyLoss.row_weights` takes it: max_tokens, rollout_B, expert_mask_B, step, dtype.
         Raises: ValueError: something the mode or the loss needs is missing.
         """
-        return self.policy_loss_fn.token_weights(loss_mask_BT, self.loss_agg_mode, **given)
+        loss = self.policy_loss_fn
+        require(
+            not hasattr(loss, "token_weights"), f"{type(loss).__name__}: give it row_weights, [B], no token_weights"
+        )
+        return loss.row_weights(counts_B, self.loss_agg_mode, **given)
+
+    def token_weights(self, loss_mask_BT: Tensor, *, dtype: torch.dtype = torch.float32, **given: Any) -> Tensor:
+        """`row_weights` as [B, T], 0 outside the mask of the whole batch."""
+        weights_B = self.row_weights(loss_mask_BT.sum(-1), dtype=dtype, **given)
+        return loss_mask_BT.to(dtype) * weights_B[:, None]
 
     def compute_advantages(self, inputs: AdvantageInputs, *, kl_coef: float | None = None) -> AdvantageResult:
         """Advantages of a whole batch, the KL penalty taken off the rewards first (`kl_coef`: its adaptive
@@ -106,6 +117,7 @@ class Algorithm:
         changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_N}
         if self.advantage_fn.token_level:
             changes = {"token_rewards_NT": inputs.token_rewards() - coef * kl_NT}
+        # Before the baseline is taken: a rollout is compared with siblings that have paid, too.
         result = self.advantage_fn(replace(inputs, **changes))
         mean_kl = float(kl_NT.sum() / mask_NT.sum().clamp(min=1))
         return replace(result, metrics={**result.metrics, "kl_penalty": mean_kl, "kl_penalty_coef": coef})
@@ -140,6 +152,7 @@ class Algorithm:
             entropy_BT = self.entropy_loss_fn.per_token(inputs)
             metrics["entropy"] = inputs.weighted(entropy_BT)
             loss_BT = loss_BT - self.entropy_loss_fn.entropy_coef * entropy_BT
+        # The only sum: weights hold the whole batch's denominator, so losses of micro-batches add up.
         loss = (loss_BT * inputs.token_weights_BT).sum()
         metrics["loss"] = loss.detach()
         metrics["weight_sum"] = inputs.token_weights_BT.sum()

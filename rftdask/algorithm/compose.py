@@ -59,6 +59,7 @@ def _construct(what: str, cls: Any, args: Args) -> Any:
     for argument in ignored:
         warn_once(f"{what} argument {argument!r} is ignored: the whole batch is known here, nothing is rescaled")
     args = {key: value for key, value in args.items() if key not in ignored}
+    # Before the call, since this tells of an unknown argument which ones there are.
     bind_arguments(what, cls, args)
     try:
         return cls(**args)

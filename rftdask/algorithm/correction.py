@@ -66,5 +66,6 @@ class Correction:
         elif self.method == "mask":
             factor_BT = weight_BT.masked_fill(outside_BT, 0.0)
         else:
+            # Of a geometric mask: what is kept counts as it is.
             factor_BT = (~outside_BT).to(weight_BT.dtype)
         return factor_BT, {"is_weight": inputs.weighted(factor_BT), "is_clip_frac": inputs.weighted(outside_BT)}

@@ -21,6 +21,8 @@ class DropReason(IntEnum):
     """Its response hit the length limit."""
     NOT_BEST = 6
     """Other rollouts of its group have better rewards (RAFT)."""
+    LEFT_OUT = 7
+    """An operator or advantage function of the user's own did not return it."""
 
 
 def count_drops(reasons_N: Tensor) -> dict[str, float]:

@@ -79,6 +79,7 @@ class KlFn(ABC):
         step `schedule_steps` + 1 and after it; without one `coef`, that of the controller."""
         if self.final_coef is None or self.schedule_steps is None:
             return coef
+        # A function of the step: a resumed run needs no state for it.
         share = min(1.0, (step - 1) / self.schedule_steps)
         if self.schedule == "cosine":
             share = (1.0 - math.cos(math.pi * share)) / 2.0
@@ -173,6 +174,7 @@ class CorrectedK3(KlFn):
         """clip(r, 0, 2) * K3, both with gradients."""
         if old_logprobs is None:
             return _k3(difference)
+        # At most 2: without a bound a few tokens of a large ratio would be most of the estimate.
         return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=2.0) * _k3(difference)
 
 

@@ -85,6 +85,7 @@ class DifficultyBased(LearningSelector["DifficultyState"]):
     def select(self, state: "DifficultyState", step: int, batch_size: int) -> Tensor:
         """Seeded by `seed` and the step. Raises: ValueError: fewer tasks than wanted."""
         require(batch_size <= len(state.alpha_N), f"{batch_size} tasks wanted, {len(state.alpha_N)} there")
+        # Of its own: the global one would depend on what else has drawn from it.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         rates_N = state.rates_N
         if self.do_sample:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import group_stats, group_sums
+from rftdask.algorithm.advantages.base import group_stats, group_sums, ranks_in_group
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drops import DropReason
 
@@ -32,6 +32,8 @@ class ExperienceTable:
     """[N] int8, `DropReason` codes; None: all kept."""
     truncated_N: Tensor | None = None
     """[N] bool, the response hit the length limit."""
+    rollout_N: Tensor | None = None
+    """[N] int64, index of the rollout the row is a turn of, 0..R-1. None: each row is a rollout."""
     masked_N: Tensor | None = None
     """[N] bool, kept for the baseline of its task: its reward counts, and none of its tokens is trained. None: none."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
@@ -46,6 +48,14 @@ class ExperienceTable:
     def keep_N(self) -> Tensor:
         """[N] bool."""
         return self.reasons_N == DropReason.KEPT
+
+    @property
+    def counted_N(self) -> Tensor:
+        """[N] bool, the first kept row of each rollout: one of nine turns would else count nine times in its task."""
+        if self.rollout_N is None:
+            return self.keep_N
+        # Kept rows rank before dropped ones, and among themselves by position.
+        return self.keep_N & (ranks_in_group((~self.keep_N).long(), self.rollout_N) == 0)
 
     @property
     def num_groups(self) -> int:
@@ -113,7 +123,7 @@ class RewardStdFilter(Operator):
     operator_name = "reward_std_filter"
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        stats = group_stats(table.rewards_N, table.group_N, table.keep_N, table.num_groups, sample=False)
+        stats = group_stats(table.rewards_N, table.group_N, table.counted_N, table.num_groups, sample=False)
         # A lone rollout has nothing to be compared with, also under a threshold below 0.
         flat_G = (stats.std_G <= self.threshold) | (stats.count_G < 2)
         table, metrics = table.dropping(flat_G[table.group_N], DropReason.LOW_STD)
@@ -136,11 +146,12 @@ class DapoDynamicSampling(Operator):
         scores_N = table.rewards_N
         if self.metric_key in table.stats:
             given_N = table.stats[self.metric_key]
+            # nan: this experience has no such number.
             scores_N = torch.where(torch.isnan(given_N), scores_N, given_N)
-        keep_N = table.keep_N
+        counted_N = table.counted_N
         # [G] rollouts that are left of each task, and how many of them are correct.
-        size_G = group_sums(keep_N, table.group_N, table.num_groups)
-        correct_G = group_sums(keep_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
+        size_G = group_sums(counted_N, table.group_N, table.num_groups)
+        correct_G = group_sums(counted_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
         # Groups whose rows were all dropped before are both; the counts leave them out.
         none_G, all_G = correct_G == 0, correct_G == size_G
         counts = {"all_wrong": none_G & (size_G > 0), "all_correct": all_G & (size_G > 0)}
@@ -198,6 +209,7 @@ class RewardShapingMapper(Operator):
                 "ADD": rewards_N + value_N,
                 "SUB": rewards_N - value_N,
                 "MUL": rewards_N * value_N,
+                # All four are computed, one is taken; the branch not taken of a division by 0 is discarded.
                 "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
             }
             shaped_N = results[rule.get("op_type", "ADD")]
@@ -230,7 +242,7 @@ class PassRateCalculator(Operator):
 
 def pass_rates(table: ExperienceTable) -> tuple[Tensor, Tensor]:
     """Group indices [K] that have kept rows with a finite reward, and their mean rewards [K], float64."""
-    used_N = table.keep_N & torch.isfinite(table.rewards_N)
+    used_N = table.counted_N & torch.isfinite(table.rewards_N)
     stats = group_stats(table.rewards_N, table.group_N, used_N, table.num_groups)
     groups_K = (stats.count_G > 0).nonzero().squeeze(-1)
     return groups_K, stats.mean_G[groups_K]

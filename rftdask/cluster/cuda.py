@@ -1,7 +1,7 @@
-"""A cluster on this machine that dask-cuda starts: a worker for each GPU, on the cores that are near it.
+"""A cluster on this machine that dask-cuda starts: its workers on the cores that are near their GPUs.
 
-Each worker sees its own GPU first, and so does the child process of its role, which calls it the first. Nothing else of
-dask-cuda is used: no tensor passes through Dask, so there is nothing to spill, and the worker itself opens no GPU.
+Each worker sees its own GPUs alone, and so does the child process of its role. Nothing else of dask-cuda is used: no
+tensor passes through Dask, so there is nothing to spill, and the worker itself opens no GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from rftdask.cluster import preloads
-from rftdask.cluster.base import Layout, visible_gpus
+from rftdask.cluster.layout import Layout
 from rftdask.cluster.local import LocalCluster, grace
 from rftdask.errors import UserError
+from rftdask.processes.gpus import visible_gpus
+from rftdask.processes.turns import shared_devices
 
 
 class LocalCudaCluster(LocalCluster):
@@ -31,18 +33,12 @@ class LocalCudaCluster(LocalCluster):
         Raises: UserError: a role has no GPU.
         """
         self._base = base or import_module("dask_cuda").LocalCUDACluster  # late: an extra
-        gpus = visible_gpus()
-        if len(layout.workers) > len(gpus):
-            raise UserError(
-                f"cluster.type local-cuda has one worker for each GPU: {len(layout.workers)} are needed, and "
-                f"{len(gpus)} GPUs can be seen; use cluster.type local"
-            )
-        if any(worker.num_gpus > 1 for worker in layout.workers):
-            raise UserError("cluster.type local-cuda has one GPU for each worker; use cluster.type local for more")
+        if all(worker.gpu is None for worker in layout.workers):
+            raise UserError("cluster.type local-cuda needs GPUs, and none can be seen here; use cluster.type local")
         super().__init__(layout, dashboard_address, tls)
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
-        return placed(self._base, layout)(
+        return placed(self._base, layout, self._turns)(
             CUDA_VISIBLE_DEVICES=visible_gpus(),
             n_workers=len(layout.workers),
             threads_per_worker=1,
@@ -62,18 +58,26 @@ class LocalCudaCluster(LocalCluster):
             )
 
 
-def placed(base: Any, layout: Layout) -> Any:
-    """`base` with workers that have the names and resources of the layout, in its order."""
+def placed(base: Any, layout: Layout, turns: str = "") -> Any:
+    """`base` with the workers of the layout, in its order; turns: folder of those who share GPUs."""
 
     class Placed(base):  # type: ignore[misc]  # a class of dask-cuda, which is only there with its extra
         num_placed = 0
+        worker_spec: dict[Any, Any]
 
         def new_worker_spec(self) -> dict[Any, Any]:
             """What the base makes, with our name, resources and preload in place of its own."""
-            # dask-cuda calls it once for each worker, in order, and gives the n-th worker the n-th GPU.
+            # dask-cuda calls it once for each worker, in order, and takes the first of its GPUs that no worker has yet:
+            # so it is shown workers on all but the one that is meant, also where another worker has that one, too.
             worker = layout.workers[self.num_placed]
             self.num_placed += 1
-            ((device, spec),) = super().new_worker_spec().items()
+            gpus: list[Any] = list(self.cuda_visible_devices)
+            first = worker.gpu or 0  # the control role has none, and lies near the first
+            there: dict[Any, Any] = self.worker_spec
+            self.worker_spec = dict.fromkeys(gpus[:first] + gpus[first + 1 :])
+            ((_, spec),) = super().new_worker_spec().items()
+            self.worker_spec = there
+            own_gpus = [] if worker.gpu is None else gpus[first : first + worker.num_gpus]
             own = {
                 "name": worker.name,
                 "resources": dict.fromkeys(worker.resources, 1),
@@ -83,7 +87,11 @@ def placed(base: Any, layout: Layout) -> Any:
                 "dashboard": False,
                 "dashboard_address": None,
             }
-            env = {**spec["options"]["env"], **grace(worker.resources)}
-            return {device: {**spec, "options": {**spec["options"], **own, "env": env}}}
+            env = {
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, own_gpus)),
+                **grace(worker.resources),
+                **shared_devices(turns, worker.shares),
+            }
+            return {worker.name: {**spec, "options": {**spec["options"], **own, "env": env}}}
 
     return Placed

@@ -14,15 +14,8 @@ import dask
 from distributed import Client, Worker
 from distributed.security import Security
 
-from rftdask.cluster.base import (
-    EXPLORER_RESOURCE,
-    ROLES,
-    TRAINER_RESOURCE,
-    Cluster,
-    Layout,
-    close_in_turn,
-    plan_jobs,
-)
+from rftdask.cluster.base import Cluster, close_in_turn
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
@@ -121,6 +114,7 @@ def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[
             f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers = "
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
+    # In the order of ROLES; workers beyond the sum are left without a role.
     order = [role for role in ROLES for _ in range(needed[role])]
     # By name, so that a second run on the same workers places the roles as the first did.
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))

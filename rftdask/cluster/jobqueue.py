@@ -1,13 +1,15 @@
-"""Workers that are jobs of a batch system, one job for each, submitted through dask-jobqueue.
+"""Workers that are jobs of a batch system, one job for each or for several, submitted through dask-jobqueue.
 
 A thread keeps as many jobs of each role as were asked for: a job that ended is replaced, one that the system requeued
-is waited for. Nothing needs to survive it: the next start cancels the jobs that this one noted and submits its own. A
-batch system is a subclass: the class of dask-jobqueue's job, how a script names its job, and, where there is a command
-for it, how one asks which jobs live.
+is waited for. Nothing needs to survive it: the next start takes over the jobs that this one noted and that it would
+submit itself, so that no place in a queue is lost, and cancels the others. A batch system is a subclass: the class of
+dask-jobqueue's job, how a script names its job, and, where there is a command for it, how one asks which jobs live.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib
 import logging
 import shlex
@@ -15,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
@@ -23,10 +25,11 @@ from unittest import mock
 from distributed import Scheduler, SchedulerPlugin
 
 from rftdask.cluster import slurm
-from rftdask.cluster.base import ROLES, Cluster, Layout, find_cluster, plan_jobs
+from rftdask.cluster.base import Cluster, find_cluster
 from rftdask.cluster.jobs import (
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
+    RETURNS_FILE,
     JobRecord,
     jobs_file,
     note_workers,
@@ -34,6 +37,7 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, Layout, plan_jobs
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -43,17 +47,31 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.storage import Storage
 
 _LOOK_S = 2.0
+_QUIET_LOOK_S = 15.0
+"""Where nothing has changed for some looks: guests do not ask every two seconds."""
+_HOPELESS_S = 30.0
+"""That a job waits for what no wait brings, before the run fails; its batch system may be in the middle of a change."""
+_LIMIT_S = 60.0
+"""Until a job is submitted again that was refused because too many are submitted already."""
 _SOON_S = 0.25
 """After a worker was lost: its job ends a moment later, and then there is to be another one. The pauses grow again."""
 _MISSING_S = 120.0
 """Of a worker that was there, before its job counts as lost where the batch system is not asked."""
 _SUBMIT_S = 120.0
 _NO_REASON = "its batch system does not say why"
+_TAKEN = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "REVOKED")
+"""How a job ends (`reason`) that somebody or something ended who knows nothing of what it ran."""
 _MAX_PAUSE_S = 60.0
-_DEATH_TIMEOUT_S = 600
+DEATH_TIMEOUT_S = 600
 """A worker that cannot reach its scheduler for so long ends, and with it its job."""
 
 log = logging.getLogger(__name__)
+
+
+def worker_options(role: str) -> list[str]:
+    """Options of `dask worker` for a worker of a role, the same on all batch systems."""
+    # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
+    return [*f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split(), *LEAVING]
 
 
 class _GivenUp(RoleError):
@@ -91,10 +109,10 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     cluster_type: ClassVar[str] = ""
     takes_options: ClassVar[bool] = True
-    required_package: ClassVar[str] = "dask_jobqueue"
+    required_package: ClassVar[str | None] = "dask_jobqueue"
     required_extra: ClassVar[str] = "slurm"
     job_class: ClassVar[str]
-    """Dotted path of dask-jobqueue's class of a job."""
+    """Dotted path of dask-jobqueue's class of a job, where jobs are its."""
     job_number: ClassVar[str]
     """How a script of the batch system names its job."""
 
@@ -121,6 +139,21 @@ class JobQueueCluster(RemoteWorkersCluster):
         """How a job ended, as far as its batch system remembers; empty: not known."""
         return ""
 
+    @staticmethod
+    def never_runs(state: str) -> bool:
+        """Whether a job in this state (`states`) can never start, as its batch system says."""
+        return False
+
+    @staticmethod
+    def is_mistake(error: str) -> bool:
+        """Whether a job was refused for what it asks for, as it would be every time."""
+        return False
+
+    @staticmethod
+    def is_at_limit(error: str) -> bool:
+        """Whether a job was refused only because of how many are submitted already."""
+        return False
+
     @classmethod
     def cancel(cls, job_id: str) -> None:
         """Idempotent. Raises: RoleError: the batch system fails."""
@@ -135,6 +168,25 @@ class JobQueueCluster(RemoteWorkersCluster):
         with mock.patch.object(signal, "signal"):
             job_class: type[BatchJob] = getattr(importlib.import_module(module), name)
         return job_class
+
+    @classmethod
+    def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
+        """Workers of a role in each of its jobs, of `num_workers` in all."""
+        return 1
+
+    @classmethod
+    def job_script(
+        cls, config: Config, role: str, num_workers: int, name: str, folder: PrivateFolder, logs: Path
+    ) -> str:
+        """The script of a job with workers of a role, of which the run has `num_workers`."""
+        return cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script()
+
+    def start_job(self, role: str, name: str) -> str:
+        """Submit a job; its number. Raises: RftError, RuntimeError, TimeoutError, OSError, ValueError: refused."""
+        job = self.load_job_class()(**self.job_options(self._config, role, name, self._folder, self._logs))
+        # Its script is written and submitted in the loop of the cluster, as its class wants it.
+        self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
+        return str(job.job_id)
 
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
@@ -155,18 +207,15 @@ class JobQueueCluster(RemoteWorkersCluster):
         return {
             # Its command is what a shell reads.
             "scheduler": shlex.join(folder.worker_options(config.cluster.tls, config.cluster.interface)),
-            "job_name": f"rftdask-{role}",
+            "job_name": f"rftdask-{role}-{config.name.replace('/', '-')}",
             "processes": 1,
             "nanny": True,
-            "death_timeout": _DEATH_TIMEOUT_S,
+            # A worker whose driver is gone ends by itself: a killed driver cancels nothing.
+            "death_timeout": DEATH_TIMEOUT_S,
             "local_directory": "${TMPDIR:-/tmp}",
-            # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
-            "worker_extra_args": [
-                *f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split(),
-                *LEAVING,
-            ],
+            "worker_extra_args": worker_options(role),
             # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
-            "python": f"exec {shlex.quote(sys.executable)}",
+            "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
         }
 
     def __init__(self, config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> None:
@@ -174,21 +223,38 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._storage = storage
         self._file = jobs_file(config.mode)
         self._logs = log_folder(storage, folder)
-        self._asked = {role: layout.num_workers(role) for role in ROLES}
+        self._folder = folder
+        self._num_workers = {role: layout.num_workers(role) for role in ROLES}
+        self._asked = dict(self._num_workers)
+        self._per_job = {role: self.workers_per_job(config, role, asked) for role, asked in self._asked.items()}
         self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
         self._failed_starts = dict.fromkeys(ROLES, 0)
         self._failed_submits = 0
         self._number = 0
+        self._hopeless_since: dict[str, float] = {}
+        """By job id: when it was first seen to wait for what no wait brings. Monotonic clock."""
+        self._refused_until = 0.0
+        """Monotonic clock: no optional job is submitted before."""
         self._error: RftError | None = None
         self._pause_s = _LOOK_S
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._job_class = self.load_job_class()
-        slurm.forget_restarts()
-        # Jobs of an earlier start, whose scheduler is no more; it was killed, or it would have cancelled them.
-        for job in read_jobs(storage, self._file):
-            log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
-            system_of(job).cancel(job.job_id)
+        slurm.forget_job()
+        self._scripts = {role: self._script_hash(role) for role in ROLES}
+        # Jobs of an earlier start, whose scheduler is no more: it was killed, or has left them for this one. Their
+        # workers look for the scheduler of the run, whichever that is, so those that are as this start would submit
+        # them keep their places in the queue, or their nodes.
+        earlier = read_jobs(storage, self._file)
+        states = self.states([job.job_id for job in earlier]) or {}
+        for job in earlier:
+            # Numbers go on from those of the earlier start, so that no two jobs of a run have one name.
+            self._number = max(self._number, int(job.name.rpartition("-")[2]) + 1)
+            if job.job_id in states and job.script == self._scripts.get(job.role):
+                log.info("taking over job %s (%s) of an earlier start, %s", job.job_id, job.name, states[job.job_id])
+                self._jobs[job.role].append(dataclasses.replace(job, missing_since_s=None))
+            else:
+                log.info("cancelling job %s (%s) of an earlier start", job.job_id, job.name)
+                system_of(job).cancel(job.job_id)
         super().__init__(config, layout, folder)
         scheduler, loop = self._cluster.scheduler, self._cluster.loop
         assert isinstance(scheduler, Scheduler) and loop is not None
@@ -214,16 +280,23 @@ class JobQueueCluster(RemoteWorkersCluster):
         if self._error is not None:
             raise self._error
 
+    def comes_back(self) -> bool:
+        """The script of the controller's job says so, by a file."""
+        return (self._folder.base / RETURNS_FILE).exists()
+
     def close(self) -> None:
-        """Cancels every job it has submitted, and notes that there are none."""
+        """Cancels every job it has submitted, and notes that there are none; leaves them to the next driver where this
+        one is queued again (`may_return`).
+        """
         if not self._closed.is_set():
             # The thread first: it would replace the jobs that are cancelled below.
             self._closed.set()
             self._wake.set()
             self._thread.join(_SUBMIT_S)
-            for job in (job for jobs in self._jobs.values() for job in jobs):
-                self.cancel(job.job_id)
-            self._jobs = {role: [] for role in ROLES}
+            if not (self.may_return and self.comes_back()):
+                for job in (job for jobs in self._jobs.values() for job in jobs):
+                    self.cancel(job.job_id)
+                self._jobs = {role: [] for role in ROLES}
             self._note()
             super().close()
 
@@ -240,9 +313,10 @@ class JobQueueCluster(RemoteWorkersCluster):
                 log.exception("the jobs of the run are no longer kept")
                 self._error = RoleError(f"the jobs of the run are no longer kept: {type(error).__name__}: {error}")
                 return
+            # The worst of them: what refuses one role's jobs mostly refuses all.
             failures = max(self._failed_submits, *self._failed_starts.values())
             # Twice as long after each failure in a row: the batch system, or whoever set it up, needs time.
-            pause_s, self._pause_s = self._pause_s, min(1.3 * self._pause_s, _LOOK_S)
+            pause_s, self._pause_s = self._pause_s, min(1.3 * self._pause_s, _QUIET_LOOK_S)
             self._wake.wait(min(_LOOK_S * 2**failures, _MAX_PAUSE_S) if failures else pause_s)
             self._wake.clear()
 
@@ -254,61 +328,114 @@ class JobQueueCluster(RemoteWorkersCluster):
         workers = workers_of(self.client)
         names = [str(info["name"]) for info in workers.values()]
         # The record of a job is replaced, not changed, so a shallow copy tells whether there is something to note.
-        now_s, before = time.time(), dict(self._jobs)
+        now_s, before = time.time(), {role: list(jobs) for role, jobs in self._jobs.items()}
+        # Asked once for all roles: each question is a call of the batch system's controller.
+        states = self.states([job.job_id for jobs in self._jobs.values() for job in jobs])
         for role in ROLES:
-            jobs = [
-                note_workers(job, any(name.startswith(f"{job.name}-{job.job_id}-") for name in names), now_s)
-                for job in self._jobs[role]
-            ]
+            # A job is as good as its last worker: with one missing its ranks wait, and say nothing of themselves.
+            there = {
+                job.job_id: sum(n.startswith(f"{job.name}-{job.job_id}-") for n in names) for job in self._jobs[role]
+            }
+            jobs = [note_workers(job, there[job.job_id] >= self._per_job[role], now_s) for job in self._jobs[role]]
             # Which of our jobs live; then which to give up, to cancel and to submit, and whether that can go on.
-            states = self.states([job.job_id for job in jobs])
             if states is None:
                 # No command to ask by: a job lives until its worker was there and has been gone for long. One that
                 # waits in the queue has never been there, and may wait as long as it likes.
                 missing_s = {job.job_id: now_s - (job.missing_since_s or now_s) for job in jobs}
-                states = {job_id: "" for job_id, seconds in missing_s.items() if seconds < _MISSING_S}
-            change = plan_change(jobs, frozenset(states), self._asked[role], self._failed_starts[role])
+                alive = frozenset(job_id for job_id, seconds in missing_s.items() if seconds < _MISSING_S)
+            else:
+                alive = frozenset(job.job_id for job in jobs if job.job_id in states)
+                self._check_hopes(role, jobs, states)
+            reasons = {job.job_id: self.reason(job.job_id) for job in jobs if job.job_id not in alive}
+            # Jobs that were taken away say nothing against what they ran, so they are no failed starts.
+            taken = frozenset(job_id for job_id, reason in reasons.items() if reason.startswith(_TAKEN))
+            failed, each = self._failed_starts[role], self._per_job[role]
+            change = plan_change(jobs, alive, self._asked[role], failed, taken, each)
             for job in change.lost:
-                log.warning("job %s (%s) ended: %s", job.job_id, job.name, self.reason(job.job_id) or _NO_REASON)
+                log.warning("job %s (%s) ended: %s", job.job_id, job.name, reasons[job.job_id] or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}
+            # Before anything is cancelled or submitted: what fails below is looked at again with this list.
             self._jobs[role] = [job for job in jobs if job.job_id not in gone]
             self._failed_starts[role] = change.num_failed_starts
             for job in change.cancel:
                 self.cancel(job.job_id)
             # What their last lines say is the reason, mostly a missing module or a wrong partition; so they go into the
             # error.
-            if change.num_failed_starts >= MAX_FAILED_STARTS:
-                last = change.lost[-1].job_id if change.lost else "?"
-                found = sorted(self._logs.glob(f"*{last}.[el]*")) if change.lost else []
+            if change.num_failed_starts >= MAX_FAILED_STARTS and change.lost:
+                last = change.lost[-1].job_id
+                # name-7.log and name-7.err are of SLURM and LSF, name.o7 and name.e7 of PBS and Grid Engine.
+                found = sorted([*self._logs.glob(f"*{last}.[el]*"), *self._logs.glob(f"*.[oe]{last}")])
                 tails = (path.read_text(errors="replace").splitlines()[-10:] for path in found)
                 raise _GivenUp(
-                    f"cluster: {MAX_FAILED_STARTS} {role} jobs in a row ended before their worker had joined; the "
-                    f"last one, {last}, wrote to {self._logs}:\n" + "\n".join("\n".join(tail) for tail in tails)
+                    f"cluster: {change.num_failed_starts} {role} jobs in a row ended before their worker had joined; "
+                    f"the last one, {last}, ended as {reasons[last] or 'nobody knows'} and wrote to {self._logs}:\n"
+                    + "\n".join("\n".join(tail) for tail in tails)
                 )
             for _ in range(change.num_new):
-                if not self._closed.is_set():  # submitting takes seconds, and `close` cancels what it finds here
-                    self._jobs[role].append(self._submit(role))
-                    self._failed_submits = 0
-        # Noted at the end of each look that changed something: what is killed before it left jobs that nobody cancels,
-        # but their workers find no scheduler and end.
-        if self._jobs != before:
-            self._note()
+                # Submitting takes seconds, and `close` cancels what it finds here.
+                if self._closed.is_set() or not self._submit(role):
+                    break
+            if self._jobs[role] != before[role]:
+                self._pause_s = _LOOK_S
+                self._note()
 
-    def _submit(self, role: str) -> JobRecord:
+    def _check_hopes(self, role: str, jobs: Sequence[JobRecord], states: Mapping[str, str]) -> None:
+        """Raises: _GivenUp: a job of a role that has no worker waits for what no wait brings."""
+        now = time.monotonic()
+        for job in jobs:
+            state = states.get(job.job_id, "")
+            if not self.never_runs(state):
+                # The batch system has changed its mind, so the time begins again.
+                self._hopeless_since.pop(job.job_id, None)
+                continue
+            self._pause_s = _LOOK_S
+            since = self._hopeless_since.setdefault(job.job_id, now)
+            if since == now:
+                log.warning("job %s (%s) cannot start: %s", job.job_id, job.name, state)
+            if now - since > _HOPELESS_S and not any(other.joined for other in jobs):
+                raise _GivenUp(
+                    f"cluster: job {job.job_id} ({job.name}) can never start: {state}; change what "
+                    f"cluster.slurm.{role} asks for (partition, walltime, cpus, memory, gres, account, directives)"
+                )
+
+    def _submit(self, role: str) -> bool:
+        """Submit one more job of a role, and note it. False: the user may not have more of them at the moment, and the
+        role can do without.
+
+        Raises: RoleError: it was refused, which is tried again; _GivenUp: too often.
+        """
+        # Explorers beyond the first are welcome, not needed.
+        is_optional = role == EXPLORER_RESOURCE and bool(self._jobs[role])
+        if is_optional and time.monotonic() < self._refused_until:
+            return False
         name = f"{role}-{self._number}"
         self._number += 1
         # A new name for each job: the scheduler refuses a worker whose name it still knows.
-        job = self._job_class(**self.job_options(self._config, role, name, self._folder, self._logs))
-        # Its script is written and submitted in the loop of the cluster, as its class wants it.
         try:
-            self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
-        except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+            job_id = self.start_job(role, name)
+        except (RftError, RuntimeError, TimeoutError, OSError, ValueError) as error:
+            if is_optional and self.is_at_limit(str(error)):
+                log.info("%d %s jobs are there, and one more is tried later: %s", len(self._jobs[role]), role, error)
+                self._refused_until = time.monotonic() + _LIMIT_S
+                return False
             self._failed_submits += 1
-            if self._failed_submits >= MAX_FAILED_SUBMITS:
+            if self._failed_submits >= (MAX_FAILED_STARTS if self.is_mistake(str(error)) else MAX_FAILED_SUBMITS):
                 raise _GivenUp(f"cluster: the batch system refuses the job of {name}: {error}") from error
             raise RoleError(f"the job of {name} could not be submitted: {error}") from error
-        log.info("submitted job %s (%s)", job.job_id, name)
-        return JobRecord(role, name, str(job.job_id), self.cluster_type, time.time())
+        self._failed_submits = 0
+        log.info("submitted job %s (%s)", job_id, name)
+        now_s = time.time()
+        self._jobs[role].append(JobRecord(role, name, job_id, self.cluster_type, now_s, script=self._scripts[role]))
+        self._note()  # at once: a driver that is killed now leaves a job that the next one knows
+        return True
+
+    def script(self, role: str, name: str) -> str:
+        """The script of a job of this run."""
+        return self.job_script(self._config, role, self._num_workers[role], name, self._folder, self._logs)
+
+    def _script_hash(self, role: str) -> str:
+        """Of what a job of the role asks for and runs, whichever its number."""
+        return hashlib.sha256(self.script(role, f"{role}-0").encode()).hexdigest()[:16]
 
     def _note(self) -> None:
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)

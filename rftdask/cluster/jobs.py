@@ -21,8 +21,10 @@ CONFIG_FILE = "submitted.yaml"
 """In the run's private folder: the config as submitted."""
 CANCELLED_FILE = "cancelled"
 """There, too: a submitted job that is about to start ends at once."""
-MAX_FAILED_STARTS = 5
-"""Jobs of a role in a row that ended without their worker having joined, before the run fails."""
+RETURNS_FILE = "returns"
+"""There, too: the controller is queued again, so its jobs stay for it."""
+MAX_FAILED_STARTS = 2
+"""Jobs of a role in a row that ended by themselves without their worker having joined, before the run fails."""
 MAX_FAILED_SUBMITS = 8
 """Times in a row that the batch system refuses a job, before the run fails; with the pauses between, some minutes."""
 
@@ -46,6 +48,8 @@ class JobRecord:
     """Its worker has joined."""
     missing_since_s: float | None = None
     """Since when the worker that had joined is gone."""
+    script: str = ""
+    """Hash of what it asks for and runs, by which a later driver knows it for one of its own."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,31 @@ class Change:
     """In a row, now."""
 
 
-def plan_change(jobs: Sequence[JobRecord], alive: frozenset[str], num_asked: int, num_failed_starts: int) -> Change:
-    """For one role. Args: jobs: oldest first; alive: ids of those that wait or run."""
+def plan_change(
+    jobs: Sequence[JobRecord],
+    alive: frozenset[str],
+    num_asked: int,
+    num_failed_starts: int,
+    taken: frozenset[str] = frozenset(),
+    per_job: int = 1,
+) -> Change:
+    """For one role.
+
+    Args: jobs: oldest first; alive: ids of those that wait or run; num_asked: workers; taken: ids of those that the
+    batch system ended on its own, which says nothing of whether workers can start; per_job: workers of each job.
+    """
+    # No more workers than were asked for, but for those of a job that has the first.
+    num_jobs = max(min(1, num_asked), num_asked // per_job)
     lost = tuple(job for job in jobs if job.job_id not in alive)
     kept = [job for job in jobs if job.job_id in alive]
     failed = num_failed_starts
     for job in lost:
-        failed = 0 if job.joined else failed + 1
+        failed = 0 if job.joined else failed + (job.job_id not in taken)
     # One that has joined proves that workers can start here, whatever became of others.
     if any(job.joined for job in kept):
         failed = 0
     # Too many: the newest go, which have the least to lose.
-    return Change(lost, tuple(kept[num_asked:]), max(0, num_asked - len(kept)), failed)
+    return Change(lost, tuple(kept[num_jobs:]), max(0, num_jobs - len(kept)), failed)
 
 
 def note_workers(job: JobRecord, is_there: bool, now_s: float) -> JobRecord:

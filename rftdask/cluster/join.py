@@ -6,12 +6,16 @@ scheduler answers again. It ends well with the run, which takes its address back
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -21,6 +25,7 @@ from rftdask.processes.poll import wait_for
 
 _LOOK_S = 0.5
 _KNOCK_S = 5.0
+_PASS_ON_S = 1.0
 MAX_FAILURES = 3
 """Workers in a row that ended with an error."""
 
@@ -33,17 +38,53 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
     Raises: RoleError: workers cannot be started here.
     """
+    job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
+    return _keep_worker(
+        folder,
+        f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}",
+        [
+            *folder.worker_options(config.cluster.tls, config.cluster.interface),
+            *f"--resources {role}=1 --nthreads 1 --memory-limit 0 --no-dashboard".split(),
+            *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
+            *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
+        ],
+        patience_s,
+    )
+
+
+def main() -> None:
+    """Entry of a job: `dask worker` with the given options, one after the other for each scheduler of the run.
+
+    It exits with an error where workers cannot be started, so that its batch system knows.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scheduler-file", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--death-timeout", type=float, required=True)
+    ours, options = parser.parse_known_args()
+    options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
+    try:
+        # A job may run it several times, as tasks of one step.
+        name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
+        _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
+    except RoleError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _keep_worker(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:
     started, failures = 0, 0
     while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):
         started += 1
-        code = _run(_command(config, folder, role, started, patience_s))
+        # A new name for each worker: the scheduler refuses one that it still knows.
+        code = _run([sys.executable, "-m", "distributed.cli.dask_worker", "--name", f"{name}-{started}", *options])
+        # In a row alone: in a run of days a worker may be killed now and then, and the next one works.
         failures = failures + 1 if code else 0
         if folder.read_address() is None:
             break  # it said that the run is over; one that was killed would have said nothing
         if failures >= MAX_FAILURES:
             raise RoleError(
-                f"{failures} workers for role {role} in a row ended with an error (the last with code {code}); what "
-                "they said is above"
+                f"{failures} workers {name} in a row ended with an error (the last with code {code}); what they said "
+                "is above"
             )
     return started
 
@@ -67,10 +108,12 @@ def _run(command: list[str]) -> int:
 
         def on_terminate(number: int, _: object) -> None:
             told.append(number)
-            worker.terminate()
+            # SLURM sends SIGTERM to this process alone or to all of the step. A worker that gets it twice ends before
+            # it has said that it leaves, so it is passed on to one that is still there after a moment.
+            passing_on = threading.Timer(_PASS_ON_S, worker.terminate)
+            passing_on.daemon = True
+            passing_on.start()
 
-        # SLURM sends SIGTERM to this process alone or to all of the step: the worker gets it either way, and once more
-        # does no harm.
         before = signal.signal(signal.SIGTERM, on_terminate)
         try:
             code = worker.wait()
@@ -81,15 +124,5 @@ def _run(command: list[str]) -> int:
     return code
 
 
-def _command(config: Config, folder: PrivateFolder, role: str, number: int, patience_s: float) -> list[str]:
-    job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
-    # A new name for each worker: the scheduler refuses one that it still knows.
-    name = f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}-{number}"
-    cluster = config.cluster
-    return [
-        *(sys.executable, "-m", "distributed.cli.dask_worker"),
-        *folder.worker_options(cluster.tls, cluster.interface),
-        *f"--name {name} --resources {role}=1 --nthreads 1 --memory-limit 0 --no-dashboard".split(),
-        *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
-        *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
-    ]
+if __name__ == "__main__":
+    main()

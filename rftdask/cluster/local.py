@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from multiprocessing import resource_tracker
@@ -22,21 +23,22 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.security import Security
 
 from rftdask.cluster import preloads
-from rftdask.cluster.base import (
+from rftdask.cluster.base import Cluster, close_in_turn
+from rftdask.cluster.layout import (
     EXPLORER_RESOURCE,
-    Cluster,
     Layout,
     WorkerPlan,
-    close_in_turn,
+    check_one_machine,
     count_gpus,
     num_cores,
     plan_layout,
     scaled,
-    visible_gpus,
 )
 from rftdask.config import Config
-from rftdask.errors import RoleError, UserError, WaitTimeout
+from rftdask.errors import RoleError, WaitTimeout
+from rftdask.processes.gpus import visible_gpus
 from rftdask.processes.nursery import ADDRESS, SIGNALS, WITHOUT_MAIN, nursery, start, umask
+from rftdask.processes.turns import shared_devices
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -161,10 +163,8 @@ class LocalCluster(Cluster):
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
         """Raises: UserError: several nodes are wanted, or this machine has too few cores or GPUs."""
-        section = config.cluster
-        if section.node_num > 1:
-            raise UserError(f"cluster.node_num is {section.node_num}, and cluster.type {section.type} is one machine")
-        return plan_layout(stages, section.num_cpus or num_cores(), count_gpus(config))
+        check_one_machine(config)
+        return plan_layout(stages, config.cluster.num_cpus or num_cores(), count_gpus(config))
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
@@ -186,6 +186,10 @@ class LocalCluster(Cluster):
         self._stack.enter_context(dask.config.set(DASK_CONFIG))
         self._layout = layout
         self._env: dict[str, str] = {}
+        # Of this start alone: nobody else has its devices, and what an earlier one left has ended, or ends by itself.
+        self._turns = self._stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="rftdask-turns-", ignore_cleanup_errors=True)
+        )
         if _can_fork(any(worker.gpu is not None for worker in layout.workers)):
             start_fork_server()
             self._stack.enter_context(dask.config.set({_METHOD: "forkserver"}))
@@ -196,6 +200,7 @@ class LocalCluster(Cluster):
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
         self._num_named = len(self._plans)  # counts on, so that a name never comes back
+        # Two roles may ask at once, and both plans are made from the same list.
         self._scaling = threading.Lock()
         with contextlib.ExitStack() as failing:
             failing.callback(self._stack.close)
@@ -217,6 +222,7 @@ class LocalCluster(Cluster):
         # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
         gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
         env = self._env if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        env = {**env, **shared_devices(self._turns, worker.shares)}
         return worker_spec(worker.name, worker.resources, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:

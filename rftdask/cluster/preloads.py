@@ -35,7 +35,8 @@ GRACE_S = 30.0
 """SLURM's own, from SIGTERM to SIGKILL, where a site has not set another (KillWait)."""
 _LEAVING_S = 5.0
 """From SIGTERM to the end of a worker whose nanny does not end it before."""
-_SAY_S = 1.0
+_SAY_S = 3.0
+"""For the connection to the scheduler that saying takes, on a machine that may be ending many processes at once."""
 LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
 """Options of `dask worker` on a machine of a batch system: it says when it is told to end, and ignores Ctrl-C."""
 
@@ -60,6 +61,7 @@ def dask_setup(server: Any) -> None:
 
 
 def _end_after(grace_s: float) -> None:
+    # Not the end of the event loop, which may be blocked: the process itself.
     timer = threading.Timer(grace_s, os._exit, (128 + signal.SIGTERM,))
     timer.daemon = True
     timer.start()

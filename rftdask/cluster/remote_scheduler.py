@@ -12,7 +12,8 @@ import dask
 from distributed import Client
 from distributed.utils import get_ip, get_ip_interface
 
-from rftdask.cluster.base import CONTROL_RESOURCE, ROLES, Cluster, Layout, close_in_turn, plan_jobs
+from rftdask.cluster.base import Cluster, close_in_turn
+from rftdask.cluster.layout import CONTROL_RESOURCE, ROLES, Layout, plan_jobs
 from rftdask.cluster.local import DASK_CONFIG, start_dask, worker_spec
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
@@ -55,6 +56,7 @@ class RemoteWorkersCluster(Cluster):
             raise UserError(f"cluster.interface: {error}") from error
         self._restore = dask.config.set(DASK_CONFIG)
         options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
+        # One worker beside the driver, for what no rollout may kill: the synchronizer.
         control = worker_spec("control-0", (CONTROL_RESOURCE,), {}, security=self.security, **options)
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it

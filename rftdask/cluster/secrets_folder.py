@@ -45,6 +45,7 @@ class PrivateFolder:
     @classmethod
     def base_of(cls, config: Config, storage: Storage) -> PrivateFolder:
         """The folder of a run, whatever the mode; what is submitted is there."""
+        # By the URL, so that two runs never share keys, and a name is no longer than a file system takes.
         digest = hashlib.sha256(storage.url.encode()).hexdigest()[:16]
         if config.cluster.private_folder is not None:
             return cls(Path(config.cluster.private_folder).expanduser().absolute() / digest)
@@ -65,6 +66,7 @@ class PrivateFolder:
                 path.chmod(0o700)
         except OSError as error:
             raise UserError(f"cluster.private_folder: {self.path} cannot be made private: {error}") from error
+        # Looked at, since some file systems take a chmod and keep no modes.
         if stat.S_IMODE(self.path.stat().st_mode) & 0o077:
             raise UserError(
                 f"cluster.private_folder: others may read {self.path}, whose file system keeps no modes; name another"
@@ -82,7 +84,7 @@ class PrivateFolder:
                 ("cert", made.tls_worker_cert),
                 ("key", made.tls_worker_key),
             ):
-                self._write(_FILES[part], content)
+                self.write(_FILES[part], content)
         return self.security()
 
     def security(self) -> Security:
@@ -108,7 +110,7 @@ class PrivateFolder:
     def write_address(self, address: str) -> None:
         """As `dask worker --scheduler-file` reads it."""
         self.make()
-        self._write(SCHEDULER_FILE, json.dumps({"address": address, "type": "Scheduler", "pid": os.getpid()}))
+        self.write(SCHEDULER_FILE, json.dumps({"address": address, "type": "Scheduler", "pid": os.getpid()}))
 
     def read_address(self) -> str | None:
         """The scheduler's, None while there is none."""
@@ -123,9 +125,10 @@ class PrivateFolder:
             with contextlib.suppress(FileNotFoundError):
                 self.scheduler_file.unlink()
 
-    def _write(self, name: str, content: str) -> None:
+    def write(self, name: str, content: str) -> Path:
+        """Write a file of the folder, whole or not at all; its path."""
         # Under another name until it is whole, and never readable by others, not even for a moment.
         temporary = self.path / f".{name}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(content)
-        os.replace(temporary, self.path / name)
+        return temporary.replace(self.path / name)

@@ -1,18 +1,31 @@
-"""SLURM's own commands: what jobs ask for, which jobs live, and what a partition could give. It knows no cluster."""
+"""SLURM's own commands: what jobs ask for, which jobs live, and what a partition could give. It knows no cluster and no
+script.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from dask.utils import parse_bytes
 
-from rftdask.config.schema.cluster import JobConfig
+from rftdask.cluster.layout import TRAINER_RESOURCE
+from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import RoleError, UserError
 
+_NEVER = {
+    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "DependencyNeverSatisfied"),
+    *("InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed"),
+}
+_NEVER_PER_JOB = re.compile(r"(QOS|Assoc)Max\w+Per(JobLimit|Job|Node)|QOSMin\w+")
+"""Reasons of waiting jobs (%r of squeue, job_reason_string in SLURM's source) that the job alone is the cause of."""
 _COMMAND_S = 60.0
 """For one command; while its controller restarts SLURM's clients try for some seconds by themselves."""
 
@@ -37,11 +50,15 @@ def directives(job: JobConfig) -> list[str]:
     options = [
         ("--partition", job.partition),
         ("--account", job.account),
+        ("--qos", job.qos),
+        ("--reservation", job.reservation),
         ("--gres", job.gres),
+        ("--gpus-per-node", job.gpus_per_node),
         ("--constraint", job.constraint),
         ("--time", job.walltime),
     ]
-    return [f"{name}={value}" for name, value in options if value is not None] + list(job.directives)
+    told = [f"{name}={value}" for name, value in options if value is not None]
+    return [*told, *["--exclusive"] * job.exclusive, *job.directives]
 
 
 def megabytes(memory: str) -> int:
@@ -54,7 +71,12 @@ def megabytes(memory: str) -> int:
 
 def submit(script: str, *options: str) -> str:
     """Submit a script file; the job id. Raises: RoleError: SLURM refuses it, with its words."""
-    return call("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+    told = call("sbatch", "--parsable", *options, script)
+    # The last line alone: a site's wrapper may have greeted before.
+    found = re.fullmatch(r"(\d+)(;.*)?", told.strip().rpartition("\n")[2])
+    if not found:
+        raise RoleError(f"sbatch {script} named no job; it said: {told.strip() or 'nothing'}")
+    return found[1]
 
 
 def cancel(ids: Iterable[str]) -> None:
@@ -63,11 +85,16 @@ def cancel(ids: Iterable[str]) -> None:
         call("scancel", "--quiet", *ids)
 
 
-def forget_restarts() -> None:
-    """To be called before jobs are submitted from inside one: they inherit its environment, and SLURM tells a job of
-    its restarts only once it has had one, so until then it would take those of the job around it for its own.
+def forget_job() -> None:
+    """Drop what SLURM has told this process of its own job; to be called before jobs are submitted from inside one.
+
+    They inherit its environment: a memory limit of another kind than theirs makes each `srun` in them fatal, and a job
+    that was never restarted would take the restarts of the one around it for its own. Options of sbatch that a user has
+    set (SBATCH_ACCOUNT) stay.
     """
-    os.environ.pop("SLURM_RESTART_COUNT", None)
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]:
+        del os.environ[name]
 
 
 def interrupt(job_id: str) -> None:
@@ -78,15 +105,36 @@ def interrupt(job_id: str) -> None:
 
 
 def states(ids: Sequence[str]) -> dict[str, str]:
-    """State (PENDING, RUNNING, ...) of those of the jobs that are still in the queue; the others have ended."""
+    """State of those of the jobs that are still in the queue, such as "RUNNING" or, with SLURM's reason,
+    "PENDING (Resources)"; the others have ended.
+    """
     if not ids:
         return {}
     # All of the user's: asking by number fails once SLURM has forgotten one of them.
-    lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T").splitlines()
-    # %F is the number of the array: it runs if one of its tasks does.
-    rows = sorted((line.split() for line in lines), key=lambda row: row[2] == "RUNNING")
-    found = {name: state for number, array, state in rows for name in (number, array)}
+    lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %r").splitlines()
+    # %F is the number of the array: it runs if one of its tasks does, so those are taken last.
+    rows = sorted((line.split(maxsplit=3) for line in lines), key=lambda row: row[2] == "RUNNING")
+    found: dict[str, str] = {}
+    for number, array, state, *why in rows:
+        is_told = state == "PENDING" and why and why[0].strip() != "None"
+        found[number] = found[array] = f"{state} ({why[0].strip()})" if is_told else state
     return {job_id: found[job_id] for job_id in ids if job_id in found}
+
+
+def never_runs(state: str) -> bool:
+    """Whether a job in this state (`states`) waits for what no wait brings, because of what it asks for."""
+    reason = state.removeprefix("PENDING (").removesuffix(")")
+    return reason in _NEVER or bool(_NEVER_PER_JOB.fullmatch(reason))
+
+
+def is_mistake(error: str) -> bool:
+    """Whether sbatch refused a job for what it asks for, as it would every time."""
+    return bool(re.search(r"(?i)\binvalid |configuration is not available|specification can not be satisfied", error))
+
+
+def is_at_limit(error: str) -> bool:
+    """Whether sbatch refused a job because of how many are submitted already, and will take it when some have ended."""
+    return bool(re.search(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept job", error))
 
 
 def reason(job_id: str) -> str:
@@ -100,6 +148,50 @@ def reason(job_id: str) -> str:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """What the jobs of a run took, by SLURM's books; a job that was queued again counts each time.
+
+    Example: Usage(num_jobs=3, gpu_hours=16.5, queue_s=1800.0, ends={"COMPLETED": 2, "PREEMPTED": 1})
+    """
+
+    num_jobs: int
+    gpu_hours: float
+    queue_s: float
+    """The longest that one of them waited."""
+    ends: dict[str, int]
+    """How many ended how, or are RUNNING or PENDING."""
+
+    def render(self) -> str:
+        """In a line."""
+        ends = ", ".join(f"{count} {state}" for state, count in sorted(self.ends.items()))
+        return (
+            f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.1f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
+        )
+
+
+def usage(ids: Sequence[str]) -> Usage | None:
+    """Of these jobs; None: SLURM keeps no books here, or does not answer."""
+    fields = "State,ElapsedRaw,AllocTRES,Submit,Start"
+    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={fields}")
+    try:
+        rows = call("sacct", *options, f"--jobs={','.join(ids)}").splitlines() if ids else []
+    except (RoleError, UserError):
+        return None
+    if not rows:
+        return None
+    ends: Counter[str] = Counter()
+    gpu_s = queue_s = 0.0
+    for state, elapsed, tres, *times in (row.split("|") for row in rows):
+        ends[state.split()[0]] += 1  # "CANCELLED by 1000"
+        gpus = re.search(r"(?<![\w/])gres/gpu=(\d+)", tres)  # of all types
+        gpu_s += int(elapsed or 0) * int(gpus[1] if gpus else 0)
+        with suppress(ValueError):  # "Unknown", of one that has not started
+            submit, start = map(datetime.fromisoformat, times)
+            queue_s = max(queue_s, (start - submit).total_seconds())
+    return Usage(len(rows), gpu_s / 3600, queue_s, dict(ends))
+
+
+@dataclass(frozen=True)
 class Capacity:
     """What a partition has, used or not."""
 
@@ -109,11 +201,15 @@ class Capacity:
     """Of each node."""
     gpus: int
     """Of each node."""
+    memory_mb: int = 0
+    """Of each node, in units of 2**20 bytes; 0: not asked."""
+    time_limit: str = "infinite"
+    """Longest time of a job, as SLURM writes it."""
 
 
 def read_capacity(partition: str | None) -> Capacity:
     """Raises: UserError: there is no such partition, or no SLURM."""
-    told = call("sinfo", "--noheader", "--format=%P|%D|%c|%G", *(["--partition", partition] if partition else []))
+    told = call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l", *(["--partition", partition] if partition else []))
     rows = [line.strip().split("|") for line in told.splitlines() if line.strip()]
     if not partition:  # the default partition is marked so; without one, whatever there is
         rows = [row for row in rows if row[0].endswith("*")] or rows
@@ -121,39 +217,122 @@ def read_capacity(partition: str | None) -> Capacity:
         raise UserError(f"cluster.slurm: there is no partition {partition!r}; sinfo lists those that you may use")
     return Capacity(
         partition=rows[0][0].rstrip("*"),
-        num_nodes=sum(int(nodes) for _, nodes, _, _ in rows),
-        cpus=max(int(cpus.rstrip("+")) for _, _, cpus, _ in rows),
-        gpus=max(count_gres(gres) for *_, gres in rows),
+        num_nodes=sum(int(row[1]) for row in rows),
+        cpus=max(int(row[2].rstrip("+")) for row in rows),
+        gpus=max(count_gres(row[3]) for row in rows),
+        memory_mb=max(int(row[4].rstrip("+")) for row in rows),
+        time_limit=rows[0][5],
     )
 
 
-def count_gres(gres: str | None) -> int:
-    """GPUs in "gpu:2", "gpu:a100:4(S:0-1)" or "gres/gpu:1"; 0 without."""
-    found = re.findall(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?", gres or "")
-    return sum(int(count or 1) for count in found)
+def hours(time_limit: str) -> float:
+    """ "1-12:00:00" -> 36.0, "30:00" -> 0.5; infinite where it is not a time."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+)*", time_limit):
+        return math.inf
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    # From the right: seconds, minutes, hours; after days it is hours that stand first.
+    parts = parts + [0] * (3 - len(parts)) if days else [0] * (3 - len(parts)) + parts
+    return 24 * int(days or 0) + parts[0] + parts[1] / 60 + parts[2] / 3600
 
 
-def check_fit(counts: Mapping[str, int], jobs: Mapping[str, JobConfig], capacities: Mapping[str, Capacity]) -> None:
+@dataclass(frozen=True)
+class JobShape:
+    """The workers of a role as jobs, all alike.
+
+    Example: 16 ranks on two nodes of 8 GPUs are JobShape(num_jobs=1, nodes=2, tasks_per_node=8).
+    """
+
+    num_jobs: int
+    nodes: int
+    """Of each job; 0: as SLURM likes."""
+    tasks_per_node: int
+    """Workers on each node, or of the job where `nodes` is 0."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Workers of each job."""
+        return self.tasks_per_node * (self.nodes or 1)
+
+
+def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) -> JobShape:
+    """How `num_workers` ranks, which are one job, or engines are jobs.
+
+    Args: gpus_each: GPUs that each of them works on, where it has any.
+    Raises: UserError: a job would have GPUs or places that nobody uses, or too few.
+    """
+    if not num_workers:
+        return JobShape(0, 0, 1)
+    ask, is_trainer = f"cluster.slurm.{role}", role == TRAINER_RESOURCE
+    what, key = ("rank", "trainer.num_ranks") if is_trainer else ("engine", "explorer.rollout_model.engine_num")
+    gpus = f"{ask}.gpus_per_node is {job.gpus_per_node}" if job.gpus_per_node else f"{ask}.gres is {job.gres}"
+    each = job.workers_per_node(gpus_each)
+    # Where a site has no GRES, nodes are whole, and nobody knows here what they have.
+    if gpus_each > max(1, job.num_gpus) and not (job.exclusive and not job.num_gpus):
+        raise UserError(
+            f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
+            f"explorer.rollout_model); set gpu:{gpus_each}"
+        )
+    if job.num_gpus and each * gpus_each != job.num_gpus:
+        raise UserError(
+            f"{gpus}, and {_counted(each, what)} with {_counted(gpus_each, 'GPU')} each ({ask}.tasks_per_node) use "
+            f"{each * gpus_each} of a node; ask for {each * gpus_each}"
+        )
+    if is_trainer:
+        nodes = job.nodes or (-(-num_workers // each) if each else 0)
+        each = each or -(-num_workers // (nodes or 1))
+    else:
+        nodes, each = job.nodes or min(1, each), each or 1
+    one = JobShape(1, nodes, each)
+    if num_workers % one.num_tasks:
+        raise UserError(
+            f"cluster: {_counted(num_workers, what)} ({key}), and a job of {_counted(nodes or 1, 'node')} x {each} has "
+            f"{one.num_tasks} ({gpus}; {ask}.nodes, tasks_per_node); set {key} to "
+            f"{-(-num_workers // one.num_tasks) * one.num_tasks}, or ask for less"
+        )
+    return replace(one, num_jobs=num_workers // one.num_tasks)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def check_fit(
+    shapes: Mapping[str, JobShape], jobs: Mapping[str, JobConfig], capacities: Mapping[str, Capacity]
+) -> None:
     """Whether the jobs of all roles could run at once on empty partitions.
 
     Args: all by role. Raises: UserError: they could not, with the arithmetic.
     """
     # Roles that share a partition share its nodes: their jobs are added up.
     shared: dict[str, list[str]] = {}
-    for role, count in counts.items():
-        if count:
-            shared.setdefault(capacities[role].partition, []).append(role)
+    for role, shape in shapes.items():
+        there = capacities[role]
+        if shape.nodes > there.num_nodes:
+            raise UserError(
+                f"cluster.slurm.{role}: a job of {shape.nodes} nodes with {shape.tasks_per_node} workers each, and "
+                f"partition {there.partition} has {there.num_nodes} nodes with {there.gpus} GPUs; ask for more of each "
+                "node (gres, tasks_per_node)"
+            )
+        if shape.num_jobs:
+            shared.setdefault(there.partition, []).append(role)
     for partition, roles in shared.items():
         there = capacities[roles[0]]
-        for what, each in (("GPUs", there.gpus), ("cores", there.cpus)):
-            asked = {role: count_gres(jobs[role].gres) if what == "GPUs" else jobs[role].cpus for role in roles}
+        # What is asked for is asked for of a node, or of each worker where SLURM places them as it likes.
+        counts = {role: shapes[role].num_jobs * (shapes[role].nodes or shapes[role].num_tasks) for role in roles}
+        gpus = {role: jobs[role].num_gpus for role in roles}
+        cores = {role: jobs[role].cpus * (shapes[role].tasks_per_node if shapes[role].nodes else 1) for role in roles}
+        for what, asked, each in (("GPUs", gpus, there.gpus), ("cores", cores, there.cpus)):
             for role in roles:
                 if asked[role] > each:
                     raise UserError(
-                        f"cluster.slurm.{role}: a job asks for {asked[role]} {what}, and no node of partition "
-                        f"{partition} has more than {each}"
+                        f"cluster.slurm.{role}: a job asks for {asked[role]} {what} of a node, and no node of "
+                        f"partition {partition} has more than {each}"
                     )
+                if jobs[role].exclusive:
+                    asked[role] = each
             places = there.num_nodes * each
+            # Of empty nodes: what others use now they give back; what does not fit on empty ones never will.
             needed = sum(counts[role] * asked[role] for role in roles)
             if needed > places:
                 sums = " + ".join(f"{counts[role]} {role} x {asked[role]}" for role in roles)
@@ -176,4 +355,4 @@ def limit(there: Capacity, num_nodes: int, gpus: int) -> Capacity:
             f"cluster.gpu_per_node is {gpus}, and the nodes of partition {there.partition} have {there.gpus} GPUs; 0 "
             "takes what there is"
         )
-    return Capacity(there.partition, num_nodes or there.num_nodes, there.cpus, gpus or there.gpus)
+    return replace(there, num_nodes=num_nodes or there.num_nodes, gpus=gpus or there.gpus)

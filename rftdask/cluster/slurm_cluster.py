@@ -9,15 +9,16 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rftdask.cluster import slurm
-from rftdask.cluster.base import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
-from rftdask.cluster.jobqueue import JobQueueCluster
+from rftdask.cluster.jobqueue import DEATH_TIMEOUT_S, JobQueueCluster, worker_options
+from rftdask.cluster.layout import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.slurm_script import batch_script, command_of, step
 from rftdask.config import Config
 from rftdask.config.plugins import SUBMITTED
-from rftdask.config.schema.cluster import JobConfig
+from rftdask.config.schema.cluster import WorkerJobConfig
 from rftdask.errors import UserError
 
 
@@ -26,7 +27,12 @@ class SlurmCluster(JobQueueCluster):
 
     cluster_type: ClassVar[str] = "slurm"
     takes_options: ClassVar[bool] = False  # what jobs ask for is in `cluster.slurm`
-    job_class: ClassVar[str] = "dask_jobqueue.slurm.SLURMJob"
+    # Not dask-jobqueue, whose jobs are one task on one node; the keys of TLS are made by this one.
+    required_package: ClassVar[str | None] = "cryptography"
+    # By the words of squeue and sbatch.
+    never_runs = staticmethod(slurm.never_runs)
+    is_mistake = staticmethod(slurm.is_mistake)
+    is_at_limit = staticmethod(slurm.is_at_limit)
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
@@ -36,12 +42,23 @@ class SlurmCluster(JobQueueCluster):
         limited = capacities(config)
         known = limited[TRAINER_RESOURCE].num_nodes * limited[TRAINER_RESOURCE].gpus
         # What a whole partition has is nobody's to take; a number of nodes is.
-        num_gpus = known if section.node_num and slurm.count_gres(jobs[TRAINER_RESOURCE].gres) else None
+        num_gpus = known if section.node_num and jobs[TRAINER_RESOURCE].num_gpus else None
         layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
-        counts = {role: layout.num_workers(role) for role in ROLES}
-        slurm.check_fit(counts, jobs, limited)
-        _check_engines(config, stages)
+        slurm.check_fit({role: cls.shape(config, role, layout.num_workers(role)) for role in ROLES}, jobs, limited)
         return layout
+
+    @classmethod
+    def shape(cls, config: Config, role: str, num_workers: int) -> slurm.JobShape:
+        """The jobs of so many workers of a role. Raises: UserError: they leave GPUs or places of a job unused."""
+        exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
+        of_engines = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
+        job: WorkerJobConfig = getattr(config.cluster.slurm, role)
+        return slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else of_engines)
+
+    @classmethod
+    def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
+        """All ranks of a trainer; as many engines as the GPUs of a job are for."""
+        return cls.shape(config, role, num_workers).num_tasks
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
@@ -59,33 +76,35 @@ class SlurmCluster(JobQueueCluster):
         slurm.cancel([job_id])
 
     @classmethod
-    def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
+    def job_script(
+        cls, config: Config, role: str, num_workers: int, name: str, folder: PrivateFolder, logs: Path
+    ) -> str:
         """From `cluster.slurm.<role>`; a job that is preempted is requeued under its number."""
-        job: JobConfig = getattr(config.cluster.slurm, role)
+        job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
+        worker = shlex.join(
+            [
+                *("-m", "rftdask.cluster.join"),
+                *folder.worker_options(config.cluster.tls, config.cluster.interface),
+                *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
+            ]
+        )
+        # The shell completes these two. The job's number is in the name, because a name that is still known is refused;
+        # so is that of its start.
+        own = f'--name "{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}" --local-directory "${{TMPDIR:-/tmp}}"'
+        # A task that ends with an error ends the job: the others wait for it, and the next job may have a better node.
+        srun = step(job, shape, "--kill-on-bad-exit=1") if shape.num_tasks > 1 else ""
         submitted = os.environ.get(SUBMITTED, "")
-        return {
-            **cls.common_options(config, role, folder),
-            # The job's number is in the name, because a name that is still known is refused; so is that of its start.
-            "name": f"{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}",
-            "cores": job.cpus,
-            "memory": job.memory,
-            "queue": job.partition,
-            "account": job.account,
-            "walltime": job.walltime or "",
-            "job_directives_skip": () if job.walltime else ("-t ",),
-            "job_extra_directives": [
-                *(f"--{key}={value}" for key, value in (("gres", job.gres), ("constraint", job.constraint)) if value),
-                "--requeue",
-                "--open-mode=append",
-                f"--output={log_path}/{name}-%j.log",
-                *job.directives,
-            ],
+        shell = [
             # Said again, for sites that pass no environment on to jobs.
-            "job_script_prologue": [
-                *job.prologue,
-                *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
-            ],
-        }
+            *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
+            # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
+            "exec " + command_of(config, role, f"{worker} {own}", srun),
+        ]
+        return batch_script(config, name, role, job, logs, shell, shape=shape)
+
+    def start_job(self, role: str, name: str) -> str:
+        """By sbatch, which has read the file when it returns: one for each role is enough."""
+        return slurm.submit(str(self._folder.write(f"{role}.sh", self.script(role, name))))
 
 
 def capacities(config: Config) -> dict[str, slurm.Capacity]:
@@ -102,15 +121,18 @@ def check_chain(config: Config) -> None:
     """
     jobs, there = {role: getattr(config.cluster.slurm, role) for role in ROLES}, capacities(config)
     for role in ROLES:
-        slurm.check_fit({role: 1}, jobs, there)
-    _check_engines(config, config.stage_configs())
+        slurm.check_fit({role: chain_shape(config, role)}, jobs, there)
 
 
-def _check_engines(config: Config, stages: list[Config]) -> None:
-    gres = config.cluster.slurm.explorer.gres
-    each = max((stage.explorer.rollout_model.num_gpus for stage in stages if stage.mode != "train"), default=1)
-    if each > max(1, slurm.count_gres(gres)):
-        raise UserError(
-            f"cluster.slurm.explorer.gres is {gres}, and an engine works on {each} GPUs "
-            f"(tensor, pipeline and data_parallel_size of explorer.rollout_model); set gpu:{each}"
-        )
+def chain_shape(config: Config, role: str) -> slurm.JobShape:
+    """A job of an offline chain: the engines of one job, or a trainer whose ranks are processes of one task.
+
+    Raises: UserError: it leaves GPUs of a job unused, or trains on several nodes.
+    """
+    job: WorkerJobConfig = getattr(config.cluster.slurm, role)
+    if role == TRAINER_RESOURCE:
+        if (job.nodes or 1) > 1:
+            raise UserError("cluster.slurm.trainer.nodes: the train job of --offline is one node; leave it out")
+        return slurm.JobShape(1, min(1, job.num_gpus), 1)
+    each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
+    return slurm.shape_of(role, job, max(1, job.workers_per_node(each)) * (job.nodes or 1), each)

@@ -1,37 +1,83 @@
-"""SLURM's batch scripts: the text that sbatch is given, from the directives to the shell that drives a run.
+"""SLURM's batch scripts: the text that sbatch is given, from the directives to the shell that drives a run. All are
+made by one template, which a site may extend.
 
-It knows what a script says, and neither when it is submitted (commands/submit.py) nor SLURM's commands (slurm.py).
-The scripts of a cluster's workers are written by dask-jobqueue, from the options of slurm_cluster.py.
+It knows what a script says, and neither when it is submitted (commands/submit.py, slurm_cluster.py) nor SLURM's
+commands (slurm.py).
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import jinja2
 
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE
+from rftdask.cluster.jobs import CANCELLED_FILE, RETURNS_FILE
 from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.slurm import JobShape
 from rftdask.config import Config
 from rftdask.config.schema.cluster import JobConfig
+from rftdask.errors import UserError
 
+ONE_TASK = JobShape(1, 0, 1)
+TEMPLATE = """\
+{#- Every script of a run on SLURM is made by this template, and each command in it by its block `command`. To change
+them, extend it as cluster.slurm.template; for a container, say:
+
+    {% extends "job.sh" %}
+    {% block command %}{{ srun }} {{ "apptainer exec --nv IMAGE " if role != "controller" }}{{ command }}{% endblock %}
+
+role      of the job or command: controller (which drives the run), trainer, explorer
+srun      what starts a command as tasks of a job, where it has several; else empty
+command   python, an interpreter, and arguments, what it runs
+run       the name of the run
+-#}
+{% if command -%}
+{% block command %}{{ srun }} {{ command }}{% endblock %}
+
+{%- else -%}
+#!/usr/bin/env bash
+{% block directives %}
+{% for directive in directives %}
+#SBATCH {{ directive }}
+{% endfor %}
+{% endblock %}
+
+{% block prologue %}
+{% for line in prologue %}
+{{ line }}
+{% endfor %}
+{% endblock %}
+{% block shell %}
+{{ shell }}
+{% endblock %}
+{% endif %}
+"""
+"""Of Jinja, named job.sh for those that extend it."""
 MAX_RESTARTS = 100
 """Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 
 
 def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
     """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
-    walltime is near) too, and then the job is queued again. After TERM it is not: SLURM knows whether it ends the job
-    (scancel) or queues it again (requeue, preemption).
+    walltime is near) too, and then the job is queued again, to find those of its workers as it left them. After TERM
+    it is not: SLURM knows whether it ends the job (scancel) or queues it again (requeue, preemption).
     """
     return [
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
+        f"returns={shlex.quote(str(folder.path / RETURNS_FILE))}",
+        'rm -f "$returns"',
+        f'may_return() {{ [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; }}',
         # A signal may come before the driver is there: it is noted, and passed on as soon as there is a process.
         "run= again= stop= code=1",
         "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
         "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
-        "trap 'stop=INT again=1; [ -n \"$run\" ] && kill -INT $run' USR1",
+        # Where the driver finds the file, it leaves the jobs of its workers alone.
+        'trap \'stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
         'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
@@ -48,13 +94,18 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         "done",
         # Queued again by itself only near the walltime, and after a kill that nobody asked for. 130 and 143 are INT and
         # TERM.
-        f'if [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; then',
+        "if may_return; then",
         "  why=",
         '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
         '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
-        '  if [ -n "$why" ]; then echo "queued again $why"; scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi',
+        '  if [ -n "$why" ]; then',
+        '    if scontrol requeue "$SLURM_JOB_ID"; then echo "queued again $why"; sleep 60',
+        '    else echo "error: SLURM does not queue this job again; submit the run again to go on" >&2; fi',
+        "  fi",
         "fi",
         *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
+        # What somebody cancelled is CANCELLED in SLURM's books too, and not FAILED by its exit code.
+        'if [ -e "$cancelled" ] && [ $code -eq 130 ]; then scancel --quiet "$SLURM_JOB_ID" && sleep 60; fi',
         "exit $code",
     ]
 
@@ -62,43 +113,112 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
 def batch_script(
     config: Config,
     name: str,
+    role: str,
     job: JobConfig,
     logs: Path,
     shell: Sequence[str],
-    options: Sequence[str],
+    options: Sequence[str] = (),
     more: Sequence[str] = (),
     number: str = "%j",
+    shape: JobShape = ONE_TASK,
 ) -> str:
     """Return the text of a batch script.
 
     Args:
+        name: of the job and its log.
+        role: of what it runs.
         options: of sbatch, for this job alone.
         more: directives after its own.
         number: stands for the job's in the name of its log.
+    Raises: UserError: the site's template fails.
     """
     # --requeue lets SLURM start it again after the loss of its node, and append keeps what it had logged before.
-    lines = [
-        "#!/usr/bin/env bash",
-        f"#SBATCH --job-name=rftdask-{name}-{config.name.replace('/', '-')}",
-        f"#SBATCH --output={logs}/{name}-{number}.log",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --requeue",
-        *(f"#SBATCH {option}" for option in options),
-        *asks_for(job, 1),
+    directives = [
+        f"--job-name=rftdask-{name}-{config.name.replace('/', '-')}",
+        f"--output={logs}/{name}-{number}.log",
+        "--open-mode=append",
+        "--requeue",
+        *options,
+        *asks_for(job, shape),
         *more,
-        "",
-        *job.prologue,
-        *shell,
     ]
-    return "\n".join(lines) + "\n"
+    return _render(config, role, directives=directives, prologue=job.prologue, shell="\n".join(shell))
 
 
-def asks_for(job: JobConfig, num_tasks: int) -> list[str]:
-    """Return the #SBATCH lines with what `num_tasks` tasks ask for, each of which is a worker."""
-    # By core and by task, because each task is a worker of its own; --mem and --gres would be for a node.
-    per_cpu = -(-slurm.megabytes(job.memory) // job.cpus)
-    options = [f"--ntasks={num_tasks}", f"--cpus-per-task={job.cpus}", f"--mem-per-cpu={per_cpu}M"]
-    if num_tasks > 1 and (gpus := slurm.count_gres(job.gres)):
-        options.append(f"--gpus-per-task={gpus}")
-        job = job.model_copy(update={"gres": None})
-    return [f"#SBATCH {option}" for option in (*options, *slurm.directives(job))]
+def command_of(config: Config, role: str, arguments: str, srun: str = "") -> str:
+    """Return the command by which a job starts a process of the run: Python with `arguments`, as a shell reads them.
+
+    Args: srun: before it where it is to be several tasks. Raises: UserError: the site's template fails.
+    """
+    python = shlex.quote(config.cluster.python or sys.executable)
+    told = {"python": python, "arguments": arguments, "command": f"{python} {arguments}", "srun": srun}
+    return " ".join(_render(config, role, **told).split("\n")).strip()
+
+
+def _render(config: Config, role: str, **values: Any) -> str:
+    template = config.cluster.slurm.template
+    own = {} if template is None else {"site": template}
+    environment = jinja2.Environment(
+        loader=jinja2.DictLoader({"job.sh": TEMPLATE, **own}),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    try:
+        found = environment.get_template("site" if own else "job.sh")
+        return found.render({"command": "", "srun": "", "run": config.name, "role": role, **values})
+    except jinja2.TemplateError as error:
+        raise UserError(f"cluster.slurm.template: {type(error).__name__}: {error}") from error
+
+
+def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
+    """Return the directives with what a job of this shape asks for, each of whose tasks is a worker."""
+    # By core and by task, because each task is a worker of its own. A whole node has all of its cores, and by core it
+    # would have to have as much memory for each of them; 0 is what it has.
+    by_core = f"--mem-per-cpu={-(-slurm.megabytes(job.memory) // job.cpus)}M"
+    options = (*_places(shape), f"--cpus-per-task={job.cpus}", "--mem=0" if job.exclusive else by_core)
+    return [*options, *slurm.directives(job)]
+
+
+def alike(
+    jobs: Mapping[str, JobConfig], controller: JobConfig, parts: Mapping[str, JobShape]
+) -> tuple[JobConfig, JobShape]:
+    """Return what one job asks for that has the nodes of all parts: each has what the part that needs most has of one.
+
+    Args: all by role; `controller` says where the job runs and for how long. Raises: UserError: GPUs differ.
+    """
+    if len({(job.gres, job.gpus_per_node) for job in jobs.values()}) > 1:
+        told = ", ".join(f"cluster.slurm.{role}: {job.gres or job.gpus_per_node}" for role, job in jobs.items())
+        raise UserError(
+            f"one job that is not heterogeneous has nodes that are all alike (cluster.slurm.heterogeneous), and GPUs "
+            f"differ: {told}; ask for the same"
+        )
+    one = next(iter(jobs.values()))
+    tasks = {role: shape.tasks_per_node for role, shape in parts.items()}
+    cpus = max(job.cpus * tasks[role] for role, job in jobs.items())
+    memory = max(slurm.megabytes(job.memory) * tasks[role] for role, job in jobs.items())
+    job = controller.model_copy(
+        update={
+            **{"cpus": cpus, "memory": f"{memory}MiB", "gres": one.gres, "gpus_per_node": one.gpus_per_node},
+            **{"exclusive": any(job.exclusive for job in jobs.values())},
+            **{"constraint": controller.constraint or one.constraint},
+        }
+    )
+    return job, JobShape(1, sum(shape.nodes for shape in parts.values()), 1)
+
+
+def step(job: JobConfig, shape: JobShape, *options: str) -> str:
+    """Return the command before which a command is one that all tasks of a job run, each of which sees all GPUs of its
+    node: of several each takes its own (processes/gpus.py), and NCCL finds the way between them.
+    """
+    # What srun would read of its job's environment differs between its versions, so all is said. MPI is nobody's here.
+    # Nothing of GPUs: --gpus-per-task would hide those of the neighbors, and with --gpu-bind=none SLURM 22.05 tells
+    # several tasks of a node of none.
+    return shlex.join(["srun", *options, *_places(shape), f"--cpus-per-task={job.cpus}", "--mpi=none"])
+
+
+def _places(shape: JobShape) -> list[str]:
+    if not shape.nodes:
+        return [f"--ntasks={shape.num_tasks}"]
+    return [f"--nodes={shape.nodes}", f"--ntasks={shape.num_tasks}", f"--ntasks-per-node={shape.tasks_per_node}"]

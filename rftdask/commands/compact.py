@@ -74,6 +74,7 @@ def compact_run(url: str) -> list[CompactedStage]:
 
 def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
     """The first explore step of which the ledger has not settled everything."""
+    # Folded from the ledger, as a trainer's is: nothing else says what is settled.
     cursor = Cursor()
     for step in range(1, ledger.last_of_run(1) + 1):
         entry = ledger.read(step)
@@ -93,6 +94,7 @@ def _compact_stage(stage: Stage) -> CompactedStage:
         compacted = Stage(config, storage)  # which remembers nothing of before
         after = compacted.audit
         assert before is not None and after is not None
+        # The promise, looked at before it is told: no row was lost or counted twice.
         if after != before:
             raise DamagedError(f"{storage.url}: the audit was {before} and is {after} after compaction")
         return CompactedStage(storage.url, done, len(compacted.log.loose_shards(0)), after)

@@ -64,6 +64,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
     if files is None:
         steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
         raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")
+    # Only now: what is refused above leaves nothing behind.
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the move is a rename and the folder appears whole.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
@@ -79,6 +80,7 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         if target.exists():
             # An empty folder may be there, into which the move would go.
             target.rmdir()
+        # By one rename: who looks at the folder finds all of it or nothing.
         shutil.move(whole, target)
     return Converted(storage.url, step, target)
 

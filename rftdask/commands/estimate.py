@@ -1,17 +1,24 @@
 """Estimate: the memory that a configuration needs, part by part, before anything is started. docs/trainer.md derives
 the formulas.
 
-Pure but for the shape of the model; it needs no GPU. Weights, gradients and optimizer state are exact; activations and
-logits are within some percent for decoders of the usual kind (norms, attention, gated MLP).
+Pure but for the shapes of the models; it needs no GPU. Where the roles are is what the run's own plan says
+(cluster/layout.py). Weights, gradients, optimizer state and key-value caches are exact; activations and logits are
+within some percent for decoders of the usual kind (norms, attention, gated MLP).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
+from rftdask.cluster.layout import Layout, num_ranks, plan_machines
 from rftdask.config import Config
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.engines.base import MAX_BATCH_TOKENS
 from rftdask.errors import UserError
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
@@ -28,7 +35,25 @@ USABLE = 0.9
 """Usable share of a GPU: the rest is the CUDA context, the kernels' work space and what the allocator cannot join."""
 GB = 1e9
 _MASTER = 4
-"""Bytes of a weight, a gradient and each of the two moments of Adam, all in float32."""
+"""Bytes of a weight and a gradient, in float32."""
+_NUM_SMS = 132
+"""Multiprocessors of a GPU (H100, H200), which the attention's deterministic backward pass divides its work over."""
+_PROCESS = 1.5 * GB
+"""Host memory of a rank or an engine with its libraries."""
+_GRAPHS = 1.0 * GB
+"""Allowance for vLLM's CUDA graphs, which it measures when it starts."""
+_BLOCK = 16
+"""Tokens of a block of vLLM's key-value cache."""
+# fmt: off
+_STATE_BYTES = {
+    "adadelta": 8, "adagrad": 4, "adam": 8, "adamax": 8, "adamw": 8, "asgd": 4, "nadam": 8, "radam": 8, "rmsprop": 4,
+    "rprop": 8, "sgd": 0,
+    # Two moments of 8, 8 or 4 bits, with a float32 scale for each block of 256, 256 or 128.
+    "adamw8bit": 2 + 8 / 256, "adamwfp8": 2 + 8 / 256, "adamw4bit": 1 + 8 / 128,
+    "adam8bit": 2 + 8 / 256, "adamfp8": 2 + 8 / 256, "adam4bit": 1 + 8 / 128,
+}
+# fmt: on
+"""Bytes of optimizer state for each trained weight, by the last name of its class in lower case."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +67,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of one role on each of its GPUs."""
+    """Memory of one role on each of its GPUs, or of all of them on the host of a machine."""
 
     role: str
     num_gpus: int
+    """0: host memory."""
     parts: tuple[Part, ...]
+    problem: str = ""
+    """Why it cannot work, whatever the total."""
 
     @property
     def total_bytes(self) -> float:
@@ -63,43 +91,113 @@ class TrainSizes:
     num_ranks: int = 1
     sharded: bool = False
     """fsdp2: each rank holds a part of weights, gradients and optimizer state."""
+    tensor_parallel: int = 1
+    """Ranks that cut each layer among them."""
     offloaded: bool = False
     """Weights, gradients and optimizer state lie in host memory."""
     checkpointing: bool = False
     """Each layer keeps its input only, and is computed again on the way back."""
     trained: int | None = None
     """Number of trained weights beside the frozen ones (LoRA); None: all are trained."""
-    num_frozen: int = 0
-    """Whole frozen models beside the policy: reference, teachers; each counts as the policy does."""
-    critic: bool = False
+    frozen: tuple[ModelShape, ...] = ()
+    """Frozen models beside the policy: reference, teachers."""
+    critic: ModelShape | None = None
     scalar_head: bool = False
     """A reward model: no position has logits."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    deterministic: bool = False
     compute_bytes: int = 2
     """Bytes of a number in a matrix product: 2 on a GPU (bfloat16), 4 on a CPU."""
 
 
+# ---- the trainer
+
+
 def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     """Compute the memory of one rank, part by part."""
-    held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
-    count, critic = shape.num_parameters, sizes.critic * shape.num_parameters
+    count, critic = shape.num_parameters, sizes.critic.num_parameters if sizes.critic else 0
+    # Adapters lie beside the weights, which stay frozen and need neither gradients nor optimizer state.
     trained, adapters = (count, 0) if sizes.trained is None else (sizes.trained, sizes.trained)
+    # Share of weights, gradients and optimizer state that lies on one GPU.
+    held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
+    if sizes.tensor_parallel > 1:  # embeddings and norms stay whole
+        held = (shape.num_outside + (count - shape.num_outside) / sizes.tensor_parallel) / count
+    # Frozen weights stay as their files have them, but for layers that are cut.
+    most = _MASTER if sizes.tensor_parallel > 1 else 0
+    frozen = sum(model.num_parameters * max(most, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen)
+    base = _MASTER if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
+    state, why = _state_bytes(shape, sizes)
+    if sizes.critic:
+        state += _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
     parts = [
-        Part("weights", held * _MASTER * (count + critic + adapters), f"{count:,} in float32"),
+        Part("weights", held * (base * count + _MASTER * (critic + adapters)), f"{count:,} of {base} bytes"),
         Part("gradients", held * _MASTER * (trained + critic), f"{trained:,} in float32"),
-        Part("optimizer", held * 2 * _MASTER * (trained + critic), "two moments of Adam"),
-        Part("frozen models", held * _MASTER * sizes.num_frozen * count, f"{sizes.num_frozen} (reference, teachers)"),
+        Part("optimizer", held * state, why),
+        Part("frozen models", held * frozen, f"{len(sizes.frozen)} (reference, teachers)"),
     ]
     if sizes.compute_bytes < _MASTER:
-        whole = count
+        whole, summed = count * held if sizes.tensor_parallel > 1 else count, 0.0
         if sizes.sharded:  # gathered at a time: two layers, embeddings and output layer
-            tables = [dims for dims in shape.weights.values() if len(dims) == 2 and dims[0] == shape.vocab_size]
-            outside = sum(rows * columns for rows, columns in tables)
-            whole = (count - outside) // max(1, shape.num_layers) * 2 + outside
+            layer = (count - shape.num_outside) / max(1, shape.num_layers)
+            whole = layer * 2 + shape.num_outside
+            if sizes.trained is None:  # added up at a time: what lies outside of the layers, or a layer
+                summed = (sizes.compute_bytes + _MASTER) * max(layer, shape.num_outside)
         parts.append(Part("products", sizes.compute_bytes * whole, "weights in bfloat16, while they multiply"))
+        parts.append(Part("sums", summed, "gradients of one unit, while ranks add them up"))
+        # FlashAttention adds up the gradient of the queries in float32; deterministic, in as many copies as fill the
+        # GPU, of which a pass with one sequence has the most.
+        num_heads = shape.query_size // shape.head_size
+        copies = -(-_NUM_SMS // num_heads) if sizes.deterministic else 1
+        said = f"{copies} times, since deterministic" if copies > 1 else "gradient of the queries"
+        parts.append(Part("attention", 4.0 * copies * sizes.tokens * shape.query_size, said))
     parts.append(Part("activations", activation_bytes(shape, sizes), f"{sizes.tokens:,} tokens a pass"))
     if not sizes.scalar_head:
         parts.append(Part("logits", logit_bytes(shape, sizes.tokens), f"{shape.vocab_size:,} words, in chunks"))
     return tuple(part for part in parts if part.num_bytes)
+
+
+def load_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
+    """The most that a rank holds on its GPU while it loads one model after another (`load_policy`): under fsdp2 its
+    rows alone, 1.2 times them and a tensor at most; else each model whole, which is in host memory before.
+    """
+
+    def most(model: ModelShape, each: int) -> float:
+        if not (sizes.sharded or sizes.offloaded):
+            return float(each * model.num_parameters)
+        # Fused experts of which some rank would have none are read whole.
+        fused = [math.prod(dims) for dims in model.weights.values() if len(dims) > 2 and dims[0] < sizes.num_ranks]
+        rows = sum(fused) + (model.num_parameters - sum(fused)) / sizes.num_ranks
+        return each * (1.2 * rows + max(map(math.prod, model.weights.values())))
+
+    base = _MASTER if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
+    held = next((part.num_bytes for part in train_parts(shape, sizes) if part.name == "weights"), 0.0)
+    others = [most(model, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen]
+    others += [most(sizes.critic, _MASTER)] if sizes.critic else []
+    return max([most(shape, base), *(held + other for other in others)])
+
+
+def _state_bytes(shape: ModelShape, sizes: TrainSizes) -> tuple[float, str]:
+    """Optimizer state of a whole model, or of its adapters, and what it is."""
+    name = sizes.optimizer.optimizer_type.rpartition(".")[2].lower()
+    count = shape.num_parameters if sizes.trained is None else sizes.trained
+    if name == "muon":
+        hidden = count
+        if sizes.trained is None:
+            of_layers = (dims for name, dims in shape.weights.items() if any(map(str.isdigit, name.split("."))))
+            hidden = sum(math.prod(dims) for dims in of_layers if len(dims) == 2)
+        return 4.0 * hidden + 8.0 * (count - hidden), "muon: one momentum of the layers' matrices, AdamW for the rest"
+    if name == "adafactor" and sizes.trained is None:
+        # A matrix has the mean of its rows' squares and of its columns', whatever else it is.
+        rows = sum(
+            4.0 * (math.prod(dims[:-1]) + math.prod(dims[:-2]) * dims[-1] if len(dims) > 1 else math.prod(dims))
+            for dims in shape.weights.values()
+        )
+        return rows, "adafactor: rows and columns"
+    each = _STATE_BYTES.get(name, 8)
+    arguments = sizes.optimizer.optimizer_args or {}
+    each += 4 * sum(bool(arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
+    unknown = "" if name in _STATE_BYTES else ", taken for two moments"
+    return float(each) * count, f"{name}{unknown}: {each:.3g} bytes a weight"
 
 
 def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
@@ -107,15 +205,20 @@ def activation_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
 
     A layer keeps, for each token: in float32 the input and the normalized input of both norms (4 H), and those of the
     norms of queries and keys; in the type of products the inputs of all products (2 H, attention's output, the MLP's
-    inner one), queries, keys, values, and the two factors and the gate of the MLP.
+    inner one), queries, keys, values, and the two factors and the gate of the MLP. A mixture of experts keeps what
+    enters and leaves each expert of a token, too (2 H each).
     """
     product = 2 * shape.hidden_size + 3 * shape.query_size + 2 * shape.key_size + 4 * shape.intermediate_size
+    product += 2 * shape.hidden_size * shape.experts_per_token
     norm = 4 * shape.hidden_size + (2 * (shape.query_size + shape.key_size) if shape.normalizes_heads else 0)
-    layer = sizes.compute_bytes * product + 4 * norm
+    # Bytes for each token and layer.
+    layer = (sizes.compute_bytes * product + 4 * norm) / sizes.tensor_parallel
     # Without checkpointing every layer keeps all of it; with it each keeps its input, and one at a time the rest.
     ends = 4 * 5 * shape.hidden_size  # embeddings, the last norm, the states that are scored
     if sizes.checkpointing:
-        return sizes.tokens * (4.0 * shape.hidden_size * shape.num_layers + layer + ends)
+        # What runs through the layers has the type of the embeddings: that of products where fsdp2 gathers them.
+        stream = sizes.compute_bytes if sizes.sharded else 4
+        return sizes.tokens * (float(stream) * shape.hidden_size * shape.num_layers + layer + ends)
     return sizes.tokens * (float(layer) * shape.num_layers + ends)
 
 
@@ -124,8 +227,62 @@ def logit_bytes(shape: ModelShape, tokens: int) -> float:
     return 3.0 * 4 * min(tokens * shape.vocab_size, max(MAX_LOGITS, shape.vocab_size))
 
 
+def longest_part(config: Config) -> int:
+    """Tokens of the longest experience that one rank holds: all, unless ranks split it."""
+    return -(-config.model.max_model_len // config.trainer.ulysses_sequence_parallel_size)
+
+
+def train_sizes(config: Config, shape: ModelShape, layout: Layout | None = None) -> TrainSizes:
+    """Read the sizes of a rank from the config; layout: the run's, else that of this stage alone."""
+    trainer, algorithm = config.trainer, config.algorithm
+    ranks = num_ranks(config, layout or plan_machines(config))
+    # A pass takes at least the longest experience, whatever the limit says.
+    longest = longest_part(config)
+    tokens = max(trainer.max_tokens_per_micro_batch, longest)
+    # The last limit is what a batch has at all.
+    if (rows := trainer.max_rows_per_micro_batch) is not None:
+        tokens = min(tokens, rows * longest)
+    trained = None
+    if config.model.lora_configs:
+        trained = shape.lora_parameters(config.model.lora_configs[0])
+    # With adapters the reference is the same model with them turned off.
+    reference = algorithm.compares_reference and algorithm.kl_loss_fn != "none" and trained is None
+    teachers = config.explorer.auxiliary_models if algorithm.needs_teacher else ()
+    critic = None
+    if algorithm.trains_critic:
+        path = config.model.critic_model_path
+        critic = _shape(path, config.model.trust_remote_code) if path else shape
+    fsdp2 = trainer.trainer_strategy == "fsdp2" and trainer.tensor_parallel_size == 1
+    return TrainSizes(
+        tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
+        num_ranks=ranks,
+        sharded=fsdp2 and ranks > 1,
+        tensor_parallel=trainer.tensor_parallel_size,
+        offloaded=fsdp2 and trainer.offload_policy,
+        checkpointing=trainer.gradient_checkpointing,
+        trained=trained,
+        frozen=(
+            *((shape,) if reference else ()),
+            *(_shape(model.model_path or "", config.model.trust_remote_code) for model in teachers),
+        ),
+        critic=critic,
+        scalar_head=algorithm.trains_reward_model,
+        optimizer=algorithm.optimizer,
+        deterministic=config.deterministic is True,  # None: not on GPUs
+    )
+
+
+@cache
+def _shape(model_path: str, trust_remote_code: bool) -> ModelShape:
+    return read_shape(model_path, trust_remote_code=trust_remote_code)
+
+
+# ---- the engines
+
+
 def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) -> tuple[Part, ...]:
     """Compute the memory of one engine with `tokens` in its cache, of `rows` responses at once."""
+    # Keys and values of each layer, in bytes for a token.
     cache = 2 * shape.num_layers * shape.key_size * dtype_bytes
     return (
         Part("weights", dtype_bytes * shape.num_parameters, f"{shape.num_parameters:,} of {dtype_bytes} bytes"),
@@ -134,59 +291,166 @@ def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) ->
     )
 
 
-def longest_part(config: Config) -> int:
-    """Tokens of the longest experience that one rank holds: all, unless ranks split it."""
-    return -(-config.model.max_model_len // config.trainer.ulysses_sequence_parallel_size)
+def vllm_parts(
+    shape: ModelShape, engine: InferenceModelConfig, max_model_len: int, dtype_bytes: int, memory_bytes: float | None
+) -> tuple[tuple[Part, ...], str]:
+    """Compute the memory of vLLM on each of an engine's GPUs, by its own rule: its cache is what its share of the GPU
+    leaves after weights, the pass it profiles, and graphs, and has to hold one sequence of the longest length.
 
-
-def train_sizes(config: Config, shape: ModelShape) -> TrainSizes:
-    """Read the sizes of a rank from the config."""
-    trainer = config.trainer
-    left = config.cluster.gpu_per_node * max(1, config.cluster.node_num) - config.explorer.rollout_model.engine_num
-    num_ranks = trainer.num_ranks or max(1, left)
-    # A pass takes at least the longest experience, whatever the limit says.
-    longest = longest_part(config)
-    tokens = max(trainer.max_tokens_per_micro_batch, longest)
-    # The last limit is what a batch has at all.
-    if trainer.micro_batch_size is not None:
-        tokens = min(tokens, trainer.micro_batch_size * longest)
-    trained = None
-    if config.model.lora_configs:
-        trained = shape.lora_parameters(config.model.lora_configs[0])
-    # With adapters the reference is the same model with them turned off.
-    reference = config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none" and trained is None
-    return TrainSizes(
-        tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
-        num_ranks=num_ranks,
-        sharded=trainer.trainer_strategy == "fsdp2" and num_ranks > 1,
-        offloaded=trainer.trainer_strategy == "fsdp2" and trainer.offload_policy,
-        checkpointing=trainer.gradient_checkpointing,
-        trained=trained,
-        num_frozen=int(reference) + len(config.explorer.auxiliary_models) * config.algorithm.needs_teacher,
-        critic=config.algorithm.trains_critic,
-        scalar_head=config.algorithm.trains_reward_model,
+    Args: memory_bytes: of the GPU; None: not known, and the cache is the least that works.
+    Returns: the parts; why it cannot start, or "".
+    """
+    args: Mapping[str, Any] = engine.extra_engine_args
+    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    layers = -(-shape.num_layers // stages)
+    # Experts are divided over the copies of the rest, too. Of several stages the first has the embeddings, the last the
+    # output layer.
+    experts = shape.num_expert_parameters
+    dense = shape.num_parameters - experts - shape.num_outside
+    of_layers = (dense + experts / engine.data_parallel_size) * layers / shape.num_layers / tensor
+    outside = shape.num_outside / tensor / (2 if stages > 1 and "lm_head.weight" in shape.weights else 1)
+    weight_bytes = 1 if str(args.get("quantization", "")).startswith("fp8") else dtype_bytes
+    cache_bytes = 1 if str(args.get("kv_cache_dtype", "")).startswith("fp8") else dtype_bytes
+    # A GPU has at least one head of keys.
+    keys = shape.head_size * max(1, shape.key_size // shape.head_size // tensor)
+    per_token = 2 * layers * keys * cache_bytes
+    # One block of the cache is never used.
+    least = per_token * _BLOCK * (-(-max_model_len // _BLOCK) + 1)
+    # vLLM's defaults for offline use on GPUs of 70 GiB and more, else the lower ones (EngineArgs).
+    large = memory_bytes is not None and memory_bytes > 75 * GB
+    batched = int(args.get("max_num_batched_tokens") or (16_384 if large else 8_192))
+    rows = int(args.get("max_num_seqs") or (1024 if large else 256))
+    width = 4 * shape.hidden_size + (2 * shape.query_size + 3 * shape.intermediate_size) / tensor
+    parts = [
+        Part(
+            "weights",
+            weight_bytes * of_layers + dtype_bytes * outside,
+            f"{weight_bytes} bytes each, in {tensor} x {stages}",
+        ),
+        Part("profiled pass", dtype_bytes * batched * width, f"{batched:,} tokens"),
+        Part("logits", 2.0 * 4 * rows * shape.vocab_size, f"{rows:,} responses at once"),
+        Part("graphs", 0.0 if engine.enforce_eager else _GRAPHS, "CUDA graphs, about"),
+    ]
+    if memory_bytes is None:
+        return (*parts, Part("KV cache", least, f"one sequence of {max_model_len:,} tokens, the least")), ""
+    share = float(args.get("gpu_memory_utilization", engine.gpu_memory_utilization))
+    left = share * memory_bytes - sum(part.num_bytes for part in parts)
+    if (fixed := args.get("kv_cache_memory_bytes")) is not None:
+        left = float(fixed)
+    tokens = max(0, int(left // (per_token * _BLOCK)) - 1) * _BLOCK
+    parts.append(
+        Part("KV cache", max(0.0, left), f"{tokens:,} tokens of {per_token:,} bytes, what is left of {share:.0%}")
     )
+    problem = ""
+    if left < least:
+        problem = (
+            f"vLLM does not start: its cache has {max(0.0, left) / GB:.1f} GB, and a sequence of {max_model_len:,} "
+            f"tokens takes {least / GB:.1f}; raise tensor_parallel_size, or lower model.max_model_len"
+        )
+    return tuple(part for part in parts if part.num_bytes), problem
 
 
-def estimate(config: Config, shape: ModelShape | None = None) -> list[Estimate]:
-    """Estimate the memory of the trainer and of the explorer's engines, where the mode has them."""
+def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes: float | None) -> Estimate:
+    """An explorer worker: the engine of the policy, and those of the auxiliary models beside it."""
+    parts: list[Part] = []
+    problems = []
+    teachers = config.algorithm.needs_teacher
+    sections = [config.explorer.rollout_model, *(() if teachers else config.explorer.auxiliary_models)]
+    for number, engine in enumerate(sections):
+        if engine.traits.is_external or not engine.traits.has_model:
+            continue
+        own = _shape(engine.model_path or "", config.model.trust_remote_code) if number else shape
+        dtype_bytes = {"auto": own.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
+        if engine.traits.takes_share:
+            # A model beside the policy takes what fits, unless it is told a length.
+            longest = engine.extra_engine_args.get("max_model_len", engine.max_model_len or 1)
+            longest = longest if number else config.model.max_model_len
+            found, problem = vllm_parts(own, engine, int(longest), dtype_bytes, memory_bytes)
+            problems += [problem] if problem else []
+        else:
+            # As many responses as a work unit has are under way at most: an explorer works at one unit at a time.
+            rows = config.tasks_per_unit * config.algorithm.repeat_times
+            tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
+            found = engine_parts(own, tokens, min(rows, tokens), dtype_bytes)
+        at = f" of {engine.name or engine.model_path}" if number else ""
+        parts += [replace(part, why=part.why + at) for part in found]
+    num_gpus = num_engines * config.explorer.gpus_per_worker
+    return Estimate(config.explorer.name, num_gpus, tuple(parts), "; ".join(problems))
+
+
+def estimate(
+    config: Config, shape: ModelShape | None = None, layout: Layout | None = None, memory_bytes: float | None = None
+) -> list[Estimate]:
+    """Estimate the memory of a stage: of the trainer and of the explorer's engines, where its mode has them, on each
+    GPU, and of all of them on the host of a machine.
+
+    Args: layout: the run's, else that of this stage alone; memory_bytes: of each GPU, of which vLLM takes a share.
+    """
     shape = shape or read_shape(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+    layout = layout or plan_machines(config)
     if config.algorithm.trains_reward_model:
         kept = {name: dims for name, dims in shape.weights.items() if name != "lm_head.weight"}
         shape = replace(shape, weights=kept | {"score.weight": (1, shape.hidden_size)})
-    found = []
+    found, host = [], []
+    a_machine = config.cluster.gpu_per_node or math.inf
+    kept_bytes = {"weights", "optimizer", "frozen models"}
     if config.mode in ("both", "train"):
-        sizes = train_sizes(config, shape)
-        found.append(Estimate(config.trainer.name, sizes.num_ranks, train_parts(shape, sizes)))
-    if config.mode != "train":
-        engine = config.explorer.rollout_model
-        num_bytes = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
-        # As many responses as a work unit has are under way at most: an explorer works at one unit at a time.
-        rows = config.tasks_per_unit * config.algorithm.repeat_times
-        tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
-        parts = engine_parts(shape, tokens, min(rows, tokens), num_bytes)
-        found.append(Estimate(config.explorer.name, engine.engine_num, parts))
-    return found
+        sizes = train_sizes(config, shape, layout)
+        loading, problem = load_bytes(shape, sizes), ""
+        if memory_bytes is not None and loading > USABLE * memory_bytes:
+            problem = f"a rank holds {loading / GB:.1f} GB while it loads; take fsdp2 and more ranks, or LoRA"
+        found.append(Estimate(config.trainer.name, sizes.num_ranks, train_parts(shape, sizes), problem))
+        here = int(min(sizes.num_ranks, a_machine))
+        host.append(Part("ranks", here * _PROCESS, f"{here} processes"))
+        if sizes.offloaded or layout.colocated:
+            lying = train_parts(shape, replace(sizes, offloaded=False))
+            wanted = kept_bytes | ({"gradients"} if sizes.offloaded else set())
+            num_bytes = here * sum(part.num_bytes for part in lying if part.name in wanted)
+            host.append(
+                Part(
+                    "offloaded", num_bytes, "of the ranks" if sizes.offloaded else "of the ranks, while engines sample"
+                )
+            )
+        host.append(Part("publication", _MASTER * float(sizes.trained or shape.num_parameters), "whole, on rank 0"))
+    if config.has_explorer and not config.is_external:
+        num_engines = layout.num_workers("explorer")
+        found.append(_explorer(config, shape, num_engines, memory_bytes))
+        here = int(min(num_engines, max(1, a_machine // config.explorer.gpus_per_worker)))
+        host.append(Part("engines", here * _PROCESS, f"{here} processes"))
+        if layout.colocated:
+            weights = sum(part.num_bytes for part in found[-1].parts if part.name == "weights")
+            host.append(Part("asleep", here * weights, "weights of the engines, while ranks train"))
+    if config.mode in ("both", "train") and not (sizes.sharded or sizes.offloaded):
+        # When they load, ranks have nothing else there but themselves.
+        beside = sum(part.num_bytes for part in host if part.name in ("publication", "offloaded", "asleep"))
+        ranks = int(min(sizes.num_ranks, a_machine))
+        host.append(Part("loading", max(0.0, ranks * loading - beside), f"beyond that, of {ranks} whole models"))
+    return [*found, Estimate("host of a machine", 0, tuple(part for part in host if part.num_bytes))]
+
+
+def check_host(stages: Sequence[Config], layout: Layout, free_bytes: float) -> None:
+    """Whether what the roles of a run keep in host memory fits this machine, where they have GPUs; nothing is started.
+
+    Raises: UserError: it does not, part by part.
+    """
+    if all(worker.gpu is None for worker in layout.workers):
+        return  # on a CPU weights and activations are in host memory, too, and none of them is estimated here
+    for stage in stages:
+        try:
+            host = estimate(stage, layout=layout)[-1]
+        except UserError:
+            continue  # of a model whose shape is not known, nothing is known
+        if host.total_bytes > free_bytes:
+            parts = ", ".join(f"{part.name} {part.num_bytes / GB:.1f}" for part in host.parts)
+            change = "more host memory, or fewer ranks and engines"
+            if layout.colocated:
+                change += ", or GPUs for each role (cluster.colocate: false)"
+            elif stage.trainer.offload_policy:
+                change += ", or trainer.offload_policy: false"
+            raise UserError(
+                f"host memory: stage {stage.name} needs about {host.total_bytes / GB:.1f} GB of this machine's "
+                f"({parts}), and {free_bytes / GB:.1f} GB are free; give it {change}"
+            )
 
 
 def gpu_bytes(name: str) -> float:
@@ -195,39 +459,48 @@ def gpu_bytes(name: str) -> float:
     if size:
         return float(size.group(1)) * GB
     wanted = name.lower().split()
+    # "A100" alone would be one of two sizes, and is refused; words that fit one size only are enough.
     known = [gpu for gpu in GPUS_GB if gpu.lower().split()[: len(wanted)] == wanted]
     if len({GPUS_GB[gpu] for gpu in known}) != 1:
         raise UserError(f"--gpu {name!r}: give a size such as 48GB, or one of {', '.join(known or GPUS_GB)}")
     return GPUS_GB[known[0]] * GB
 
 
-def what_fits(config: Config, shape: ModelShape, memory_bytes: float) -> list[str]:
+def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: Layout | None = None) -> list[str]:
     """Say for each role whether it fits, how large a pass may be, and what would make the trainer fit."""
     usable = USABLE * memory_bytes
     lines = []
-    for each in estimate(config, shape):
-        verdict = "fits" if each.total_bytes <= usable else "does not fit"
+    layout = layout or plan_machines(config)
+    for each in estimate(config, shape, layout, memory_bytes):
+        if not each.num_gpus:
+            continue
+        # An engine that takes a share keeps to it: its cache is made by it.
+        keeps_to_it = each.role == config.explorer.name and config.explorer.rollout_model.traits.takes_share
+        room = memory_bytes if keeps_to_it else usable
+        verdict = "fits" if each.total_bytes <= room and not each.problem else "does not fit"
         lines.append(
-            f"{each.role}: {verdict}, {each.total_bytes / GB:.1f} of {usable / GB:.1f} GB "
-            f"({USABLE:.0%} of {memory_bytes / GB:.0f})"
+            f"{each.role}: {verdict}, {each.total_bytes / GB:.1f} of {room / GB:.1f} GB "
+            f"({room / memory_bytes:.0%} of {memory_bytes / GB:.0f}){each.problem and '; '}{each.problem}"
         )
         if each.role != config.trainer.name or config.mode == "explore":
             continue
-        sizes, longest = train_sizes(config, shape), longest_part(config)
+        sizes, longest = train_sizes(config, shape, layout), longest_part(config)
 
         def total(sizes: TrainSizes = sizes, **changes: Any) -> float:
             return sum(part.num_bytes for part in train_parts(shape, replace(sizes, **changes)))
 
         for checkpointing in (False, True):
             # All but the logits grows in proportion to the tokens, so two points give the line.
-            fixed, logits = total(tokens=0, checkpointing=checkpointing), logit_bytes(shape, 10**6)
+            fixed = total(tokens=0, checkpointing=checkpointing)
+            logits = 0.0 if sizes.scalar_head else logit_bytes(shape, 10**6)
             per_token = (total(tokens=10**6, checkpointing=checkpointing) - fixed - logits) / 10**6
             tokens = int((usable - fixed - logits) / per_token)
             switch = "with" if checkpointing else "without"
             too_few = f"less than the longest experience ({longest:,} tokens a rank)"
-            room = f"{tokens:,} tokens" if tokens >= longest else too_few
-            lines.append(f"  largest pass {switch} trainer.gradient_checkpointing: {room}")
+            largest = f"{tokens:,} tokens" if tokens >= longest else too_few
+            lines.append(f"  largest pass {switch} trainer.gradient_checkpointing: {largest}")
         if total() > usable:
+            # The least that a rank can be asked for: only the number of ranks is searched.
             few: dict[str, Any] = {"checkpointing": True, "tokens": longest, "sharded": True}
             ranks = next((number for number in range(2, 1025) if total(num_ranks=number, **few) <= usable), None)
             advice = f"fits {ranks} GPUs" if ranks else "does not fit 1,024 GPUs; use LoRA or a GPU with more memory"
@@ -239,7 +512,8 @@ def render(estimates: list[Estimate]) -> str:
     """A table of text."""
     lines = []
     for each in estimates:
-        lines.append(f"{each.role}: {each.num_gpus} GPU{'s' if each.num_gpus > 1 else ''}, on each")
+        gpus = f": {each.num_gpus} GPU{'s' if each.num_gpus > 1 else ''}, on each" if each.num_gpus else ""
+        lines.append(f"{each.role}{gpus}")
         for part in (*each.parts, Part("total", each.total_bytes, "")):
             lines.append(f"  {part.name:<14}{part.num_bytes / GB:>9.2f} GB  {part.why}".rstrip())
     return "\n".join(lines)

@@ -6,6 +6,7 @@ Reads storage and the batch system and nothing else, so it tells the same of a r
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -65,10 +66,13 @@ class RunJobs:
     """Why it does not run; empty while it does."""
     has_begun: bool
     """It has a run folder that other commands can read."""
+    usage: slurm.Usage | None = None
+    """What its jobs took, also those that have ended; None: no books are kept of it."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"jobs": [asdict(job) for job in self.jobs], "why": self.why}
+        used = None if self.usage is None else asdict(self.usage)
+        return {"jobs": [asdict(job) for job in self.jobs], "why": self.why, "usage": used}
 
 
 def read_run_jobs(url: str) -> RunJobs:
@@ -95,7 +99,11 @@ def read_run_jobs(url: str) -> RunJobs:
         else:
             ended = _system_of(job).reason(job.job_id) or "ended"
             jobs.append(JobStatus(job.role, job.name, job.job_id, ended, False))
-    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun)
+    # The lists have the jobs of now; each job that began has left a log with its number.
+    logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:_\d+)?\.log", name) for name in storage.list("log"))
+    ids = {job.job_id for job in records} | {found[1] for found in logs if found}
+    used = slurm.usage(sorted(ids)) if any(job.system == "slurm" for job in records) else None
+    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used)
 
 
 def _system_of(job: JobRecord) -> type[JobQueueCluster]:
@@ -157,6 +165,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {told} still runs")
         return
     folder = PrivateFolder.base_of(_config_of(storage), storage)
+    # Before anybody asks which jobs run: one that starts in between must find it.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
     alive = slurm.states([job.job_id for job in drivers])
     for job in drivers:
@@ -196,12 +205,14 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float | None = None
     look_s: between two looks; None: as often as it costs little.
     """
     read, last = dict[str, int](), num_lines
+    # Remote logs are copied that often; looking more often would fetch the same again.
     usual_s = COPY_EVERY_S if "://" in open_storage(url).url else _LOOK_S
     while True:
         with _log_folders(url) as folders:
             for name, path in _log_files(folders, role).items():
                 if path.stat().st_size < read.get(name, 0):
                     read[name] = 0  # it was set aside, and this is a new one
+                # By bytes: a place in a file of characters is no number that can be kept.
                 with path.open("rb") as file:
                     file.seek(read.get(name, 0))
                     whole, newline, _ = file.read().rpartition(b"\n")
@@ -254,6 +265,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
             address,
             security=folder.security() if address.startswith("tls") else None,
             timeout=timeout_s,
+            # A notebook may have a client of its own, whose place this one must not take.
             set_as_default=False,
         )
     except OSError as error:

@@ -17,7 +17,8 @@ from typing import Any
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import LINEAGES, Parent, lineage_of, parent_storage, read_parent, record_parent
 from rftdask.buffer.log import open_log
-from rftdask.cluster.base import TRAINER_RESOURCE, plan_cluster
+from rftdask.cluster.base import plan_cluster
+from rftdask.cluster.layout import TRAINER_RESOURCE
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, FencedError, RoleError, UserError
 from rftdask.experiment import Experiment
@@ -130,11 +131,12 @@ def compare(theirs: Storage, ours: Storage) -> Comparison:
     for step in sorted(common, reverse=True):
         folder = checkpoint_folder(step)
         if is_valid(theirs, folder) and is_valid(ours, folder):
-            files = set[tuple[str, str]]()
+            files = set[tuple[str, tuple[str, ...]]]()
             for storage in (theirs, ours):
                 manifest = read_manifest(storage, folder)
                 assert manifest is not None
-                files ^= {(name, entry.sha256) for name, entry in manifest.files.items()}  # stays: in one alone
+                # By the blocks, which mean the same in manifests of all versions. What stays is in one alone.
+                files ^= {(name, entry.blocks or (entry.sha256,)) for name, entry in manifest.files.items()}
             skip = (STATE_FILE, f"{HF_FOLDER}/")
             differing = {name for name, _ in files if not name.startswith(skip)}
             return Comparison(lineage_of(theirs), step, tuple(sorted(differing)))
@@ -152,7 +154,9 @@ def _config_of(parent: Config, storage: Storage, name: str, last: int, overrides
             )
     tree: dict[str, Any] = parent.to_dict()
     tree.update(mode="train", checkpoint_root_dir=storage.url, project=LINEAGES, group="", name=name)
+    # The parent's ledger ends there, and so does what can be trained again.
     tree["trainer"]["total_steps"] = last
+    # Nobody explores beside it, so nobody would evaluate.
     tree["buffer"]["explorer_input"]["eval_tasksets"] = []
     # The ranks and threads that the trainer had beside the explorers: sums in another order would give other bits.
     layout = plan_cluster(parent, [parent])
@@ -175,12 +179,14 @@ def _begin(storage: Storage, target: Storage, parent: Parent) -> None:
         if found is None or (found.lineage, found.step) != (parent.lineage, parent.step):
             raise DataError(f"{target.url} is another lineage ({found}); take another name")
     theirs, ours = Ledger(storage, parent.lineage), Ledger(target, parent.name)
+    # From where an earlier start of the same replay was killed.
     for step in range(ours.last_step() + 1, parent.step + 1):
         entry = theirs.read(step)
         if entry is None:
             raise DataError(f"{storage.url}: the ledger of lineage {parent.lineage} lacks step {step}")
         # A copy of what came before, so that the lineage's own ledger has no gap.
         ours.write(replace(entry, lineage=parent.name))
+    # Last: a lineage that was begun half has no checkpoint, and this is done again.
     if parent.step and not checkpoint_steps(target):
         folder = checkpoint_folder(parent.step)
         manifest = read_manifest(storage, folder)

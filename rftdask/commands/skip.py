@@ -36,6 +36,7 @@ def skip(url: str, step: int, because: str) -> LedgerEntry:
         raise UserError(f"{storage.url} has stages; skip a step of one of them: {storage.url}/<stage>, of {names}")
     if read_parent(storage) is not None:
         raise UserError(f"{storage.url} trains what its parent did; skip the step there, and replay under a new name")
+    # One line: it becomes the reason of every row of the batch.
     because = " ".join(because.split())
     if not because.isprintable() or not 0 < len(because) <= _LONGEST:
         raise UserError(f"--because: say why in 1 to {_LONGEST} printable characters")
@@ -46,6 +47,7 @@ def skip(url: str, step: int, because: str) -> LedgerEntry:
             raise UserError(f"{storage.url} has no batch of step {step}: its ledger goes to {ledger.last_step()}")
         if step in ledger.skips:
             raise UserError(f"step {step} is skipped already: {ledger.skips[step]}")
+        # Also later ones: their weights have learned from the batch.
         folders = [checkpoint_folder(number) for number in checkpoint_steps(storage) if number >= step]
         if trained := [folder for folder in folders if storage.exists(f"{folder}/{NAME}")]:
             raise UserError(f"step {step} is trained: {storage.url}/{trained[0]} has it, damaged or not")

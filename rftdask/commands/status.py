@@ -95,6 +95,7 @@ def stage_status(stage: Stage) -> StageStatus:
     # The newest row of any role: metrics are written at least once a step.
     metrics = stage.metrics
     return status(
+        # By the leases alone: a run that was killed says nothing, and its lease is found to be nobody's.
         state="running" if roles else "not running",
         step=stage.ledger.last_step() or None,
         checkpoint=read_pointer(storage, CHECKPOINT_POINTER),
@@ -105,8 +106,9 @@ def stage_status(stage: Stage) -> StageStatus:
         problems=problems,
         warnings=warnings,
         reward=next(reversed(stage.values("trainer", "reward")), None),
-        accuracy=next(reversed(stage.values("eval", "accuracy")), None),
+        accuracy=next((accuracy.value for accuracy in reversed(stage.accuracies)), None),
         eval_loss=next(reversed(stage.values("eval", "eval_loss")), None),
         roles=roles,
+        # Not below 0: clocks of two machines differ.
         last_sign_s=max(0.0, time.time() - float(metrics["time_s"].max())) if len(metrics) else None,
     )

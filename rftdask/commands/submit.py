@@ -2,27 +2,27 @@
 
 The controller job has the scheduler, the driver and the light roles; it submits the jobs of the trainer and the
 explorers itself. SLURM starts it again after the loss of its node and near its walltime, and it continues from storage.
-With one allocation, all roles are steps of one heterogeneous job. The offline chain is jobs that depend on each other:
+With one allocation, all roles are steps of one job. The offline chain is jobs that depend on each other:
 explore, then train, over the same log, as many rounds as asked for.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rftdask.cluster import slurm
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, find_cluster
+from rftdask.cluster.base import find_cluster
 from rftdask.cluster.jobqueue import log_folder
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm_cluster import SlurmCluster, check_chain
-from rftdask.cluster.slurm_script import asks_for, batch_script, driver_shell
+from rftdask.cluster.slurm import JobShape
+from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
+from rftdask.cluster.slurm_script import ONE_TASK, alike, asks_for, batch_script, command_of, driver_shell, step
 from rftdask.config import Config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
@@ -77,25 +77,22 @@ class Submission:
         parts += [f"# sbatch, by the controller ({script.name})\n{script.text}" for script in self.worker_scripts]
         return "\n".join(parts)
 
-    def submit(self, made_of: Sequence[MadeOf] = ()) -> list[JobRecord]:
+    def submit(self, made_of: Sequence[MadeOf] = (), after: str | None = None) -> list[JobRecord]:
         """Write the scripts and copies of the user's sources to the run's private folder and submit them.
 
-        made_of: what each stage is made of. Raises: RoleError: SLURM refuses a script, the others of the submission are
+        made_of: what each stage is made of; after: a job that must have ended, however it did, before any of these
+        starts. Raises: RoleError: SLURM refuses a script, the others of the submission are
         cancelled then.
         """
-        slurm.forget_restarts()
+        slurm.forget_job()
         if self.config.private:
             self.storage.make_private()
         self.folder.make()
         # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
 
-        def write(path: Path, text: str) -> Path:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(text)
-            return path
-
-        write(self.folder.path / CONFIG_FILE, self.config.to_yaml())
+        # Resolved: the job reads no file of the user's, which may change while it waits.
+        self.folder.write(CONFIG_FILE, self.config.to_yaml())
         sources = {name: file for stage in made_of for name, file in stage.files.items()}
         folders = [name for stage in self.config.stage_configs() for name in stage.explorer.plugin_dirs]
         copy_for_jobs(sources, folders, self.folder.path / SOURCES_FOLDER)
@@ -103,14 +100,18 @@ class Submission:
         jobs: dict[str, JobRecord] = {}
         try:
             for script in self.scripts:
-                after = jobs[script.after].job_id if script.after else ""
-                path = write(self._path(script), script.text)
-                job_id = slurm.submit(str(path), *_dependency(script, after))
+                path = self.folder.write(f"{script.name}.sh", script.text)
+                options = _dependency(script, jobs[script.after].job_id) if script.after else []
+                if not options:
+                    waits = [self.config.cluster.slurm.dependency, f"afterany:{after}" if after is not None else None]
+                    options = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
+                job_id = slurm.submit(str(path), *options)
                 jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
         # Half a chain would wait in the queue for jobs that never come.
         except BaseException:
             slurm.cancel(job.job_id for job in jobs.values())
             raise
+        # Last: killed before it, the jobs run all the same, and `status` sees the run by its own files.
         write_jobs(self.storage, list(jobs.values()), SUBMITTED_FILE)
         return list(jobs.values())
 
@@ -132,7 +133,9 @@ def plan_submission(
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
-    jobs = [job for job in read_jobs(storage) if job.system == SlurmCluster.cluster_type]
+    # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
+    jobs = [job for job in read_jobs(storage, SUBMITTED_FILE) if job.system == SlurmCluster.cluster_type]
+    # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
     alive = slurm.states([job.job_id for job in jobs])
     if alive:
         told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
@@ -150,38 +153,49 @@ def plan_submission(
         config = replace(config, {"cluster.type": "joined", **pinned})
         return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
     controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
-    workers, of_cluster, logs = [], PrivateFolder.of(config, storage), log_folder(storage, folder)
-    for role, count in _workers_of(layout):
-        options = SlurmCluster.job_options(config, role, f"{role}-<number>", of_cluster, logs)
-        text = SlurmCluster.load_job_class()(**options).job_script()
-        workers.append(Script(f"{count} x {role}", role, text))
+    of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
+    workers = []
+    for role, count, shape in _jobs_of(config, layout):
+        text = SlurmCluster.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
+        workers.append(Script(f"{shape.num_jobs} x {role}", role, text))
     return Submission(config, storage, folder, (controller,), tuple(workers))
 
 
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
     """The job that drives the run."""
-    run = _rftdask("run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    run = _rftdask(config, _CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run)]
     logs, job = log_folder(storage, folder), config.cluster.slurm.controller
-    return batch_script(config, _CONTROLLER, job, logs, shell, (_WARNING,))
+    return batch_script(config, _CONTROLLER, _CONTROLLER, job, logs, shell, _driver_asks(config))
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
-    """All roles in one heterogeneous job: SLURM grants every part of it at once, and no job submits another."""
-    logs, path, asks, steps = log_folder(storage, folder), str(folder.path / CONFIG_FILE), list[str](), list[str]()
-    for role, count in _workers_of(layout):
-        job: JobConfig = getattr(config.cluster.slurm, role)
-        # Each role is a part of the job with nodes of its own; part 0 is the driver.
-        asks += ["#SBATCH hetjob", *asks_for(job, count)]
-        worker = _rftdask("join", path, "--role", role, "--patience", str(PATIENCE_S))
-        prologue = "; ".join([*job.prologue, f"exec {worker}"])
-        output = shlex.quote(f"{logs}/{role}-%J-%t.log")
-        steps.append(
-            f"srun --het-group={len(steps) + 1} --ntasks={count} --kill-on-bad-exit=0 --output={output} "
-            f"--open-mode=append bash -c {shlex.quote(prologue)} &"
-        )
-    shell = [_takes_sources(folder), *driver_shell(folder, _rftdask("run", path, *_DRIVER_OPTIONS), steps)]
-    text = batch_script(config, _CONTROLLER, config.cluster.slurm.controller, logs, shell, (_WARNING,), asks)
+    """All roles in one job, which SLURM grants at once, and no job submits another: a heterogeneous one, or where sites
+    have none one whose nodes are all alike. Raises: UserError: the roles ask for different nodes.
+    """
+    logs, section = log_folder(storage, folder), config.cluster.slurm
+    asks, steps, parts, at = list[str](), list[str](), dict[str, JobShape](), 0
+    for role, _, each in _jobs_of(config, layout):
+        job: JobConfig = getattr(section, role)
+        shape = parts[role] = JobShape(1, each.num_jobs * each.nodes, each.tasks_per_node)
+        if not each.nodes:
+            shape = parts[role] = JobShape(1, 0 if section.heterogeneous else 1, each.num_jobs * each.tasks_per_node)
+        # Each role has nodes of its own; the driver is part 0, or beside the first of them.
+        place = f"--het-group={len(parts)}" if section.heterogeneous else f"--relative={at}"
+        at += shape.nodes
+        asks += ["hetjob", *asks_for(job, shape)] * section.heterogeneous
+        output = f"--output={logs}/{role}-%J-%t.log"
+        srun = step(job, shape, place, "--kill-on-bad-exit=0", output, "--open-mode=append")
+        work = ("join", str(folder.path / CONFIG_FILE), "--role", role, "--patience", str(PATIENCE_S))
+        # In a shell of its own: what the prologue of a role sets is not for the others.
+        steps += ["(", *job.prologue, f"exec {_rftdask(config, role, *work, srun=srun)}", ") &"]
+    run = _rftdask(config, _CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    shell = [_takes_sources(folder), *driver_shell(folder, run, steps)]
+    if section.heterogeneous:
+        job, shape = section.controller, ONE_TASK
+    else:
+        job, shape = alike({role: getattr(section, role) for role in parts}, section.controller, parts)
+    text = batch_script(config, _CONTROLLER, _CONTROLLER, job, logs, shell, _driver_asks(config), asks, shape=shape)
     return Script(_CONTROLLER, _CONTROLLER, text)
 
 
@@ -201,28 +215,38 @@ def offline_scripts(
         )
     logs, path, scripts = log_folder(storage, folder), str(folder.path / CONFIG_FILE), []
     explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer
-    work = _rftdask("join", path, "mode=explore", "--role", EXPLORER_RESOURCE, "--patience", str(PATIENCE_S))
+    of_explorers, of_trainer = (chain_shape(config, role) for role in (EXPLORER_RESOURCE, TRAINER_RESOURCE))
+    srun = step(explore, of_explorers) if of_explorers.num_tasks > 1 else ""
+    help_with = ("join", path, "mode=explore", "--role", EXPLORER_RESOURCE, "--patience", str(PATIENCE_S))
+    work = _rftdask(config, EXPLORER_RESOURCE, *help_with, srun=srun)
     cancelled = shlex.quote(str(folder.path / CANCELLED_FILE))
     help_out = [
         "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
         f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
     ]
     end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
-    engines = f"explorer.rollout_model.engine_num={explore_jobs}"
+    engines = f"explorer.rollout_model.engine_num={explore_jobs * of_explorers.num_tasks}"
+    # The train job is one machine, whose cores the batch system has counted already.
     cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
     for number in range(1, rounds + 1):
         # Each round explores on to a later step of the same run.
         run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
-        drive = _rftdask(*run, "mode=explore", "cluster.type=joined", engines)
+        drive = _rftdask(config, _CONTROLLER, *run, "mode=explore", "cluster.type=joined", engines)
         shell = [_takes_sources(folder), *help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
-        array = f"--array=0-{explore_jobs - 1}"
-        text = batch_script(config, f"explore-{number}", explore, logs, shell, (array, _WARNING), number="%A_%a")
+        asks, name = (f"--array=0-{explore_jobs - 1}", *_driver_asks(config)), f"explore-{number}"
+        text = batch_script(
+            config, name, EXPLORER_RESOURCE, explore, logs, shell, asks, number="%A_%a", shape=of_explorers
+        )
         after = f"train-{number - 1}" if number > 1 else None
-        scripts.append(Script(f"explore-{number}", "explore", text, after))
-        learn = _rftdask(*run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores)
+        scripts.append(Script(name, "explore", text, after))
+        learn = _rftdask(
+            config, TRAINER_RESOURCE, *run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores
+        )
         shell = [_takes_sources(folder), *driver_shell(folder, learn)]
-        text = batch_script(config, f"train-{number}", train, logs, shell, (_WARNING,))
-        scripts.append(Script(f"train-{number}", "train", text, f"explore-{number}", "_0"))
+        asks, after = _driver_asks(config), name
+        name = f"train-{number}"
+        text = batch_script(config, name, TRAINER_RESOURCE, train, logs, shell, asks, shape=of_trainer)
+        scripts.append(Script(name, "train", text, after, "_0"))
     return tuple(scripts)
 
 
@@ -231,10 +255,10 @@ def _takes_sources(folder: PrivateFolder) -> str:
     return f"export {SUBMITTED}={shlex.quote(str(folder.path / SOURCES_FOLDER))}"
 
 
-def _workers_of(layout: Layout) -> list[tuple[str, int]]:
-    """(role, number of its workers) of the roles that have any."""
-    counts = {role: layout.num_workers(role) for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE)}
-    return [(role, count) for role, count in counts.items() if count]
+def _jobs_of(config: Config, layout: Layout) -> list[tuple[str, int, JobShape]]:
+    """(role, number of its workers, its jobs) of the roles that have any."""
+    counts = {role: layout.num_workers(role) for role in ROLES}
+    return [(role, count, SlurmCluster.shape(config, role, count)) for role, count in counts.items() if count]
 
 
 def _dependency(script: Script, job_id: str) -> list[str]:
@@ -243,5 +267,11 @@ def _dependency(script: Script, job_id: str) -> list[str]:
     return [f"--dependency=afterok:{job_id}{script.after_task}", "--kill-on-invalid-dep=yes"]
 
 
-def _rftdask(*arguments: str) -> str:
-    return shlex.join([sys.executable, "-m", "rftdask", *arguments])
+def _driver_asks(config: Config) -> tuple[str, ...]:
+    """Options of a job that drives a run: it is warned of its walltime, and its user is written to."""
+    mail = config.cluster.slurm.mail
+    return (_WARNING, *((f"--mail-user={mail}", "--mail-type=END,FAIL") if mail is not None else ()))
+
+
+def _rftdask(config: Config, role: str, *arguments: str, srun: str = "") -> str:
+    return command_of(config, role, shlex.join(["-m", "rftdask", *arguments]), srun)

@@ -85,6 +85,7 @@ class FrozenDict(dict[str, Any]):
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        # Else pickle would fill it item by item, which is refused.
         return FrozenDict, (dict(self),)
 
 

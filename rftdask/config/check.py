@@ -13,7 +13,16 @@ from pydantic.fields import FieldInfo
 from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, child_of, default_of, marks_of
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
 from rftdask.config.plugins import find_part, what_instead
-from rftdask.config.reference_keys import Derived, Ignored, Missing, ReferenceKey, Renamed, Secret, reference_keys
+from rftdask.config.reference_keys import (
+    REFERENCE_NAMES,
+    Derived,
+    Ignored,
+    Missing,
+    ReferenceKey,
+    Renamed,
+    Secret,
+    reference_keys,
+)
 from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import field_at, is_completed, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
@@ -127,6 +136,7 @@ class Checker:
         # null where null is no value of its own means "as if the key were not there".
         if value is None and (filled or info.is_required() or default_of(info) is not None):
             return
+        # Files of the reference system write 0 for "as usual" at such keys.
         if filled and filled.zero and value == 0:
             return
         if child and child[0] == "section" and isinstance(value, Mapping):
@@ -166,6 +176,8 @@ class Checker:
             registered, may_be_plugin = named.registered(), "." in value or bool(self.plugin_dirs)
             if value in registered or (may_be_plugin and not named.needed):
                 return ""
+            if (told := REFERENCE_NAMES.get(named.kind, {}).get(value)) and not may_be_plugin:
+                return f"{show(value)} of Trinity-RFT is not here: {told}"
             if not may_be_plugin:
                 return f"{show(value)} is no {named.kind}; {what_instead(value, registered)}"
             try:
@@ -210,6 +222,7 @@ class Checker:
         near = nearest(key, settable_keys(known))
         if near:
             message += f"; did you mean {near}?"
+        # Mostly the key is right and stands in the wrong section.
         places = [place for place in sections_with(Config).get(key, ()) if place != section]
         if places:
             message += f"; {key} is a key of {', '.join(places[:3])}" + (", ..." if len(places) > 3 else "")

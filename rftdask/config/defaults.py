@@ -51,6 +51,7 @@ def fill(config: Config) -> Fills:
 
     for key in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(sync, key) is None:
+            # One interval for both sides, unless each is given its own.
             fills["synchronizer", key] = sync.sync_interval
     # A strategy that bounds the staleness has the bound as an argument; it is the same as the synchronizer's.
     bound = (algorithm.sample_strategy_args or {}).get("max_staleness")

@@ -15,18 +15,26 @@ from rftdask.config.cross_checks import data, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
+from rftdask.config.reference_defaults import NAME, keys_of_reference, read_as_reference
 from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import is_completed, is_users
-from rftdask.config.yaml_source import Problem, escape, read_tree
+from rftdask.config.translate import leaves, translate
+from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tree
 from rftdask.errors import ConfigError
-from rftdask.text.secrets import find_secret, mask
+from rftdask.text.secrets import find_secret, is_secret_name, mask
 
 RULES = (*training.RULES, *data.RULES, *rollouts.RULES)
+ORIGINS = ("", "rftdask", "trinity")
+"""For which system a file may have been written; "": by its keys."""
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, was_checked: bool = False
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    was_checked: bool = False,
+    origin: str = "",
 ) -> Config:
     """Read and check a configuration.
 
@@ -36,9 +44,13 @@ def load_config(
             stay (`fill_from_environment`).
         overrides: "key.sub=value", the value as YAML; list items as key[0].sub. The last one wins.
         was_checked: `source` is what an earlier start wrote down, and may have secrets.
+        origin: for which system it was written, which decides what is meant where it says nothing: "rftdask",
+            "trinity" (Trinity-RFT 0.6.0), or "": trinity if it has a key that is no key of ours.
     Raises: ConfigError: with every mistake found, sorted by path; a secret is one.
     """
     problems: list[Problem] = []
+    if origin not in ORIGINS:
+        raise ConfigError([f"--from {origin}: it is rftdask or trinity"])
 
     def stays(path: str, value: str) -> bool:
         # A text that names the environment stays as it was written where only the user's code reads it, or where a
@@ -48,8 +60,19 @@ def load_config(
     tree = read_tree(source, overrides, problems, stays)
     if tree is None:
         raise _error(problems, source)
+    tree = add_site(tree, problems)
+    # What could not be read is told once: checks of the same key would only add that it is missing.
     unreadable = {path for path, _ in problems}
     checker = Checker(has_secrets=was_checked)
+    # Before its keys are moved. What was written down before has all its values already.
+    foreign = next(iter(keys_of_reference(tree)), "") if origin == "" and not was_checked else ""
+    written = dict(leaves(tree))
+    tree, notes = translate(tree)
+    defaults: list[Problem] = []
+    if origin == "trinity" or foreign:
+        told, defaults = read_as_reference(tree)
+        notes += told
+    checker.warnings.extend(notes)
     cleaned = checker.clean(tree)
     draft = checker.validate(cleaned)
     if "stages" not in unreadable and draft.stages:
@@ -59,6 +82,10 @@ def load_config(
     problems += [problem for problem in checker.problems if problem[0] not in unreadable]
     if problems:
         raise _error(problems, source)
+    if origin == "trinity" or foreign:
+        config._origin = f"{NAME} ({f'it has {foreign}' if foreign else '--from trinity'})"
+    config._defaults = _lines(defaults)
+    config._changes = _changes(written, dict(leaves(cleaned)))
     return config
 
 
@@ -110,7 +137,10 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
         parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
         own = Checker(has_secrets=checker.has_secrets)
         # Cleaned again: a stage may use old names, and each of its mistakes is told with the stage.
-        tree = own.clean(_merged({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
+        parts, moved = translate(parts)  # first: what the rest of the file says must not win over its own keys
+        merged, notes = translate(merge({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
+        own.warnings.extend(moved + notes)
+        tree = own.clean(merged)
         stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
         where = f"stages[{index}] ({stage.stage_name})"
         checker.problems.extend((f"{where}: {path}", message) for path, message in own.problems)
@@ -129,13 +159,15 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
     return config
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over`, field by field: sections are merged, anything else is replaced."""
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
+def _changes(written: Mapping[str, Any], read: Mapping[str, Any]) -> tuple[str, ...]:
+    """The leaves that differ between two trees, as lines of a diff, without secrets."""
+    lines: list[str] = []
+    for key in sorted({*written, *read}):
+        pairs = (("-", written.get(key)), ("+", read.get(key)))
+        if pairs[0][1] != pairs[1][1]:
+            hidden = is_secret_name(key.rpartition(".")[2])
+            lines += [mask(f"{sign} {key}: {'***' if hidden else value}") for sign, value in pairs if value is not None]
+    return tuple(lines)
 
 
 def _set(tree: dict[str, Any], fills: Fills) -> None:

@@ -48,6 +48,7 @@ class NamedPart:
         ignored = (*trait(part, "ignored_args", ()), *named.also)
         given = {key: _filled(value) for key, value in self.arguments.items() if key not in ignored}
         for argument, message in argument_problems(part, given, named.supplied):
+            # A required argument that is missing may come from elsewhere, unless the mark says that all are here.
             if argument in given or named.complete:
                 yield f"{self.arguments_path}.{argument}", message
 
@@ -94,6 +95,7 @@ def _keys(cls: type[Section]) -> tuple[tuple[str, Named | None], ...]:
 
 def _filled(value: Any) -> Any:
     try:
+        # With its value, as the part will be given it: choices are checked as well as types.
         return fill_from_environment(value)
     except ConfigError:  # whoever looks at a run need not have its environment
         return value

@@ -60,7 +60,7 @@ class StagePlan:
     """Groups in one train step; None when the algorithm has no groups."""
     evals: tuple[EvalPlan, ...]
     eval_every: int | None
-    """Explore steps between evaluations; None without evaluation while training."""
+    """Explore steps between evaluations, in mode train train steps; None without evaluation while training."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,15 @@ class Plan:
         return "\n\n".join(_render(stage) for stage in self.stages)
 
 
-def make_plan(config: Config) -> Plan:
-    """The plan of a checked configuration. Counts the lines of local datasets."""
-    return Plan(config.mode, tuple(_stage_plan(stage) for stage in config.stage_configs()))
+def make_plan(config: Config, num_ranks: int = 1) -> Plan:
+    """The plan of a checked configuration. Counts the lines of local datasets.
+
+    num_ranks: of a trainer that takes all the GPUs that others leave, where their number is known.
+    """
+    return Plan(config.mode, tuple(_stage_plan(stage, num_ranks) for stage in config.stage_configs()))
 
 
-def _stage_plan(config: Config) -> StagePlan:
+def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
     source, buffer = config.buffer.explorer_input, config.buffer
     on_rollouts = config.algorithm.schema_type == "experience"
     explores = config.mode in ("both", "explore")
@@ -117,7 +120,7 @@ def _stage_plan(config: Config) -> StagePlan:
         mode=config.mode,
         algorithm=config.algorithm.algorithm_type,
         folder=config.checkpoint_job_dir,
-        roles=tuple(_role_plans(config)),
+        roles=tuple(_role_plans(config, num_ranks)),
         num_tasks=num_tasks,
         explore_steps=explore_steps,
         train_steps=train_steps,
@@ -126,14 +129,14 @@ def _stage_plan(config: Config) -> StagePlan:
         train_batch_size=buffer.train_batch_size,
         groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times if on_rollouts else None,
         evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
-        eval_every=config.eval_interval if source.eval_tasksets and explores else None,
+        eval_every=config.eval_interval if source.eval_tasksets and (explores or config.evaluates_training) else None,
     )
 
 
-def _role_plans(config: Config) -> list[RolePlan]:
+def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
     sync, trains = config.synchronizer, config.mode in ("both", "train")
     roles = []
-    if config.mode != "train":
+    if config.has_explorer:
         engine = config.explorer.rollout_model
         what = f"{engine.engine_type} engine, {engine.dtype}, {config.model.model_path}"
         if config.is_external:
@@ -147,7 +150,8 @@ def _role_plans(config: Config) -> list[RolePlan]:
         if config.algorithm.needs_teacher:
             teachers = " and ".join(model.model_path or "" for model in config.explorer.auxiliary_models)
             what += f", with the teacher{'s' * (len(config.explorer.auxiliary_models) > 1)} {teachers}"
-        roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or 1, what))
+        left = 1 if config.trainer.trainer_strategy == "single" else num_ranks
+        roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or left, what))
     if config.mode == "both":
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
         what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
@@ -182,7 +186,8 @@ def _render(stage: StagePlan) -> str:
         times = f" x {item.repeat_times} rollouts" if item.repeat_times > 1 else ""
         rows.append((f"eval {item.name}", tasks + times))
     if stage.eval_every is not None:
-        rows.append(("eval interval", f"{stage.eval_every} explore steps"))
+        every = f"{stage.eval_every} {'train' if stage.mode == 'train' else 'explore'} steps"
+        rows.append(("eval interval", every if stage.eval_every else "before the first step and after the last"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,14 +64,15 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
                 raise NotInstalledError(
                     f"{kind} {name!r} needs the package {package!r}; install it: pip install 'rftdask[{extra}]'"
                 )
-        return part
+        return _as_ours(part)
     # What the module itself defines, rather than imports.
     owners = [m for m in _plugin_modules if getattr(getattr(m, name, None), "__module__", None) == m.__name__]
+    # An error and no choice: which file was loaded first depends on names and places.
     if len(owners) > 1:
         files = " and ".join(str(module.__file__) for module in owners)
         raise UserError(f"{kind} {name!r} is defined by {files}; name one of them as {owners[0].__name__}.{name}")
     if owners:
-        return getattr(owners[0], name)
+        return _as_ours(getattr(owners[0], name))
     if "." not in name:
         raise UserError(f"unknown {kind} {name!r}; {what_instead(name, registered)}")
     module_name, _, attribute = name.rpartition(".")
@@ -78,7 +80,13 @@ def find_part(kind: str, name: str, registered: Mapping[str, Any], plugin_dirs: 
     if not hasattr(module, attribute):
         near = did_you_mean(attribute, dir(module)) or "; is it the right module?"
         raise UserError(f"{kind} {name!r}: module {module_name!r} has no {attribute!r}{near}")
-    return getattr(module, attribute)
+    return _as_ours(getattr(module, attribute))
+
+
+def _as_ours(part: Any) -> Any:
+    """A part written for another system says itself what stands for it here (compat/)."""
+    make = getattr(part, "__rftdask_part__", None)
+    return part if make is None else make()
 
 
 def known_part(kind: str, name: str, registered: Mapping[str, Any]) -> Any:
@@ -103,6 +111,7 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
                 f"plugin folder {str(path)!r} does not exist, is no folder or may not be read (plugin_dirs)"
             )
         if str(path) not in sys.path:
+            # At the end: a file of the user's must not take the place of a library that others import.
             sys.path.append(str(path))
         for file in sorted(path.glob("[!_]*.py")):
             module = _import(file.stem, f"plugin {file}")
@@ -154,12 +163,17 @@ def _import(module_name: str, what: str) -> ModuleType:
     try:
         if not all(module_name.split(".")):  # "a..b"
             raise ModuleNotFoundError("an empty name", name=module_name)
+        if module_name not in sys.modules and _is_of_trinity(module_name):
+            # By its name: it is above this module, and only files of Trinity-RFT need it, and torch with it.
+            importlib.import_module("rftdask.compat.trinity").install()
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
+        # What is missing is the module itself or a package above it, and not something that it imports.
         if f"{module_name}.".startswith(f"{missing}."):
             raise NotInstalledError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
         raise NotInstalledError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
+    # A script without a main guard ends its import by sys.exit.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         # Where the user's own code was last; what it called elsewhere says less.
@@ -170,6 +184,17 @@ def _import(module_name: str, what: str) -> ModuleType:
         # An ImportError may be a library that this machine has not.
         kind = NotInstalledError if isinstance(error, ImportError) else UserError
         raise kind(f"{what}: importing {module_name!r} raised: {at}{type(error).__name__}: {error}") from error
+
+
+_IMPORTS_TRINITY = re.compile(r"^\s*(from|import)\s+trinity\b", re.MULTILINE)
+
+
+def _is_of_trinity(module_name: str) -> bool:
+    """Whether the source of a module that is not imported yet imports names of Trinity-RFT."""
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py") or not is_own_code(spec.origin):
+        return False
+    return bool(_IMPORTS_TRINITY.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace")))
 
 
 def is_own_code(file: str) -> bool:
@@ -278,6 +303,7 @@ def check_call(kind: str, name: str, function: Callable[..., Any], *given: str) 
 
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
+    # True is an int to Python, and a mistake where a number is meant.
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "str": lambda value: isinstance(value, str),
@@ -408,8 +434,9 @@ class LibraryParts(Mapping[str, RegisteredPart]):
     """Arguments that the caller gives itself."""
 
     def __getitem__(self, name: str) -> RegisteredPart:
-        """Raises: KeyError: no such name. NotInstalledError: the library is not there."""
+        """Raises: KeyError: no such name. NotInstalledError: the library has no such attribute."""
         module, _, attribute = self.places[name].rpartition(".")
+        # From the source: importing torch to check a file would take seconds.
         takes = _read_signature(module, attribute)
         given = None if takes is None else {key: takes[key] for key in takes if key not in self.supplied}
         return RegisteredPart(name, module, attribute, given)
@@ -423,11 +450,13 @@ class LibraryParts(Mapping[str, RegisteredPart]):
 
 @cache
 def _read_signature(module: str, attribute: str) -> Mapping[str, Parameter] | None:
-    """The arguments of a function, or of the __init__ of a class, at the top of a library's module; None: any."""
+    """The arguments of a function, or of the __init__ of a class, at the top of a library's module; None: any, and any
+    where the library is not installed: then nothing runs here, and they are checked where it does.
+    """
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)  # of a module below, it would import the package
     if spec is None or spec.origin is None:
-        raise NotInstalledError(f"{module}.{attribute} needs {package!r}, which is not installed")
+        return None
     file = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
         if isinstance(node, ast.FunctionDef) and node.name == attribute:

@@ -89,7 +89,6 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "ModelConfig": {
         **_ignored(_LOGPROBS, logprobs=0),
-        **_missing(_THINKING, enable_thinking=None),
         **_missing("this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it",
                    fully_sharded_loras=False, max_cpu_loras=None),
         **_missing("changing the rotary embedding", rope_scaling=None, rope_theta=None),
@@ -99,8 +98,9 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     "ClusterConfig": {
         **_ignored("there is no Ray; see cluster.type", ray_address="auto"),
         **_derived("total_gpu_num", "rollout_gpu_num", "auxiliary_model_gpu_num", "explorer_gpu_num",
-                   "trainer_gpu_num"),
+                   "trainer_gpu_num", "trainer_node_num", "trainer_gpu_num_per_node"),
     },
+    "BufferConfig": _derived("explorer_output", "tokenizer_path", "cache_dir"),
     "FormatConfig": {
         **_missing("images and videos", image_key=None, video_key=None),
         **_missing("a chat template for one dataset", chat_template=None),
@@ -108,28 +108,44 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "RolloutArgs": {**_ignored(_LOGPROBS, logprobs=0), **_derived("n")},
     "TasksetConfig": {
+        "task_selector": Renamed("data_selector"),
+        **_ignored("the limits of section buffer are those of all data", total_epochs=1, total_steps=None),
+        **_derived("batch_size", "index", "is_eval", "ray_namespace"),
         **_ignored("there is one progress display for the whole run", enable_progress_bar=False),
         **_ignored("reads are retried by the storage layer", max_retry_times=3, max_retry_interval=1.0),
     },
-    "ExperienceBufferConfig": _derived("schema_type", "index", "batch_size", "tokenizer_path"),
+    "ExperienceBufferConfig": {
+        **_ignored("there is one progress display for the whole run", enable_progress_bar=False),
+        **_ignored("buffer.total_epochs is that of all data", total_epochs=1),
+        **_ignored("the algorithm says what rows are", schema_type=None),
+        **_ignored("reads are retried by the storage layer", max_retry_times=3, max_retry_interval=1.0),
+        **_ignored("the limits of section buffer are those of all data", total_steps=None),
+        **_derived("index", "batch_size", "tokenizer_path", "ray_namespace"),
+    },
     "InferenceModelConfig": {
-        **_missing("lengths and sampling of one engine; set the same key in section model",
-                   temperature=None, top_p=None, top_k=None, max_model_len=None, max_prompt_tokens=None,
-                   max_response_tokens=None, min_response_tokens=None, enable_prompt_truncation=None,
-                   repetition_penalty=None),
+        **_missing("cutting the prompts of one engine; set the same key in section model",
+                   enable_prompt_truncation=None),
         **_missing("generating past the end of sequence", ignore_eos=False),
         **_missing("images and videos", enable_multimodal=False),
         **_missing("a chat template of one engine; set model.custom_chat_template", chat_template=None),
-        **_missing(_THINKING, enable_thinking=None),
-        **_missing("engines behind an OpenAI-compatible API", enable_history=False, enable_openai_api=False),
-        **_missing("tool parsers", enable_auto_tool_choice=False, tool_call_parser=None, reasoning_parser=None),
+        **_ignored("every call of a workflow is recorded, and model.openai_client() is always there",
+                   enable_history=False, enable_openai_api=False),
+        **_ignored("calls of tools in an answer are always told apart where the request has tools",
+                   enable_auto_tool_choice=False),
+        "tool_call_parser": Missing("calls of tools that are not written <tool_call>{...}</tool_call>",
+                                    allowed=("hermes",)),
+        **_missing("telling reasoning from answer; workflows get both as one text", reasoning_parser=None),
         **_ignored("vLLM has no other version any more", use_v1=True),
         **_ignored(_LOGPROBS, logprobs=None),
         **_ignored("what was asked is in the experiences", enable_log_requests=False),
         **_ignored("engines open no port", base_port=None),
         **_ignored("weights travel through files", weight_sync_buffer_size=1024),
         "api_key": Secret("keys are read from environment variables"),
-        **_derived("bundle_indices", "nnodes", "node_rank", "enable_lora", "lora_modules", "lora_kwargs"),
+        **_missing("trusting the code of one model alone; model.trust_remote_code is of all", trust_remote_code=False),
+        **_derived("bundle_indices", "nnodes", "node_rank", "enable_lora", "lora_modules", "lora_kwargs",
+                   "enable_runtime_lora_updating", "enable_return_routed_experts", "gpu_per_engine", "engine_id",
+                   "external_model_config", "ray_namespace", "ray_actor_name", "sync_method", "checkpoint_job_dir",
+                   "cuda_visible_devices", "rope_scaling", "rope_theta"),
     },
     "ExplorerConfig": {
         **_ignored("there are no runner processes: rollouts are concurrent coroutines",
@@ -148,19 +164,22 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_ignored("the loss is always normalized over the whole batch", fix_actor_microbatch_loss_scale=False),
         **_ignored("use trainer.offload_policy, which offloads all three",
                    param_offload=False, optimizer_offload=False, grad_offload=False),
-        **_ignored("it configures veRL, which is not used; trainer.ppo_epochs does what its key of that name does",
-                   trainer_config={}),
+        **_ignored("it is read key by key (translate.py)", trainer_config={}),
+        **_derived("trust_remote_code"),
         "trainer_config_path": Missing("veRL configuration files", allowed=("",)),
         "megatron": _missing("Megatron", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
                              virtual_pipeline_model_parallel_size=None, expert_model_parallel_size=1,
                              expert_tensor_parallel_size=None, context_parallel_size=1, sequence_parallel=True),
     },
     "SynchronizerConfig": {
-        **_ignored("there is no collective group", group_name=None),
+        **_ignored("there is no collective group", group_name="rollout_weight_sync"),
         **_ignored("the pointer names only complete checkpoints", wait_for_checkpoint=False),
-        **_derived("explorer_world_size"),
+        **_derived("explorer_world_size", "ray_namespace"),
     },
-    "MonitorConfig": _ignored("there is no Ray; see the Dask dashboard", enable_ray_timeline=False),
+    "MonitorConfig": {
+        **_ignored("there is no Ray; see the Dask dashboard", enable_ray_timeline=False),
+        **_derived("cache_dir"),
+    },
     "DataProcessorConfig": {
         "task_pipeline": _missing("Data-Juicer", operators=[], num_process=4, config_path=None, inputs=[], output=None,
                                   target_fields=[], priority_weights={}, top_k=-1),
@@ -172,10 +191,43 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_missing("further inputs of operators", inputs={}),
         **_missing("an output of operators besides the ledger", output=None),
     },
-    "LogConfig": _ignored("there is one log file for each role", group_by_node=False),
+    "LogConfig": {
+        **_ignored("there is one log file for each role", group_by_node=False),
+        **_derived("save_dir"),
+    },
 }
 # fmt: on
 """Class of a section -> its keys without a field. A class has those of its bases, too, unless a field has the name."""
+
+_AGENTSCOPE = "it needs AgentScope 1.0; an agent of your own works through model.openai_client(), see docs/workflows.md"
+_JUDGE = "rubric_judge_workflow judges by rubrics, or write the judge's workflow, see docs/workflows.md"
+_ENVIRONMENT = "its environment is a package of its own; bring the workflow as a plug-in, see docs/from-trinity.md"
+_IMAGES = "images and videos are not available in this release"
+# fmt: off
+REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
+    "workflow": {
+        **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1", "agentscope_react_workflow",
+                         "as_react_workflow", "agentscope_react_math_workflow", "agentscopev0_react_math_workflow",
+                         "agentscope_v1_react_search_workflow", "email_search_workflow"), _AGENTSCOPE),
+        **dict.fromkeys(("alfworld_workflow", "step_wise_alfworld_workflow", "sciworld_workflow", "webshop_workflow",
+                         "intercode_sql_workflow", "sudoku_workflow"), _ENVIRONMENT),
+        **dict.fromkeys(("RAFT_alfworld_workflow", "RAFT_reflect_alfworld_workflow"),
+                        "it reads files that Trinity-RFT's package does not have, so it runs from its repository only"),
+        **dict.fromkeys(("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow",
+                         "rubric_judge_openai_workflow"), _JUDGE),
+        **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _IMAGES),
+        "toolcall_workflow": "it is of Trinity-RFT before 0.6; bring it as a plug-in, see docs/from-trinity.md",
+    },
+    "reward function": {
+        "rm_gallery_reward": "it is of Trinity-RFT before 0.6, and needs RM-Gallery; write a reward function",
+    },
+    "operator": {
+        "data_juicer": "Data-Juicer is not available in this release",
+        "reward_shaping_mapper": "it shapes by what Data-Juicer finds, which is not available in this release",
+    },
+}
+# fmt: on
+"""Kind of a part (`Named.kind`) -> names that the reference system has and this package lacks, and what to do."""
 
 
 @cache

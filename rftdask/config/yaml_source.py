@@ -1,6 +1,8 @@
-"""A configuration's source as one plain tree: YAML read, overrides applied, interpolations resolved.
+"""A configuration's source as one plain tree: YAML read, overrides applied, interpolations resolved, and what a site
+says once put below it: the profile that it names, and its template of scripts.
 
-Knows OmegaConf and nothing of the schema. Every problem is collected; the rest is a tree of dicts, lists, scalars.
+Knows OmegaConf, and of the schema those two keys alone. Every problem is collected; the rest is a tree of dicts, lists,
+scalars.
 Invariant: a text that whoever uses it completes from the environment stays as it was written, so that no copy of the
 tree has what is in the environment.
 """
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 Problem = tuple[str, str]
 """(path of the key, what is wrong and what is allowed)."""
+_PROFILE = "cluster.slurm.profile"
+_TEMPLATE = "cluster.slurm.template"
 
 
 def read_tree(
@@ -53,6 +57,7 @@ def escape(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [escape(item) for item in value]
     if isinstance(value, str):
+        # Backslashes before it are doubled, as OmegaConf halves them.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value
 
@@ -181,3 +186,70 @@ class _Resolver:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
+
+
+# ---- what a site says once
+
+
+def add_site(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """The tree of a configuration with what its site says; a job finds it there, and reads no file of the site.
+
+    Adds to `problems` what cannot be read.
+    """
+    tree = _read_template(tree, Path(), problems)
+    name = _slurm(tree).get("profile")
+    if not isinstance(name, str):  # what is no name is told by the check of the key
+        return tree
+    file = _profile_file(name)
+    if file is None:
+        places = " nor ".join(str(folder / f"{name}.yaml") for folder in _folders())
+        problems.append((_PROFILE, f"there is no profile {name!r}: neither {places}, nor a file of that path"))
+        return tree
+    found: list[Problem] = []
+    profile = read_tree(file, (), found) or {}
+    found += [("", f"a profile has the section cluster alone, and not {key}") for key in profile if key != "cluster"]
+    if _slurm(profile).get("profile") is not None:
+        found.append((_PROFILE, "a profile names no other"))
+    problems += [(_PROFILE, f"{file}: {path}{': ' * bool(path)}{message}") for path, message in found]
+    merged = merge(_read_template(profile, file.parent, problems), tree)
+    merged["cluster"]["slurm"]["profile"] = None
+    return merged
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`, field by field: sections are merged, anything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _slurm(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    cluster = tree.get("cluster")
+    found = cluster.get("slurm") if isinstance(cluster, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _read_template(tree: dict[str, Any], folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The tree with the text of the template in the place of its path, which starts at `folder`."""
+    template = _slurm(tree).get("template")
+    if not isinstance(template, str) or "\n" in template or "{" in template:  # it is the text already
+        return tree
+    try:
+        text = (folder / Path(template).expanduser()).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append((_TEMPLATE, f"{template} cannot be read: {error}"))
+        return tree
+    return merge(tree, {"cluster": {"slurm": {"template": text}}})
+
+
+def _profile_file(name: str) -> Path | None:
+    places = [folder / f"{name}.yaml" for folder in _folders()] if os.sep not in name else []
+    return next((place for place in (*places, Path(name).expanduser()) if place.is_file()), None)
+
+
+def _folders() -> tuple[Path, Path]:
+    """The user's and the site's."""
+    own = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(own, "rftdask"), Path("/etc/rftdask")

@@ -60,6 +60,7 @@ def read_table(path: str, table: str) -> tuple[list[dict[str, Any]], str]:
     if url.drivername == "sqlite":
         if not Path(url.database or "").is_file():
             raise DataError(f"{where}: there is no file {url.database}")
+        # Opened read-only: it is somebody else's database.
         url = url.set(database=Path(url.database or "").absolute().as_uri(), query={"mode": "ro", "uri": "true"})
     engine = open_engine(url, poolclass=NullPool)
     try:
@@ -84,6 +85,7 @@ def _read(connection: sa.Connection, name: str, where: str) -> tuple[list[str], 
     table = sa.Table(bare, sa.MetaData(), schema=schema or None, autoload_with=connection)
     order: list[Any] = list(table.primary_key.columns)
     if not order and connection.dialect.name == "sqlite" and bare in found.get_table_names():
+        # SQLite numbers the rows of every table; a view has no such number.
         order = [sa.text("rowid")]
     if not order:
         raise DataError(f"{where} has no primary key, so its rows have no order; give it one")

@@ -135,6 +135,7 @@ def _answer(path: str, ask: Callable[[], Any]) -> Any:
         except BaseException as error:  # raised again where it is waited for
             answer.set_exception(error)
 
+    # A thread, since a client may take no deadline; one that hangs ends with the process.
     threading.Thread(target=run, name="dataset-answer", daemon=True).start()
     try:
         return answer.result(ANSWER_TIMEOUT_S)
@@ -262,6 +263,7 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
     if not file.endswith(SUFFIXES):
         raise DataError(f"{file}: unknown kind of file; use one of {', '.join(SUFFIXES)}")
     try:
+        # With or without the mark that some editors put first, which would be part of the first column's name.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line_number = content.count(b"\n", 0, error.start) + 1

@@ -11,6 +11,7 @@ learned begins and ends; pieces are tokenized by themselves only where a token w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,19 @@ import numpy as np
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import Dataset
 from rftdask.data.tasksets import with_system_prompt
-from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special, with_end_token, with_first_token
+from rftdask.data.tokenizer import (
+    Tokenizer,
+    encode_hidden,
+    hide_special,
+    render_marked,
+    with_end_token,
+    with_first_token,
+)
 from rftdask.errors import DataError
 from rftdask.storage.checked_json import parse_json
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What begins a block of a template that renders what the assistant says."""
 
 Row = tuple[Sequence[int], int, Sequence[bool] | None]
 """(tokens, prompt length, loss mask of the response or None for all of it)."""
@@ -60,8 +71,16 @@ class SftRows:
     sequences_per_row = 1
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
-        """max_tokens: a longer sequence loses its end. Raises: DataError: a column of the format is missing."""
+        """max_tokens: a longer sequence loses its end. Raises: DataError: a column of the format is missing, or the
+        template does not mark what it is to mark.
+        """
         check_columns(dataset, self.schema, fmt)
+        if fmt.return_assistant_tokens_mask and not _GENERATION.search(str(getattr(tokenizer, "chat_template", ""))):
+            raise DataError(
+                "format.return_assistant_tokens_mask: the chat template marks nothing, it has no {% generation %} "
+                "block; give one that has (model.chat_template_path), or leave the key out: answers are then told "
+                "apart by rendering the chat up to each of them"
+            )
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._format = fmt
@@ -114,6 +133,14 @@ class SftRows:
             more = {} if tools is None else {"tools": tools}
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
 
+        if self._format.return_assistant_tokens_mask:
+            text, blocks = render_marked(self._tokenizer, messages, tools)
+            if not blocks:
+                raise DataError(f"row {number}: the chat template marks nothing of it (return_assistant_tokens_mask)")
+            # What lies before a block, the block, and so on; the last piece is what follows all of them.
+            cuts = pairwise([0, *(place for block in blocks for place in block), len(text)])
+            return [(text[start:end], bool(count % 2)) for count, (start, end) in enumerate(cuts)], hidden
+
         # The chat is rendered again up to each answer, and the difference of two renderings is what lies between them.
         whole = render(messages)
         pieces: list[tuple[str, bool]] = []
@@ -165,6 +192,7 @@ class LabeledRows:
     def read(self, numbers: Sequence[int]) -> list[LabeledRow]:
         """Tokenize the rows of these numbers. Raises: DataError: a row has no text, or a label that is no verdict."""
         rows = self._rows.read(numbers)
+        # Of a pair the better response is the desirable one.
         labels = [1.0, 0.0] * len(numbers) if self.sequences_per_row == 2 else [self._label(n) for n in numbers]
         return [(*row, label) for row, label in zip(rows, labels, strict=True)]
 
@@ -199,6 +227,7 @@ class TextRows:
             tokens = tokens[: self._max_tokens]
             if len(tokens) < 2:
                 raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; two are the least")
+            # The first token is the prompt: nothing predicts it.
             rows.append((tokens, 1, None))
         return rows
 
@@ -231,6 +260,11 @@ def check_columns(dataset: Dataset, schema: str, fmt: FormatConfig) -> None:
         options = [*(prompt if fmt.prompt_type != "messages" else []), "chosen_key", "rejected_key"]
     else:
         options = ["prompt_key"] if schema == "cpt" else [*prompt, *(["response_key"] if prompt else [])]
+    if fmt.return_assistant_tokens_mask and (schema != "sft" or fmt.prompt_type == "raw" or fmt.reply_prefix):
+        raise DataError(
+            "format.return_assistant_tokens_mask is for the chats of sft: pairs learn the answer after their prompt, "
+            "raw text has no template, and a reply_prefix is marked and not said; leave one of them out"
+        )
     if fmt.system_prompt_key and fmt.prompt_type != "raw" and schema != "cpt":
         options.append("system_prompt_key")
     for option in options:
@@ -253,12 +287,13 @@ def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatC
     messages = with_system_prompt(_messages(number, row[fmt.messages_key], fmt.messages_key), row, fmt)
     # Answers at place 0 answer nothing. Unless all are trained, the last message must be one: it is the row's response.
     answers = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
-    if not answers or not (fmt.enable_concatenated_multi_turn or answers[-1] == len(messages) - 1):
+    all_are_learned = fmt.enable_concatenated_multi_turn or fmt.return_assistant_tokens_mask
+    if not answers or not (all_are_learned or answers[-1] == len(messages) - 1):
         raise DataError(
             f"row {number}: column {fmt.messages_key!r} does not end with an answer of the assistant to a prompt: "
             "there is nothing to learn"
         )
-    return (_example(number, messages, answers if fmt.enable_concatenated_multi_turn else answers[-1:], fmt),)
+    return (_example(number, messages, answers if all_are_learned else answers[-1:], fmt),)
 
 
 def _read_pair(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[Example, Example]:
@@ -297,6 +332,7 @@ def _answered(
         raise DataError(f"row {number}: column {column!r} does not answer the prompt with messages of the assistant")
     messages = with_system_prompt([*prompt, *answer], row, fmt)
     first = len(messages) - len(answer)
+    # Of the answer alone: answers in the prompt are context.
     learned = [place for place in range(first, len(messages)) if messages[place]["role"] == "assistant"]
     return _example(number, messages, learned, fmt)
 
@@ -305,6 +341,7 @@ def _example(number: int, messages: Sequence[Message], learned: Sequence[int], f
     """The chat, each learned answer with the reply prefix before it unless it begins with that."""
     messages = list(messages)
     for place in learned if fmt.reply_prefix else ():
+        # As a task is asked: the policy learns to go on from the prefix, so the prefix is no part of what it says.
         content = messages[place].get("content")
         if not isinstance(content, str):
             raise DataError(f"row {number}: message {place} has no text that format.reply_prefix could begin")
@@ -346,6 +383,7 @@ def _messages(number: int, value: Any, column: str) -> list[Message]:
 def _tools(number: int, row: Mapping[str, Any], column: str) -> list[Any] | None:
     value = row.get(column)
     try:
+        # Tables hold schemas as text, since the columns of two tools differ.
         tools = json.loads(value) if isinstance(value, str) and value else value or None
     except ValueError as error:
         raise DataError(f"row {number}: column {column!r} is no JSON: {error}") from error
@@ -372,6 +410,7 @@ def _text(number: int, row: Mapping[str, Any], column: str) -> str:
 def _encode_pieces(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
     """The token ids of each text, as they are in the joined text unless a token would span two of them."""
     whole = encode("".join(texts))
+    # Cheap and mostly right: if the pieces encode as they do in the whole, the cuts fall between tokens.
     alone = [encode(text) for text in texts[:-1]]
     before = [token for part in alone for token in part]
     if whole[: len(before)] == before:

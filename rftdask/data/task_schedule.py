@@ -55,6 +55,7 @@ def explore_tasks(
     if step < 1 or batch_size < 1 or not sizes or min(sizes) < 1:
         raise ValueError(f"step {step}, batch_size {batch_size} and sizes {list(sizes)} must all be at least 1")
     total = sum(sizes)
+    # Rounded up: a step larger than all tasks together takes as many epochs.
     epochs_per_step = -(-batch_size // total)
     # Positions of the whole run, epoch after epoch: a step is a window on them.
     first = (step - 1) * (epochs_per_step * total if epoch_each_step else batch_size)
@@ -82,6 +83,7 @@ def _epoch_order(
         # Philox, whose stream is promised not to change with the version of numpy.
         random = np.random.Philox(np.random.SeedSequence((seed % 2**64, epoch, number)))
         rows.append(np.asarray(order(epoch, random), np.int64))
+        # Checked, since a plug-in's order that left a task out would go unseen for ever.
         if not np.array_equal(np.sort(rows[-1]), np.arange(size)):
             found = rows[-1][:10].tolist()
             raise ValueError(f"an order of {size} tasks must hold each of 0 .. {size - 1} once, got {found}")

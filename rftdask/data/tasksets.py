@@ -92,6 +92,7 @@ class Taskset:
             for column in columns:
                 cell = row.get(column)
                 try:
+                    # A bool is a number to Python, and a mistake in a column of difficulties.
                     value = float(cell) if not isinstance(cell, bool) else math.nan  # type: ignore[arg-type]
                 except (TypeError, ValueError):
                     value = math.nan
@@ -114,6 +115,7 @@ class Taskset:
             kind = type(value).__name__
             raise DataError(f"{self._where(index)}: column {key!r} holds a {kind}, {fmt.prompt_type} needs text")
         if fmt.prompt_type == "raw":
+            # The reply begins with it, so that the policy goes on from there.
             prompt += fmt.reply_prefix or ""
         else:
             messages = self._chat(value, row, f"{self._where(index)}: column {key!r}")
@@ -169,6 +171,7 @@ def with_system_prompt(
     """The chat of a row with the system prompt of its format before it, unless it begins with one of its own."""
     # The row's system prompt wins over the taskset's, and a chat that has one keeps its own.
     system = _choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
+    # No empty system message: some templates write one all the same, and others put their own in its place.
     begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
     return [*begin, *messages]
 

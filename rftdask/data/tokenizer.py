@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -73,13 +73,16 @@ def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
     """A chat, its tools or a text, for the template: with a private character in place of each special token that a
     text in it spells, and what those characters stand for. {}: nothing spells one, and `chat` is as it was.
     """
-    special, _ = _special_tokens(tokenizer)
+    special, known = _special_tokens(tokenizer)
     texts = list(_texts(chat))
     spelled = sorted({found for text in texts for found in special.findall(text)}) if special else []
     if special is None or not spelled:
         return chat, {}
     used = set("".join(texts))
-    stand_ins = dict(zip(spelled, (chr(code) for code in _STAND_INS if chr(code) not in used), strict=False))
+    # Characters of Unicode's private use, none of which the texts use themselves; else of one tokenizer always the
+    # same for the same token, so that the turns of a chat can be compared.
+    free = (chr(code) for code in _STAND_INS if chr(code) not in used)
+    stand_ins = dict(zip(sorted(known.values()), free, strict=False))
 
     def hide(part: Any) -> Any:
         if isinstance(part, Mapping):
@@ -90,7 +93,22 @@ def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
             return hide(part.tolist())
         return special.sub(lambda match: stand_ins[match[0]], part) if isinstance(part, str) else part
 
-    return hide(chat), {character: text for text, character in stand_ins.items()}
+    return hide(chat), {stand_ins[text]: text for text in spelled}
+
+
+def sampled_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """What a policy wrote, as a template has to render it for the chat to go on from these very tokens: special tokens
+    are special at the end alone, where they end the turn, and hidden (`hide_special`) where they are spelled.
+    """
+    _, special = _special_tokens(tokenizer)
+    end = len(tokens)
+    while end and tokens[end - 1] in special:
+        end -= 1
+    # A real one within the text stays bare: nobody is told of it, so no prompt has it there.
+    is_plain = special.keys().isdisjoint(tokens[:end])
+    body = tokenizer.decode(tokens[:end], skip_special_tokens=is_plain)
+    tail = tokenizer.decode(tokens[end:], skip_special_tokens=False) if end < len(tokens) else ""
+    return (hide_special(tokenizer, body)[0] if is_plain else body) + tail
 
 
 def show_hidden(text: str, hidden: Mapping[str, str]) -> str:
@@ -111,13 +129,36 @@ def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) ->
             continue
         assert special is not None
         found = cast(_Splitting, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
-        if not ids.isdisjoint(found):
+        if not ids.keys().isdisjoint(found):
             # A vocabulary of whole words finds it all the same; cut in two, nobody does.
             cuts = [0, *(match.start() + 1 for match in special.finditer(joined)), len(joined)]
             pieces = [joined[start:end] for start, end in pairwise(cuts)]
             found = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
         tokens += found
     return tokens
+
+
+def render_marked(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """A rendered chat, and where in it the {% generation %} blocks of its template begin and end, in order."""
+    from transformers import PreTrainedTokenizerBase  # late: importing transformers takes most of a second
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    own = cast(PreTrainedTokenizerBase, tokenizer)
+    # Also what `load_tokenizer` lets every rendering begin with.
+    options = {**own.special_tokens_map, **getattr(tokenizer.apply_chat_template, "keywords", {})}
+    given = None if tools is None else list(tools)
+    # Its annotation says str; it returns the texts and, asked for the mask, the places of the blocks in each.
+    found = render_jinja_template(
+        [[dict(message) for message in messages]],
+        tools=given,
+        chat_template=own.get_chat_template(None, given),
+        return_assistant_tokens_mask=True,
+        **options,
+    )
+    texts, blocks = cast(tuple[list[str], list[list[tuple[int, int]]]], found)
+    return texts[0], blocks[0]
 
 
 def with_first_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
@@ -146,13 +187,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 @lru_cache(maxsize=16)
-def _special_tokens(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, frozenset[int]]:
-    """What finds the special tokens in a text, the longest first, and their ids; None: the tokenizer has none."""
+def _special_tokens(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, dict[int, str]]:
+    """What finds the special tokens in a text, the longest first, and their texts by id; None: there are none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    special = {token.content: number for number, token in added if token.special}
+    special = {number: str(token.content) for number, token in added if token.special}
     if not special:
-        return None, frozenset()
-    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))), frozenset(special.values())
+        return None, {}
+    return re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))), special
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -173,4 +214,13 @@ def load_tokenizer(config: Config) -> Tokenizer:
         if not file.is_file():
             raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
         tokenizer.chat_template = file.read_text()
+    # In one place, for all that render chats: rollouts, rows of datasets, demonstrations.
+    return with_thinking(tokenizer, config.model.enable_thinking)
+
+
+def with_thinking(tokenizer: Any, enable: bool | None) -> Tokenizer:
+    """A tokenizer of transformers whose chat template thinks, or does not; None: as the template says."""
+    if enable is not None:
+        render = partial(tokenizer.apply_chat_template, enable_thinking=enable)
+        setattr(tokenizer, "apply_chat_template", render)  # noqa: B010 -- a method, which mypy does not let go
     return cast(Tokenizer, tokenizer)

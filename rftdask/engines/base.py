@@ -139,6 +139,7 @@ class Engine(EngineTraits, ABC):
             if not problem:
                 return
             log.warning("version %d does not compute as it did in the trainer: %s", version, problem)
+        # No engine that cannot prove its weights goes on: its rollouts would train the policy by another's mistakes.
         raise WeightsError(
             f"{self} does not compute what the trainer computed with version {version}, also after loading it anew: "
             f"{problem}. Its rollouts would be another policy's; is the model's code the same on both sides?"
@@ -153,6 +154,12 @@ class Engine(EngineTraits, ABC):
         and those before it; both hold at least one token. Raises: RoleError: this engine cannot tell, or fails.
         """
         raise RoleError(f"engine {type(self).__name__} gives no logprobs of given tokens")
+
+    def leave_device(self) -> None:
+        """Free the memory of the device until `return_to_device`, while others have it. Nothing is under way."""
+
+    def return_to_device(self) -> None:
+        """Go on where `leave_device` was called, with the same weights."""
 
     def close(self) -> None:
         """Free the model. Idempotent."""

@@ -1,6 +1,6 @@
 """EngineClient: how a Dask worker reaches the engine in its child process; the other side is `server`.
 
-Weights are proven on both sides: the client verifies every file against the manifest before the engine loads it, and
+Weights are proven on both sides: the client has every file verified on its machine before the engine loads it, and
 the engine's process compares what they compute with the trainer's fingerprint before it answers. One client, one
 engine. When the process ends, everything that was asked of it fails with the same error.
 """
@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from rftdask.errors import (
 )
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
-from rftdask.weights.manifest import check_file
+from rftdask.weights.node_copy import NodeCopy
 from rftdask.weights.published import Published
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,10 @@ class EngineSpec:
     """File that its process prints to; None: a temporary one."""
     plugin_dirs: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    turn_timeout_s: float = 0.0
+    """Seconds that it waits for its turn on a device that it shares with a trainer; 0: it shares none."""
+    colocated: bool = False
+    """Whether it finds out for itself with whom it shares its GPUs, on workers that somebody else started."""
     sampling: tuple[SamplingParams, ...] = field(default=(), compare=False)
     """The ways in which the run samples: the engine answers a short request of each before it is ready."""
 
@@ -78,6 +82,8 @@ class EngineSpec:
             "section": plain(self.section),
             "model": plain(self.model),
             "plugin_dirs": self.plugin_dirs,
+            "turn_timeout_s": self.turn_timeout_s,
+            "colocated": self.colocated,
             "sampling": [asdict(params) for params in self.sampling],
         }
 
@@ -99,6 +105,8 @@ class EngineClient:
         folder = Path(spec.section.model_path or spec.model.model_path)
         self.weights = Published(0, "", _folder_hash(folder))
         """Weights that the engine serves now; version 0 is the model folder as it is."""
+        self._copy: NodeCopy | None = None
+        """Their files on this machine, kept for its other engines as long as this one serves them."""
         self._lock = threading.Lock()
         """Guards the three below, and is held while a message is queued, so that numbers go out in their order."""
         self._num_asked = 0
@@ -132,11 +140,12 @@ class EngineClient:
 
     def wait_ready(self) -> None:
         """Wait until the model is loaded and has answered. Raises: RoleError, UserError: why not; it is closed then."""
+        timeout_s = LOAD_TIMEOUT_S + self.spec.turn_timeout_s
         try:
-            self._ready.result(LOAD_TIMEOUT_S)
+            self._ready.result(timeout_s)
         except TimeoutError:
             self.close()
-            raise WaitTimeout(f"{self} said nothing for {LOAD_TIMEOUT_S:.0f} s") from None
+            raise WaitTimeout(f"{self} said nothing for {timeout_s:.0f} s") from None
         except RftError:
             self.close()
             raise
@@ -187,6 +196,19 @@ class EngineClient:
         self._has_work = True
         return list(self._ask(lambda number: server.Score(number, tuple(pairs)), timeout_s).logprobs)
 
+    def take_turn(self) -> None:
+        """Wait until the engine is on its device, where it stays until `end_turn`; at once if it shares it with nobody.
+
+        Raises: RoleError: the engine died, or its turn did not come; WaitTimeout: it hangs.
+        """
+        if self.spec.turn_timeout_s:
+            self._ask(server.TakeTurn, LOAD_TIMEOUT_S + self.spec.turn_timeout_s)
+
+    def end_turn(self) -> None:
+        """The engine may leave its device, if it shares it: what it was to do there is done."""
+        if self.spec.turn_timeout_s:
+            self._outbox.put(server.EndTurn())
+
     def _ask(self, message: Callable[[int], server.FromClient], timeout_s: float) -> Any:
         future: Future[Any] = Future()
         with self._lock:
@@ -230,6 +252,7 @@ class EngineClient:
                 return
             with self._lock:
                 future = self._asked.pop(0 if isinstance(message, server.Ready) else message.number, None)
+            # False for one that was cancelled meanwhile: its answer is dropped.
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message.generation if isinstance(message, server.Generated) else message)
 
@@ -260,6 +283,7 @@ class EngineClient:
             WeightsError: it took it and computes something else. The engine has ended after the last two.
         """
         with self._turn:
+            # By version, lineage and content: the same number of another lineage is other weights.
             if self.weights == published:
                 return
             for attempt in range(1, _LOAD_ATTEMPTS + 1):
@@ -280,17 +304,19 @@ class EngineClient:
 
     def _load(self, storage: Storage, published: Published) -> int:
         # One attempt at loading; returns the version that the engine serves then.
-        with ExitStack() as copies:
-            files = []
-            for name, entry in published.files:
-                path = f"{published.folder}/{name}"
-                file = copies.enter_context(storage.local_copy(path))
-                # Before the engine sees it: what is torn is read again, and costs no engine.
-                check_file(path, file.read_bytes(), entry)
-                files.append(str(file))
-            version, fingerprint = published.version, published.fingerprint
-            load = server.LoadWeights(0, version, tuple(files), fingerprint)
-            return int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
+        # Verified before the engine sees it: what is torn is read again, and costs no engine.
+        copy = NodeCopy(storage, published, LOAD_TIMEOUT_S)
+        try:
+            files = tuple(map(str, copy.files))
+            load = server.LoadWeights(0, published.version, files, published.fingerprint)
+            served = int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
+        except BaseException:
+            copy.close()
+            raise
+        self._copy, before = copy, self._copy
+        if before is not None:
+            before.close()
+        return served
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -302,6 +328,8 @@ class EngineClient:
             with suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGKILL)
         self._child.close()
+        if self._copy is not None:
+            self._copy.close()
 
 
 def _folder_hash(folder: Path) -> str:

@@ -35,6 +35,7 @@ class Prompts:
         tokens_DP = np.zeros((len(index_of), self.longest), dtype=np.int64)
         mask_DP = np.zeros(tokens_DP.shape, dtype=np.int64)
         for prompt, index in index_of.items():
+            # On the right, so that the last column is every prompt's last token.
             tokens_DP[index, -len(prompt) :] = prompt
             mask_DP[index, -len(prompt) :] = 1
         # Positions count tokens, not columns: the padding on the left has none, and gets 0, which the mask hides.
@@ -70,6 +71,8 @@ class _Rows:
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
         for row, (request, param) in enumerate(zip(requests, params, strict=True)):
             if param.temperature > 0:
+                # All of them at once: number t is the same however the batch is cut, and no
+                # random state moves with the rows.
                 uniforms_BT[row, : param.max_tokens] = draw_uniforms(request.seed, param.max_tokens)
         penalized = any(param.repetition_penalty != 1 for param in params)
         seen_BV = np.zeros((len(requests), vocab_size if penalized else 0), dtype=bool)
@@ -144,6 +147,7 @@ class DecodeBatch:
         """Drop a request that nobody wants: it waits no longer, or its row has finished. No effect once it has left."""
         if self._waiting.pop(number, None) is None and number in self._requests:
             self.told.add(number)
+            # It counts as finished, and leaves with the others that have.
             self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
@@ -198,6 +202,7 @@ class DecodeBatch:
     def sample(self, logits_BV: Tensor) -> Tensor:
         """Sample and record the next token of each row: [B] int64."""
         rows = self._rows
+        # The place to write is each row's own: rows entered at different times.
         place_B1 = rows.length_B[:, None]
         # Sample, write down, and see who has finished. All of it on the device, without a wait.
         tokens_B, logprobs_B = sample_tokens(
@@ -261,6 +266,7 @@ class DecodeBatch:
             self.columns = 0
             return index_B, 0
         kept = self._rows.select(index_B)
+        # Columns in which every row that is left has padding.
         num_columns = int(kept.start_B.min()) if trim and self._padded else 0
         kept.start_B -= num_columns
         self.columns -= num_columns
@@ -275,4 +281,5 @@ class DecodeBatch:
 
     def positions(self) -> Tensor:
         """Position ids: [B], of the newest token in its own sequence."""
+        # Counted from 0, of the token that was sampled last and is now fed.
         return self._prompt_length_B + (self._rows.length_B - 1)

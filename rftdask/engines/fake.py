@@ -59,6 +59,7 @@ class FakeEngine(Engine):
                     under_way.pop(number, None)
                 else:
                     under_way[number] = request
+                    # Known when it comes, since its length is: nothing is looked at in between.
                     ends.setdefault(step + max(self._length(request), 1), []).append(number)
             if not under_way:
                 return
@@ -74,6 +75,7 @@ class FakeEngine(Engine):
 
     def _answer(self, request: GenerateRequest) -> Generation:
         length = self._length(request)
+        # By the request's seed alone, as with a real engine: its neighbors change nothing.
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
         return Generation(
             tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),

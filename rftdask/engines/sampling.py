@@ -54,6 +54,7 @@ class SamplingRows:
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
+            # 1 and not 0: greedy rows are divided by it like all others, and their tokens are chosen by argmax.
             temperature_B=tensor([row.temperature or 1.0 for row in rows], torch.float32),
             greedy_B=tensor([row.temperature == 0 for row in rows], torch.bool),
             top_p_B=tensor([row.top_p for row in rows], torch.float64),
@@ -71,6 +72,7 @@ class SamplingRows:
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
     """Logits of seen tokens divided by the penalty if positive, else multiplied. Source: CTRL, arXiv:1909.05858."""
+    # [B, V]: 1, which changes nothing, where the token did not occur.
     penalty_BV = torch.where(seen_BV, penalty_B[:, None], 1.0)
     return torch.where(logits_BV > 0, logits_BV / penalty_BV, logits_BV * penalty_BV)
 
@@ -149,8 +151,10 @@ def sample_tokens(
     if rows.uses_penalty and seen_BV is not None:
         allowed_BV = penalize_repetition(allowed_BV, seen_BV, rows.penalty_B)
     if rows.longest_min_tokens and end_ids is not None:
+        # Row by row: each has its own number of tokens so far.
         forbidden_B = rows.min_tokens_B > (0 if num_sampled_B is None else num_sampled_B)
         allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
+    # int64 [B], filled below by the kind of each row.
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:
         # Without penalty and forbidden tokens both are of the same logits, and the second softmax is saved.

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +24,9 @@ from rftdask.config.schema.explorer import InferenceModelConfig, registered_engi
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.processes.child import Channel
+from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.messages import Codec
+from rftdask.processes.turns import DeviceTurn
 from rftdask.weights.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
@@ -30,6 +34,8 @@ TARGET = "rftdask.engines.server:serve"
 
 _SMOKE_TOKENS = 2
 """Tokens that are sampled to see whether an engine works: one from the prompt, and one from the token before it."""
+_LOOK_S = 0.05
+"""Between two looks whether a trainer rank wants the device, while there is nothing to do."""
 _SHORT_PROMPT = 8
 """Tokens of a prompt whose length does not matter."""
 
@@ -79,8 +85,20 @@ class LoadWeights:
     fingerprint: Fingerprint | None
 
 
-FromClient: TypeAlias = Generate | Drop | Score | LoadWeights
-FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights)
+@dataclass(frozen=True)
+class TakeTurn:
+    """Answered by `HasTurn`, once the engine is on its device; from then on it stays there."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndTurn:
+    """The engine may leave its device, when a trainer rank wants it."""
+
+
+FromClient: TypeAlias = Generate | Drop | Score | LoadWeights | TakeTurn | EndTurn
+FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights, TakeTurn, EndTurn)
 
 
 # ---- what the server says
@@ -111,8 +129,13 @@ class Loaded:
     version: int
 
 
-FromServer: TypeAlias = Ready | Generated | Scored | Loaded
-FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded)
+@dataclass(frozen=True)
+class HasTurn:
+    number: int
+
+
+FromServer: TypeAlias = Ready | Generated | Scored | Loaded | HasTurn
+FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn)
 
 
 # ---- the process
@@ -120,14 +143,17 @@ FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded)
 
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
-    engine = _make_engine(spec)
-    # A model beside the policy may have less room than the policy's longest prompt takes.
-    engine.generate(_smoke_requests(spec, longest=spec["section"]["model_path"] is None))
-    log.info("%s has answered, and is ready", engine)
+    device = _device(spec)  # first: where its GPUs are shared, it says so to this process
+    turn = DeviceTurn.of_this_process(alone=False)
+    # The policy's engine waits for a rank that wants the device; another model is asked in the course of its turn.
+    waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
+    engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
     channel.send(FROM_SERVER.encode(Ready(os.getpid())))
     again = _smoke_requests(spec, longest=False)
     """What is asked once more, when it has loaded its first weights or adapters."""
     message: FromClient | None = None
+    rests = True
+    """Whether it may leave the device: nobody has begun what it is to stay for."""
 
     def try_receive() -> FromClient | None:
         plain = channel.try_receive()
@@ -151,19 +177,33 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
 
     # One message at a time, in the order sent: so a `LoadWeights` waits until every request before it is answered, and
     # no answer mixes two versions.
-    for plain in channel:
-        message = FROM_CLIENT.decode(plain)
+    # The second argument of iter is what would end the loop, and no message is it: the process
+    # ends when its client has gone, see `Channel`.
+    for plain in channel if turn is None else iter(partial(channel.try_receive, _LOOK_S), channel):
+        message = None if plain is None else FROM_CLIENT.decode(plain)
         while message is not None:
+            if isinstance(message, EndTurn):
+                rests = True
+                break
+            rests = False
+            if turn is not None and not turn.held:
+                turn.wait(**waits)
+                with _telling_memory(spec, "the engine returns to its GPU"):
+                    engine.return_to_device()
             if isinstance(message, Generate | Drop):
                 # It ends when nothing is under way; `take` has left the next message of another kind in `message`, or
                 # None.
-                engine.serve(take, give)
+                with _telling_memory(spec, "the engine generates"):
+                    engine.serve(take, give)
                 continue
             answer: FromServer
-            if isinstance(message, Score):
+            if isinstance(message, TakeTurn):
+                answer = HasTurn(message.number)
+            elif isinstance(message, Score):
                 answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
             else:
-                engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
+                with _telling_memory(spec, f"the engine loads version {message.version}"):
+                    engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
                 # Only after the first load: it shows that the path of loading leaves an engine that works. Each load is
                 # compared with the trainer's fingerprint above.
                 engine.generate(again)
@@ -172,21 +212,54 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 answer = Loaded(message.number, engine.policy_version)
             channel.send(FROM_SERVER.encode(answer))
             message = None
+        # Nothing came for a moment, or a unit has ended: also where the next one follows at once, the rank is next.
+        if turn is not None and rests and turn.held and turn.is_wanted:
+            engine.leave_device()
+            turn.leave()
 
 
-def _make_engine(spec: Mapping[str, Any]) -> Engine:
+@contextmanager
+def _telling_memory(spec: Mapping[str, Any], doing: str) -> Iterator[None]:
+    """Turns an error for want of memory into one that says what to change: it would come again."""
+    try:
+        yield
+    except Exception as error:  # of torch's or vLLM's, at any depth
+        change = InferenceModelConfig.model_validate(spec["section"]).traits.memory_keys
+        if (told := out_of_memory(error, doing, change)) is not None:
+            raise told from error
+        raise
+
+
+def _device(spec: Mapping[str, Any]) -> str:
+    """What the engine computes on. Raises: UserError: its GPU cannot be used."""
     load_plugin_folders(spec["plugin_dirs"])  # first: a file of theirs may define the engine that the section names
     section = InferenceModelConfig.model_validate(spec["section"])
-    kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
-    device = "cpu"
-    if kind.has_model:
-        # Late: an engine without a model needs no torch.
-        import torch
+    if not section.traits.has_model:
+        return "cpu"
+    import torch  # late: an engine without a model needs no torch
 
-        torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if section.dtype == "auto":
-        section = section.model_copy(update={"dtype": "bfloat16" if device == "cuda" else "float32"})
+    torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
+    return use_device(section.num_gpus, "engine-" * spec["colocated"])
+
+
+def _make_engine(spec: Mapping[str, Any], device: str, wait: Callable[[], None] | None) -> Engine:
+    """The engine, which has answered a request of each kind that the run has. wait: for its turn on the device."""
+    if wait is not None:
+        wait()
+    with _telling_memory(spec, "the engine loads its model"):
+        engine = _load_engine(spec, device)
+    # The longest prompt takes the most memory: one that does not fit fails here, and not in the middle of a run. A
+    # model beside the policy may have less room than the policy's longest prompt takes.
+    with _telling_memory(spec, "the engine answers a request of the run's longest prompt"):
+        engine.generate(_smoke_requests(spec, longest=spec["section"]["model_path"] is None))
+    log.info("%s has answered, and is ready", engine)
+    return engine
+
+
+def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
+    section = InferenceModelConfig.model_validate(spec["section"])
+    kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
+    section = section.model_copy(update={"dtype": section.dtype_on(device)})
     engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
     log.info("%s is loaded on %s in %s", engine, device, section.dtype)
     return engine

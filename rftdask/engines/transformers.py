@@ -35,6 +35,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import MAX_BATCH_TOKENS, MIN_TEMPERATURE, Engine, GenerateRequest, Give, Take
 from rftdask.engines.decode_batch import DecodeBatch
 from rftdask.errors import DataError, RoleError
+from rftdask.models.host_copy import HostCopy
 from rftdask.models.hub import local_model
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 
@@ -56,6 +57,7 @@ class TransformersEngine(Engine):
 
     engine_type = "transformers"
     repeats_bits = True
+    leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
 
     def __init__(
@@ -89,6 +91,7 @@ class TransformersEngine(Engine):
         if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._loaded: PreTrainedModel | None = model
+        self._host_copy: HostCopy | None = None
         cast(torch.nn.Module, model).to(self.device).eval()
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
         self._vocab_size = len(next(model.get_input_embeddings().parameters()))  # [V, width]
@@ -201,8 +204,10 @@ class TransformersEngine(Engine):
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
+            # Of the last column alone: [B, W, V] of a long prompt would be the largest tensor by far.
             logits_to_keep=1,
         )
+        # [B, 1, V] -> [B, V].
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -217,11 +222,13 @@ class TransformersEngine(Engine):
                 load_files(self._model, by_name[ADAPTER_CONFIG_FILE], by_name[ADAPTER_FILE])
             except (KeyError, OSError, SafetensorError, DataError) as error:
                 raise RoleError(f"{self} cannot load the adapter of version {version}: {error}") from error
+            # New modules begin in training mode, in which adapters may have dropout.
             cast(torch.nn.Module, self._model).to(self.device).eval()
             self.policy_version = version
             return
         targets: dict[str, Tensor] = self._model.state_dict()
         try:
+            # All files before the first copy: a set that does not fit leaves the old weights whole.
             problems = _compare(targets, files)
             if problems:
                 raise RoleError(f"{self} cannot load version {version}: " + "; ".join(problems))
@@ -232,6 +239,15 @@ class TransformersEngine(Engine):
         except (OSError, SafetensorError) as error:
             raise RoleError(f"{self} cannot read the files of version {version}: {error}") from error
         self.policy_version = version
+
+    def leave_device(self) -> None:
+        model = cast(torch.nn.Module, self._model)
+        self._host_copy = HostCopy([*model.parameters(), *model.buffers()], self.device)
+
+    def return_to_device(self) -> None:
+        if self._host_copy is not None:
+            self._host_copy.back()
+            self._host_copy = None
 
     def close(self) -> None:
         self._loaded = None

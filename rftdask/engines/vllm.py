@@ -1,4 +1,4 @@
-"""Engine that generates with vLLM (0.32), on a CPU or on one or several GPUs.
+"""Engine that generates with vLLM (0.26 to 0.32), on a CPU or on one or several GPUs.
 
 vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
 on as they come. It knows nothing of text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point:
@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from transformers.utils.hub import cached_file
 
@@ -34,6 +34,7 @@ from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from rftdask.processes.turns import VARIABLE
 from rftdask.weights.fingerprint import SEQUENCE_LENGTH
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class _AsyncLLM(Protocol):
     async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[object]: ...
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
+    async def sleep(self, level: int) -> None: ...
+    async def wake_up(self) -> bool | None: ...
     async def add_lora(self, lora_request: _LoRARequest) -> bool: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
     def shutdown(self) -> None: ...
@@ -99,10 +102,9 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it needs Triton, which has no CPU; said here, vLLM does not warn of it
 }
 _DEFAULTS = {
-    # The first model runner: its sampler is the one that vllm_worker.py extends.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -126,6 +128,21 @@ class VllmEngine(Engine):
     engine_type = "vllm"
     required_package = "vllm"
     takes_dora = False
+    leaves_device = True
+    takes_share = True
+    refused_args: ClassVar[Mapping[str, str]] = {
+        "worker_extension_cls": "the engine loads weights by its own",
+        "skip_tokenizer_init": "token ids go in and come out",
+    }
+    refused_policy_args: ClassVar[Mapping[str, str]] = {
+        "speculative_config": "that drafts leave the policy's tokens and logprobs as they are has not been proven here",
+        "logprobs_mode": "logprobs are those that the trainer computes, of softmax(logits / temperature)",
+        "logits_processors": "the trainer does not know them, and would train another policy than the one that sampled",
+    }
+    memory_keys = (
+        "explorer.rollout_model.gpu_memory_utilization or model.max_model_len lower, or more GPUs for an engine "
+        "(explorer.rollout_model.tensor_parallel_size)"
+    )
     config_keys = (
         "tensor_parallel_size",
         "pipeline_parallel_size",
@@ -153,7 +170,9 @@ class VllmEngine(Engine):
             os.environ.setdefault(name, value)
         os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
         self.model_path = model_path
-        self.dtype = dtype
+        # As it is proven: weights of 8 bits are made of those that are published, and say about the same.
+        eight_bits = (str((engine_args or {}).get(key)).startswith("fp8") for key in ("quantization", "kv_cache_dtype"))
+        self.dtype = "fp8" if any(eight_bits) else dtype
         self._args: dict[str, Any] = {
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
@@ -166,6 +185,10 @@ class VllmEngine(Engine):
             **(_lora_args(lora_rank) if lora_rank else {}),
             **(engine_args or {}),
         }
+        self._sleeps = device != "cpu" and VARIABLE in os.environ
+        """Whether it takes turns on its GPUs with a trainer."""
+        if self._sleeps:
+            self._args["enable_sleep_mode"] = True
         if device == "cpu":
             self._args["enforce_eager"] = True  # compiling takes minutes there
             # Of a prompt that it takes in parts vLLM turns back the generator, which that of a CPU cannot: it dies.
@@ -197,7 +220,8 @@ class VllmEngine(Engine):
             device=device,
             trust_remote_code=model.trust_remote_code,
             # Room for the fingerprint of weights: its sequences, and the one token that vLLM must sample after each.
-            max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else None,
+            # -1: as long as the model and the cache allow; without it vLLM starts only if the cache holds the longest.
+            max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else section.max_model_len or -1,
             lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
             engine_args=own_names | plain(fill_from_environment(section.extra_engine_args)),
         )
@@ -350,20 +374,33 @@ class VllmEngine(Engine):
             source = Path(str(cached_file(self.model_path, "config.json"))).parent
         for path in source.iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin") and ".index." not in path.name:
+                # Links: the folder is as large as a few names, and goes with this process.
                 (folder / path.name).symlink_to(path.resolve())
         for number, file in enumerate(files, 1):
             (folder / f"model-{number:05}-of-{len(files):05}.safetensors").symlink_to(file.resolve())
         self._start(str(folder))
         self.policy_version = version
 
+    def leave_device(self) -> None:
+        """Weights go to host memory, the cache of keys and values goes (level 1 of vLLM's sleep)."""
+        if self._sleeps:
+            self._run(self._llm.sleep(level=1), "leaving its GPU")
+
+    def return_to_device(self) -> None:
+        if self._sleeps:
+            self._run(self._llm.wake_up(), "returning to its GPU")
+
     def _start(self, model_path: str) -> None:
         try:
             # Late: vLLM is optional, takes ten seconds, and reads the environment variables that __init__ sets.
             from vllm import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise UserError(f"engine_type vllm needs vLLM: pip install 'rftdask[vllm]' ({error})") from error
         self._stop()
+        # It is written once, by the first that fails; what is left of an earlier start
+        # would be told as the cause of this.
         self._cause_file.unlink(missing_ok=True)
         try:
             args = AsyncEngineArgs(model=model_path, **self._args)
@@ -371,7 +408,9 @@ class VllmEngine(Engine):
             raise UserError(f"explorer.rollout_model.extra_engine_args: vLLM does not take them: {error}") from error
 
         async def start() -> _AsyncLLM:
-            llm: _AsyncLLM = AsyncLLM.from_engine_args(args)
+            # As one that is given whole batches: as many sequences at once as suit the GPU, by vLLM's own table (1,024
+            # on one of 80 GB). Without it they are 128 on any.
+            llm: _AsyncLLM = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
             return llm
 
         try:
@@ -379,7 +418,7 @@ class VllmEngine(Engine):
         except (ValueError, OSError, RuntimeError) as error:
             raise DataError(f"vLLM cannot serve model {model_path}: {self._cause() or error}") from error
         if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
-            raise RoleError(f"{self} has a sampler that is not vLLM 0.32's, so its logprobs cannot be trusted")
+            raise RoleError(f"{self} has a sampler that is not vLLM's own, so its logprobs cannot be trusted")
 
     def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return self._result(self._submit(work), what)
@@ -418,6 +457,7 @@ class VllmEngine(Engine):
 
         if self._running is not None:
             self._run(shut_down(self._running), "its end")
+        # An adapter is known to the processes that loaded it alone.
         self._running = self._adapter = None
 
     def close(self) -> None:
@@ -442,6 +482,7 @@ def end_with_engine() -> None:
     if named is None or int(named) == os.getpid() or not hasattr(os, "pidfd_open"):
         return
     try:
+        # A descriptor of the process: its number may be another's by the time it ends.
         handle = os.pidfd_open(int(named))
     except ProcessLookupError:
         os._exit(1)
@@ -449,6 +490,7 @@ def end_with_engine() -> None:
 
     def watch() -> None:
         select.select([handle], [], [])
+        # Only while it is still the parent: an orphan's parent is somebody else.
         if between == os.getppid() and between not in (1, int(named)):
             os.kill(between, signal.SIGKILL)
         os._exit(1)
@@ -457,17 +499,20 @@ def end_with_engine() -> None:
 
 
 def _mixed(seed: int) -> int:
-    """Mix any int64 into a seed whose lower half differs, too: the only half that PyTorch's CPU generator reads.
+    """Mix any int64 into a seed whose lower half differs, too: the only half that PyTorch's CPU generator reads. It is
+    no negative int64, as which vLLM's second model runner keeps it.
 
     Source: the finalizer of SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
     """
     value = seed & (2**64 - 1)
+    # Shifts and odd factors: every bit of the input reaches every bit of the result, and no two inputs share one.
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
-    return value ^ (value >> 31)
+    return (value ^ (value >> 31)) & (2**63 - 1)
 
 
 def _lora_args(rank: int) -> dict[str, Any]:
+    # The next larger one: adapters of a smaller rank fit into it.
     fitting = next((value for value in _LORA_RANKS if value >= rank), None)
     if fitting is None:
         raise UserError(f"model.lora_configs: vLLM takes no lora_rank above {_LORA_RANKS[-1]}, not {rank}")

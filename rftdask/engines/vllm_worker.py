@@ -13,11 +13,13 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler as KernelSampler
 
 from rftdask.engines.vllm import CAUSE_FILE, end_with_engine
 
@@ -35,8 +37,18 @@ class _SamplingMetadata(Protocol):
     temperature: Tensor
 
 
+class _Buffer(Protocol):
+    np: np.ndarray
+    gpu: Tensor
+
+
+class _SamplingStates(Protocol):
+    temperature: _Buffer
+    """Of each request under way, by its slot; 0: greedy."""
+
+
 class _ModelRunner(Protocol):
-    sampler: Sampler
+    sampler: Sampler | KernelSampler
 
     def get_model(self) -> torch.nn.Module: ...
     def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -78,6 +90,26 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
+class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without types where vLLM is not installed
+    """The same of vLLM's second model runner, which samples in kernels, each token by a hash of its request's seed and
+    its place: seeds cost nothing there.
+    """
+
+    sampling_states: _SamplingStates
+
+    def sample(
+        self, logits: Tensor, expanded_idx_mapping: Tensor, *args: object, return_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, [B, V] logits whose softmax the logprobs are of); each row's slot is in expanded_idx_mapping."""
+        # Asked for no logprobs, it may use its fused sampler; what it returns beside tokens has passed top-k and top-p.
+        tokens, _ = super().sample(logits, expanded_idx_mapping, *args, return_logprobs=False)
+        if return_logprobs:
+            temperature_B = self.sampling_states.temperature.gpu[expanded_idx_mapping.long()]
+            scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
+            logits = logits.float() / scale_B[:, None]
+        return tokens, logits
+
+
 class WeightWorker:
     """Methods that VllmEngine calls in every worker by `collective_rpc`."""
 
@@ -90,10 +122,13 @@ class WeightWorker:
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:
             return True
-        if type(sampler) is not Sampler:
+        tempered = {Sampler: TemperedSampler, KernelSampler: TemperedKernelSampler}.get(type(sampler))
+        if tempered is None:
             return False
         # In place: what vLLM has set up in its sampler stays.
-        sampler.__class__ = TemperedSampler
+        sampler.__class__ = tempered
+        if tempered is TemperedKernelSampler:
+            sampler.logprobs_mode = "processed_logprobs"  # it then makes logprobs of the logits that `sample` returns
         return True
 
     def load_published(self, files: Sequence[str]) -> None:

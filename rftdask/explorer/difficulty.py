@@ -128,6 +128,8 @@ class LearnedOrder:
                 try:
                     tables.append((name, self._log.read(name)))
                 except DamagedError as error:
+                    # Set aside, its units are not done any more: the explorer runs them again,
+                    # and this step is asked for again.
                     self._log.quarantine(name, str(error))
             if len(done_units(name for name, _ in tables)) < self._config.units_per_step:
                 return False

@@ -19,7 +19,8 @@ from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DataError
-from rftdask.explorer.worker_task import TURN_METRICS, RolloutTask
+from rftdask.explorer.worker_task import ROW_METRICS, RolloutTask
+from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import Storage
 from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
 from rftdask.weights.published import published_versions
@@ -69,6 +70,8 @@ class EvaluationQueue:
         self._record = record
         # Only versions that the trainer publishes can be evaluated: multiples of both intervals.
         self._interval = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
+        self._published: tuple[int, list[int]] = (0, [])
+        """The newest version when published ones were last listed, and they; of training on a dataset."""
         self._done: set[tuple[int, int]] = set()
         """(version, number of the taskset) of complete evaluations."""
         self._num_open: dict[tuple[int, int], int] = {}
@@ -83,7 +86,8 @@ class EvaluationQueue:
         return len(self._waiting)
 
     def read(self) -> None:
-        """Find what was evaluated before; older versions whose weights are gone stay as they are."""
+        """Find what was evaluated before, and record what nobody has; older versions whose weights are gone stay so."""
+        # Taken once: from here on the explorer keeps the weights of which an evaluation is due.
         self._oldest = min(published_versions(self._storage), default=0)
         for number, taskset in enumerate(self._tasksets):
             units: dict[int, set[int]] = {}
@@ -91,10 +95,15 @@ class EvaluationQueue:
                 units.setdefault(name.explore_step, set()).add(name.unit)
             # Rounded up: the last unit has what is left of the tasks.
             num_units = -(-self._sizes[number] // self._tasks_per_unit[number])
-            for version in sorted(version for version, indices in units.items() if len(indices) == num_units):
-                self._done.add((version, number))
-                if version in self._versions:
-                    self._record_from_log(taskset.name, version)  # bench reports also what was evaluated before
+            self._done |= {(version, number) for version, indices in units.items() if len(indices) == num_units}
+        # The driver may have ended between the last unit and its row; bench reports also what was evaluated before.
+        recorded: set[tuple[int, str]] = set()
+        # A trainer's rows, of held-out data, have no taskset.
+        if self._done and "taskset" in (rows := read_metrics(self._storage, "eval")):
+            recorded = set(zip(rows["step"], rows["taskset"], strict=True))
+        for version, number in sorted(self._done):
+            if version in self._versions or (version, self._tasksets[number].name) not in recorded:
+                self._record_from_log(self._tasksets[number].name, version)
 
     def add_due(self, newest: int, ended_at: int | None) -> None:
         """Let the units of the evaluations wait that can run now and have not.
@@ -143,12 +152,18 @@ class EvaluationQueue:
         versions = list(self._versions)
         if not versions:
             versions = [0] if self._config.explorer.eval_on_startup else []
-            if self._config.mode == "both":
+            if self._config.evaluates_training and self._config.eval_interval:
+                # An earlier start may have published at other intervals, or not at all: what there is is listed.
+                if newest != self._published[0]:
+                    self._published = newest, published_versions(self._storage)
+                versions.extend(v for v in self._published[1] if v and v % self._config.eval_interval == 0)
+            elif self._config.mode == "both":
                 # Not before the oldest weights that there are: those of earlier versions are gone for good.
                 first = -(-self._oldest // self._interval) * self._interval or self._interval
                 versions.extend(range(first, newest + 1, self._interval))
-                if ended_at and ended_at not in versions:
-                    versions.append(ended_at)
+            # The last weights are evaluated whatever the interval says.
+            if self._config.has_both_roles and ended_at and ended_at not in versions:
+                versions.append(ended_at)
         for key in product(versions, range(len(self._tasksets))):
             if key not in self._done and key not in self._num_open:
                 yield key
@@ -161,7 +176,7 @@ class EvaluationQueue:
 def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = False) -> dict[str, float]:
     """Means over all rollouts of the evaluation of `version`, read from its shards.
 
-    A unit that ran twice counts once, and so does a rollout of several turns. A failed rollout is no correct answer
+    A unit that ran twice counts once, and so does a rollout of several rows. A failed rollout is no correct answer
     and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
     detailed: also the largest, the smallest and the standard deviation over all rollouts (`monitor.detailed_stats`).
     """
@@ -169,15 +184,15 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
     # By task, then by rollout, the metrics of a rollout.
     tasks: dict[int, dict[int, dict[str, float]]] = {}
-    num_turns = 0
-    turn_sums: dict[str, float] = {}
+    num_rows = 0
+    row_sums: dict[str, float] = {}
     for name in shards.values():
         for row in log.read(name).select(["task_index", "rollout", "turn", "reward", "metrics"]).to_pylist():
-            num_turns += 1
+            num_rows += 1
             metrics = dict(row["metrics"])
-            # A rollout's metrics stand in each of its turns and count once; those of turns are summed over all of them.
-            for metric in metrics.keys() & TURN_METRICS:
-                turn_sums[metric] = turn_sums.get(metric, 0.0) + metrics.pop(metric)
+            # A rollout's metrics stand in each of its rows and count once; those of rows are summed over all of them.
+            for metric in metrics.keys() & ROW_METRICS:
+                row_sums[metric] = row_sums.get(metric, 0.0) + metrics.pop(metric)
             if row["turn"] == 0:
                 tasks.setdefault(row["task_index"], {})[row["rollout"]] = {"reward": row["reward"] or 0.0, **metrics}
     rollouts = [[rollouts[number] for number in sorted(rollouts)] for _, rollouts in sorted(tasks.items())]
@@ -187,7 +202,7 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     means = {metric: sum(map(sum, values)) / max(1, num_rollouts) for metric, values in by_name.items()}
     # A reward without a verdict of its own is taken for one.
     means.setdefault("accuracy", means["reward"])
-    means |= {metric: total / num_turns for metric, total in turn_sums.items()}
+    means |= {metric: total / num_rows for metric, total in row_sums.items()}
     means["num_rollouts"] = float(num_rollouts)
     for metric, values in by_name.items():
         means |= repeat_metrics(metric, values)

@@ -92,7 +92,10 @@ log = logging.getLogger(__name__)
 class Explorer:
     """Runs the explore steps and evaluations of a stage.
 
-    Example: Explorer(client, storage, config, {"gsm8k": 7473}, num_steps=100, ...).run()
+    Example:
+        explorer = Explorer(client, storage, config, {"gsm8k": 7473}, num_steps=100, ...)
+        explorer.open()
+        explorer.run()
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class Explorer:
         self._metrics = {role: MetricsWriter(storage, role) for role in ("explorer", "eval")}
         self._log = open_log(storage, config)
         self._rules = make_sync_rules(config)
-        self._follows_trainer = config.mode == "both"
+        self._follows_trainer = config.has_both_roles
         self._order = make_task_order(storage, self._log, config, sizes) if num_steps else None
         self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
         self._poison = PoisonTracker()
@@ -182,19 +185,24 @@ class Explorer:
         self._num_quarantined = 0
         self._audited_s = 0.0
 
-    def run(self) -> None:
-        """Run until all steps and evaluations are done, or `cancelled`.
-
-        Raises: RoleError: a unit failed for good, or workers are lost whatever they run; FencedError; UserError.
+    def open(self) -> None:
+        """Read which units are done; a log that is to grow has no seal from here on. Before `run` and before the
+        trainer, which would end where an earlier seal says.
         """
         # Before any unit is sent: its worker looks for this file.
         self._config_fingerprint = record_config(self._storage, self._config)
         self._read_log()
-        self._evals.read()
-        self._look_for_weights()
-        # A run that is given more steps than it ended with has more to tell; its trainer trusts the seal.
+        # A run that is given more steps than it ended with has more to tell.
         if self._complete < self._num_steps:
             self._log.unseal()
+
+    def run(self) -> None:
+        """Run until all steps and evaluations are done, or `cancelled`; after `open`.
+
+        Raises: RoleError: a unit failed for good, or workers are lost whatever they run; FencedError; UserError.
+        """
+        self._evals.read()
+        self._look_for_weights()
         # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
         self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
         self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
@@ -540,8 +548,9 @@ class Explorer:
             in_use = [unit.weights.version for unit, _ in self._under_way.values()]
             in_use += [unit.weights.version for unit in self._retry]
             in_use += self._evals.versions_in_use(self._newest, self._trainer_ended_at())
-            next_step = self._rules.weights_for(self._complete + 1).version
-            remove_weights_below(self._storage, min([self._newest - 1, next_step, *in_use]))
+            if self._num_steps:
+                in_use.append(self._rules.weights_for(self._complete + 1).version)
+            remove_weights_below(self._storage, min([self._newest - 1, *in_use]))
             self._remove_old_shards()
         # Set aside by the trainer, who reads the shards: their units count as not done, and are chosen again.
         num_quarantined = self._log.num_quarantined()

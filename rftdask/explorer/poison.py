@@ -137,6 +137,7 @@ class PoisonTracker:
         with self._lock:
             if any(self._running.get(worker) == key for worker in self._leaving):
                 return  # its worker was told to end: what fails there says nothing
+        # Somebody else ended it (the kernel for want of memory, a batch system): nothing is known of the engine.
         if isinstance(error, ProcessLostError) and error.was_killed:
             return
         # Two engines differ in their pids, and in the numbers of requests and versions.
@@ -152,6 +153,7 @@ class PoisonTracker:
         """Decide how a new unit runs: whole, unless tasks of it are known to be poisonous."""
         # Known from another epoch: it would end a worker again before it is set aside.
         poisonous = tuple(slot for slot, task in enumerate(unit.tasks) if _identity(unit, task) in self._poisonous)
+        # One that cannot be parted runs whole, and loses its workers again.
         if not poisonous or not self._can_be_parted(unit):
             return Trial(len(unit.tasks))
         others = tuple(slot for slot in range(len(unit.tasks)) if slot not in poisonous)
@@ -207,6 +209,7 @@ class PoisonTracker:
             self._trials[unit.key] = trial
 
     def _can_be_parted(self, unit: RolloutTask) -> bool:
+        # The name of a shard says which tasks it holds, and has room for so many.
         return len(unit.tasks) <= MAX_PART_TASKS
 
 

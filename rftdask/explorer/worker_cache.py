@@ -8,25 +8,26 @@ of it. Invariant: nothing of another run, or of the same run with another config
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
 from rftdask.data.tasksets import Taskset
-from rftdask.data.tokenizer import Tokenizer, load_tokenizer
+from rftdask.data.tokenizer import Tokenizer, load_tokenizer, with_thinking
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
+from rftdask.processes.turns import VARIABLE
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
-from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.runner import TextEngine, model_sampling
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.run.run_folder import read_config
@@ -98,6 +99,12 @@ class WorkerCache:
             self._engine.close()
             self._engine = None
 
+    def end_turn(self) -> None:
+        """All engines may leave devices that they share: a work unit has ended."""
+        for engine in (self._engine, *self._auxiliary_engines.values()):
+            if engine is not None:
+                engine.end_turn()
+
     def take_note(self) -> str:
         """News since the last call that people should know, in one sentence or none."""
         note, self._note = self._note, ""
@@ -125,6 +132,7 @@ class WorkerCache:
         if fork_server is not None and not fork_server.alive():
             fork_server.close()
             fork_server = None
+        # The first of the dict was used longest ago.
         while len(self._fork_servers) >= _MAX_FORK_SERVERS:
             self._fork_servers.pop(next(iter(self._fork_servers))).close()
         self._fork_servers[spec] = fork_server or ForkServer(spec)
@@ -140,11 +148,18 @@ class WorkerCache:
         models = {_name(m): m for m in config.explorer.auxiliary_models if not m.traits.is_external}
         specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
         for spec in list(self._auxiliary_engines):
+            # What is not asked for any more would keep its memory; what died is started again below.
             if spec not in specs.values() or not self._auxiliary_engines[spec].alive():
                 self._auxiliary_engines.pop(spec).close()
         # All of them first, so that they load side by side; the tokenizers meanwhile.
         for spec in specs.values():
-            self._auxiliary_engines.setdefault(spec, EngineClient(spec))
+            if spec in self._auxiliary_engines:
+                continue
+            if spec.section.traits.takes_share:
+                for other in (self._engine, *self._auxiliary_engines.values()):
+                    if other is not None and other.spec.section.traits.takes_share:
+                        other.wait_ready()
+            self._auxiliary_engines[spec] = EngineClient(spec)
         for name, model in models.items():
             if name not in self._auxiliary_tokenizers:
                 self._auxiliary_tokenizers[name] = _tokenizer(model, config)
@@ -198,16 +213,23 @@ def attempt_timeout_s(
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine of `section`, the policy's or that of an auxiliary model."""
     env = tuple(sorted({**fill_from_environment(config.explorer.env_vars), LOG_LEVEL: config.log.level}.items()))
+    model = config.model
     if section.model_path is not None:  # a frozen model beside the policy
-        samplings = [SamplingParams(config.model.max_response_tokens, config.model.temperature)]
+        model = section.own_model(model)
+        samplings = [model_sampling(model)]
     else:
         source = config.buffer.explorer_input
         samplings = [sampling_params(each, config) for each in (*source.train_tasksets, *source.eval_tasksets)]
         if config.algorithm.greedy_baseline:
+            # Greedy baselines, too: the engine answers a short request of each kind before it counts as ready.
             samplings += [replace(each, temperature=0.0) for each in samplings]
     # Each once, in a fixed order: equal specs must compare as equal.
     kinds = tuple(dict.fromkeys(samplings))
-    return EngineSpec(section, config.model, threads, log_file, config.explorer.plugin_dirs, env, kinds)
+    # The cluster that started this worker says whether it shares its device, or the config does.
+    colocated = bool(config.cluster.colocate)
+    turn_s = config.synchronizer.sync_timeout if colocated or VARIABLE in os.environ else 0.0
+    folders = config.explorer.plugin_dirs
+    return EngineSpec(section, model, threads, log_file, folders, env, turn_s, colocated, kinds)
 
 
 def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 1) -> SamplingParams:
@@ -250,6 +272,7 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
         return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
 
     in_calls = config.synchronizer.sync_style == "fixed" and client.spec.section.traits.repeats_bits
+    # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
     return TextEngine(generate if in_calls else Streaming(client.submit, timeout_s, str(client)), tokenizer, logprobs)
 
 
@@ -265,7 +288,9 @@ def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:
 
     try:
         path, remote_code = local_model(model.model_path or ""), config.model.trust_remote_code
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error
+    own = model.enable_thinking
+    return with_thinking(tokenizer, config.model.enable_thinking if own is None else own)

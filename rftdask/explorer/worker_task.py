@@ -51,8 +51,11 @@ EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
 """Dask topic where a worker reports which task it has begun: (address, key). So it is known what was running when the
 worker is lost."""
-TURN_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
-"""Metrics that each turn has for itself; every other metric is the rollout's, and stands in each of its turns."""
+ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
+"""Metrics that each row has for itself; every other metric is the rollout's, and stands in each of its rows, but for
+those that begin with `BRANCHES`."""
+BRANCHES = "branches/"
+"""Before the reason why a row begins where it does, in a metric of that row alone."""
 _MAX_WAIT_FIXED_S = 5.0
 """Time that a call of the engine waits for rollouts that are busy elsewhere, where which requests share a call must not
 depend on timing (style fixed): longer than any step of a usual workflow. See LockstepQueue."""
@@ -106,7 +109,7 @@ class RolloutTask:
 class RolloutResult:
     """Answer of a worker to the driver: counts and times of a unit, whose experiences are on storage.
 
-    A rollout of several turns is several experiences and counts as one rollout here. The greedy baseline is in none of
+    A rollout of several rows counts as one rollout here. The greedy baseline is in none of
     the counts, but in `num_bytes`.
     """
 
@@ -118,22 +121,24 @@ class RolloutResult:
     num_by_status: Mapping[str, int] = field(default_factory=dict)
     """Number of rollouts by status; see `rollout_status`."""
     num_tokens: int = 0
-    """Response tokens of all turns of all rollouts."""
+    """Sampled tokens of all turns of all rollouts."""
     num_bytes: int = 0
     """Size of all that was committed: tokens, logprobs and text, before any encoding."""
     num_rewards: int = 0
     """Number of rollouts that may be trained, which have a reward; the sums below are over them."""
     num_trained_tokens: int = 0
-    """Response tokens of their turns that may be trained."""
+    """Sampled tokens of their turns that may be trained."""
     reward_sum: float = 0.0
     metric_sums: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the rollouts with a reward, each rollout once, by name."""
     num_turns: int = 0
     """Turns of the rollouts with a reward."""
-    turn_metric_sums: Mapping[str, float] = field(default_factory=dict)
-    """Metrics in TURN_METRICS, summed over those turns."""
+    num_rows: int = 0
+    """Their rows."""
+    row_metric_sums: Mapping[str, float] = field(default_factory=dict)
+    """Metrics in ROW_METRICS, summed over those rows."""
     time_wait_s: float = 0.0
-    """Seconds of waiting for the weights to be published."""
+    """Seconds of waiting for the weights to be published, and for the turn on a shared device."""
     time_load_s: float = 0.0
     """Seconds of starting the engine and loading weights."""
     time_generate_s: float = 0.0
@@ -159,7 +164,8 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     StorageError; UserError.
     """
     worker = get_worker()
-    with _cache.lock:
+    # One unit at a time. Dask may send the next one while the thread of a cancelled one still uses the engine.
+    with _cache.lock, _ending_turn():
         # Before anything that may end this process: what it was running must be known then.
         worker.log_event(BEGAN_TOPIC, (worker.address, worker.get_current_task()))
         began = time.perf_counter()
@@ -188,8 +194,11 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             engine.wait_ready()
             started = time.perf_counter()
             published = _wait_for_weights(storage, unit, config)
-            waited = time.perf_counter()
             with _ending_what_hangs():
+                # After the weights are there: who waits for them in its turn would wait for a trainer that waits for
+                # this one's end.
+                engine.take_turn()
+                waited = time.perf_counter()
                 if published is not None:
                     engine.load(storage, published)
                 elif engine.weights.version != 0:
@@ -197,6 +206,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                     _cache.drop_engine()
                     engine = _cache.engine(engine.spec)
                     engine.wait_ready()
+                    engine.take_turn()
         loaded = time.perf_counter()
         # Roll out and commit: a group is committed when it is done or with its neighbors, see UnitWriter.
         with UnitWriter(
@@ -237,6 +247,15 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
 
 @contextmanager
+def _ending_turn() -> Iterator[None]:
+    # However the unit ends: a trainer rank may wait for the device of its engines.
+    try:
+        yield
+    finally:
+        _cache.end_turn()
+
+
+@contextmanager
 def _ending_what_hangs() -> Iterator[None]:
     # End the engines after a WaitTimeout: whoever runs the unit again is to find other ones.
     try:
@@ -262,9 +281,11 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
     timeout_s = config.synchronizer.sync_timeout
     if not unit.weights.exact:
         newest = handle.latest()
+        # 0: whatever there is. Nothing published is no reason to wait, for then the model folder is what there is.
         if version == 0 or (newest is not None and newest.version >= version):
             return newest
         return handle.wait_for_version(version, timeout_s, make_called_off())
+    # By its own folder: the pointer may have moved on, and exactly this version is wanted.
     published = read_published(storage, version)
     if published is None:
         handle.wait_for_version(version, timeout_s, make_called_off())
@@ -365,6 +386,7 @@ def commit_poisoned(
         for slot in slots
         for rollout in range(unit.repeat_times + unit.greedy_baseline)
     ]
+    # The driver commits them, since no worker lives through them; their rows still count in the audit.
     # A part names its slots, so that the rest of the unit still counts as missing.
     whole = len(slots) == len(unit.tasks)
     part = None if whole else Part(tuple(slots), len(unit.tasks))
@@ -390,27 +412,28 @@ def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
 
 def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     """Counts and sums over the rollouts of a unit; times and the names of its shards are not filled in."""
-    turns_by_rollout: dict[tuple[str, int], list[Experience]] = {}
+    rows_by_rollout: dict[tuple[str, int], list[Experience]] = {}
     for experience in outcome.experiences:
         if experience.rollout < unit.repeat_times:  # a greedy baseline is no sample
-            turns_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
-    # Counts over rollouts, each of which is its turns; then times, which rollouts have in the order of the unit.
+            rows_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
+    # Counts over rollouts, each of which is its rows; then times, which rollouts have in the order of the unit.
     num_by_status: dict[str, int] = defaultdict(int)
     rewards_by_group: dict[str, list[float]] = defaultdict(list)
     metric_sums: dict[str, float] = defaultdict(float)
-    turn_metric_sums: dict[str, float] = defaultdict(float)
-    num_tokens = num_trained_tokens = num_turns = 0
-    for (group_id, _), turns in turns_by_rollout.items():
-        num_by_status[str(rollout_status(turns))] += 1
-        num_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in turns)
-        trained = [turn for turn in turns if turn.status.trainable and turn.reward is not None]
-        num_trained_tokens += sum(len(turn.tokens) - turn.prompt_length for turn in trained)
-        num_turns += len(trained)
-        for number, turn in enumerate(trained):
-            for name, value in turn.metrics.items():
-                if name in TURN_METRICS:
-                    turn_metric_sums[name] += value
-                elif number == 0:  # it stands in every turn, and is the rollout's
+    row_metric_sums: dict[str, float] = defaultdict(float)
+    num_tokens = num_trained_tokens = num_turns = num_rows = 0
+    for (group_id, _), rows in rows_by_rollout.items():
+        num_by_status[str(rollout_status(rows))] += 1
+        num_tokens += sum(map(num_sampled_tokens, rows))
+        trained = [row for row in rows if row.status.trainable and row.reward is not None]
+        num_trained_tokens += sum(map(num_sampled_tokens, trained))
+        num_turns += sum(1 if row.turns is None else len(row.turns) for row in trained)
+        num_rows += len(trained)
+        for number, row in enumerate(trained):
+            for name, value in row.metrics.items():
+                if name in ROW_METRICS:
+                    row_metric_sums[name] += value
+                elif number == 0 or name.startswith(BRANCHES):  # else it stands in every row, and is the rollout's
                     metric_sums[name] += value
         if trained and (reward := trained[0].reward) is not None:
             rewards_by_group[group_id].append(reward)
@@ -424,7 +447,7 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         shards=(),
         version=0,
         worker="",
-        num_rollouts=len(turns_by_rollout),
+        num_rollouts=len(rows_by_rollout),
         num_by_status=dict(num_by_status),
         num_tokens=num_tokens,
         num_bytes=sum(
@@ -436,17 +459,25 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         reward_sum=float(sum(rewards)),
         metric_sums=dict(metric_sums),
         num_turns=num_turns,
-        turn_metric_sums=dict(turn_metric_sums),
+        num_rows=num_rows,
+        row_metric_sums=dict(row_metric_sums),
         rollout_time_sums={t.name: float(sum(getattr(each, t.name) for each in times)) for t in fields(RolloutTimes)},
         pass_rates=pass_rates(rewards_by_group),
     )
 
 
-def rollout_status(turns: Sequence[Experience]) -> Status:
-    """The status of a rollout: truncated if a turn of it was, ok if any other may be trained, else its first turn's."""
-    trainable = [turn.status for turn in turns if turn.status.trainable]
+def num_sampled_tokens(row: Experience) -> int:
+    """Tokens of a row that the policy sampled, trained or not."""
+    if row.turns is None:
+        return len(row.tokens) - row.prompt_length
+    return sum(turn.end - turn.start for turn in row.turns)
+
+
+def rollout_status(rows: Sequence[Experience]) -> Status:
+    """The status of a rollout: truncated if a row of it was, ok if any other may be trained, else its first row's."""
+    trainable = [row.status for row in rows if row.status.trainable]
     if not trainable:
-        return turns[0].status
+        return rows[0].status
     return Status.TRUNCATED if Status.TRUNCATED in trainable else Status.OK
 
 
@@ -454,7 +485,9 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     """The metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
 
     - reward, and every metric of a workflow: mean over the rollouts that may be trained, each once, whatever its turns
-    - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the turns of those rollouts
+    - num_turns: calls of the policy in such a rollout, mean; branches/<reason>: rows of it that begin where they do
+      because a prompt did not go on where a turn had ended, mean
+    - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the rows of those rollouts
     - response_length: response tokens of such a rollout, all its turns together, mean
     - truncated: share of those that met the token limit; failed: share of all rollouts that failed, timed out or were
       set aside as poisoned
@@ -468,6 +501,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
         return float(sum(values))
 
     def by_name(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        # A dict for a set that keeps its order, so that every step has its metrics in the same order.
         return {
             name: sum(each.get(name, 0.0) for each in mappings) for name in {n: None for each in mappings for n in each}
         }
@@ -478,12 +512,12 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     unit_s, wait_s = total([r.time_s for r in results]), total([r.time_wait_s for r in results])
     num_by_status = by_name([r.num_by_status for r in results])
     num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
-    num_turns = max(1.0, total([r.num_turns for r in results]))
-    # Means over rollouts, then over turns, then seconds; sums of units are added first, so that a small unit counts
+    num_rows = max(1.0, total([r.num_rows for r in results]))
+    # Means over rollouts, then over rows, then seconds; sums of units are added first, so that a small unit counts
     # less.
     metrics = {name: value / num_rewards for name, value in by_name([r.metric_sums for r in results]).items()}
-    turn_sums = by_name([r.turn_metric_sums for r in results])
-    metrics |= {name: value / num_turns for name, value in turn_sums.items()}
+    row_sums = by_name([r.row_metric_sums for r in results])
+    metrics |= {name: value / num_rows for name, value in row_sums.items()}
     time_sums = by_name([r.rollout_time_sums for r in results])
     metrics |= {f"rollout/{name}": value / max(1.0, num_rollouts) for name, value in time_sums.items()}
     for name in sorted({name for result in results for name in result.pass_rates}):
@@ -494,6 +528,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     return metrics | {
         "reward": total([r.reward_sum for r in results]) / num_rewards,
         "num_rollouts": num_rollouts,
+        "num_turns": total([r.num_turns for r in results]) / num_rewards,
         "response_length": total([r.num_trained_tokens for r in results]) / num_rewards,
         "truncated": num_by_status.get(Status.TRUNCATED, 0.0) / num_rewards,
         "failed": num_failed / max(1.0, num_rollouts),

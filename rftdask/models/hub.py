@@ -36,6 +36,7 @@ def local_model(path: str) -> str:
 
     Give it to `from_pretrained`, which asks the Hub about a name even where the files are in the cache.
     """
+    # A folder that is there wins over a model of that name, as it does in `from_pretrained`.
     folder = None if Path(path).exists() else cached_folder(path)
     return str(folder) if folder is not None and has_weights(folder) and has_tokenizer(folder) else path
 
@@ -51,6 +52,7 @@ def cached_folder(name: str) -> Path | None:
     try:
         file = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
+        # The cache refuses what can be no name on the Hub, so there is nothing to be had under it.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
@@ -79,6 +81,7 @@ def require_hub(what: str, advice: str) -> None:
         thread.start()
         thread.join(_ANSWER_TIMEOUT_S)
         reason = reasons[-1]
+        # Silence alone is remembered: after an answer the next name may ask again, for that costs little.
         _silence = (constants.ENDPOINT if reason else "", time.monotonic(), reason)
     if reason:
         raise DataError(f"{what} is not on this machine, and {constants.ENDPOINT} does not answer ({reason}); {advice}")

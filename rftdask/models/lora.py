@@ -63,6 +63,13 @@ def begin(model: PreTrainedModel, section: LoraConfig) -> dict[str, Any]:
     return {**settings, "base_model_name_or_path": model.config.name_or_path}
 
 
+def needs_weights(section: LoraConfig) -> bool:
+    """Whether the adapters that `begin` makes are made of the model's weights, as those of DoRA. Raises: DataError."""
+    if section.path is None:
+        return section.use_dora
+    return bool(_read_settings(Path(section.path) / ADAPTER_CONFIG_FILE).get("use_dora"))
+
+
 def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Put adapters that change nothing into the layers that `settings` mean; returns the settings with all defaults.
 
@@ -118,6 +125,7 @@ def load_files(model: PreTrainedModel, config_file: Path, tensors_file: Path) ->
     # The adapters stay where they are from one version to the next: only their values change.
     if not adapter_names(model):
         add_adapter(model, _read_settings(config_file))
+        # An engine trains nothing, and keeps no gradients.
         model.requires_grad_(False)
     load_adapter(model, load_file(tensors_file), str(tensors_file))
 
@@ -142,6 +150,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 def merged(model: Model) -> Model:
     """Add the adapters to the weights of the model, in place, and take them out; returns the model."""
     for name, module in list(model.named_modules()):
+        # Asked anew each time: the names were listed before, and a layer may have been replaced with what was below it.
         if module in _tuned_layers(model):
             module.merge()
             parent, _, child = name.rpartition(".")

@@ -1,7 +1,8 @@
 """Model shape: what the sizes of a model follow from, read from its config.json and the heads of its weight files.
 
-It loads no weights. With the files at hand it needs neither torch nor transformers; for a name on the Hugging Face Hub
-it builds the model without memory (torch's meta device), which needs the configuration alone.
+It loads no weights. With the files at hand, and for the models of known_models.py, it needs neither torch nor
+transformers; for another name on the Hugging Face Hub it builds the model without memory (torch's meta device), which
+needs the configuration alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
 from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
+from rftdask.models.known_models import known_model
 from rftdask.storage.checked_json import parse_object
 
 MAX_LOGITS = 2**27
@@ -44,8 +46,11 @@ class ModelShape:
     """Width of the queries: heads * size of a head."""
     key_size: int
     """Width of the keys, which is that of the values."""
+    head_size: int
     intermediate_size: int
     """Width of the MLP; in a mixture of experts, the sum over the experts that a token takes."""
+    experts_per_token: int
+    """0: every token passes the one MLP."""
     normalizes_heads: bool
     """True where queries and keys pass a norm of their own."""
     vocab_size: int
@@ -57,6 +62,18 @@ class ModelShape:
         """Of all weights, each once."""
         return sum(math.prod(shape) for shape in self.weights.values())
 
+    @property
+    def num_expert_parameters(self) -> int:
+        """Of all experts; 0 where there are none."""
+        return sum(math.prod(shape) for name, shape in self.weights.items() if ".experts." in name)
+
+    @property
+    def num_outside(self) -> int:
+        """Weights outside of the layers: embeddings, output layer, last norm."""
+        return sum(
+            math.prod(shape) for name, shape in self.weights.items() if not any(map(str.isdigit, name.split(".")))
+        )
+
     def lora_parameters(self, lora: LoraConfig) -> int:
         """Count the weights of adapters on the layers that PEFT would take: rank * (in + out) each."""
 
@@ -67,9 +84,13 @@ class ModelShape:
 
         total = 0
         for name, shape in self.weights.items():
+            # Unchanged for a bias, which is how it is told apart below.
             layer = name.removesuffix(".weight")
             # PEFT adapts linear layers: no biases, no norms, no embeddings (unless they are named, which we refuse).
+            # Experts and what chooses among them are no linear layers in transformers.
             if len(shape) != 2 or layer == name or "embed" in layer.rpartition(".")[2]:
+                continue
+            if ".experts." in name or layer.endswith(".gate"):
                 continue
             if lora.exclude_modules is not None and is_named(lora.exclude_modules, layer):
                 continue
@@ -85,21 +106,25 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
     Raises: DataError: there is none, or it is no decoder.
     """
     folder = Path(model_path)
-    is_whole = True
+    is_whole, known = True, None
     if not folder.exists() and is_model_name(model_path):
         folder = cached_folder(model_path) or folder
         is_whole = has_weights(folder)  # the cache may hold some of the files
-        if not folder.exists():
+        known = None if is_whole else known_model(model_path)
+        if not folder.exists() and known is None:
             require_hub(
                 f"model.model_path: {model_path!r}",
                 f"give a folder with its config.json (hf download {model_path} config.json --local-dir DIR, where "
                 "there is a network)",
             )
-    # From the files where they are there; else from a model that has shapes and no memory.
-    if is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
+    # From the files where they are there; else from the table; else from a model that has shapes and no memory.
+    weights: Mapping[str, tuple[int, ...]]
+    if known is not None:
+        weights, config = known
+    elif is_whole and [*folder.glob("*.safetensors")] and (folder / "config.json").is_file():
         try:
             config = _parse(folder / "config.json")
-            weights: Mapping[str, tuple[int, ...]] = _read_heads(folder)
+            weights = _read_heads(folder)
         except ValueError as error:
             raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
     else:
@@ -109,6 +134,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
 
         try:
             built = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            # Shapes without memory: a model of any size is built in a moment.
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(built, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
@@ -128,7 +154,9 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             num_layers=config["num_hidden_layers"],
             query_size=heads * head_size,
             key_size=(config.get("num_key_value_heads") or heads) * head_size,
+            head_size=head_size,
             intermediate_size=inner or config["intermediate_size"],
+            experts_per_token=experts or 0,
             normalizes_heads=any(name.endswith("q_norm.weight") for name in weights),
             vocab_size=config["vocab_size"],
             bytes_at_rest=_BYTES.get(config.get("dtype") or config.get("torch_dtype") or "float32", 4),
@@ -149,6 +177,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError("its config.json says num_hidden_layers 0")
     is_embedding = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in)\.weight")
     shapes = [shape for name, shape in _read_heads(folder).items() if is_embedding.fullmatch(name)]
+    # Of an architecture with other names nothing can be said here; loading it will tell.
     if not shapes:
         return
     rows, size = shapes[0]
@@ -158,6 +187,7 @@ def check_folder(folder: Path) -> None:
     if tokenizer := read.get("tokenizer.json"):
         vocabulary = tokenizer.get("model", {}).get("vocab", {})
         ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
+        # A token beyond the embeddings would be an error in a kernel, hours into a run.
         largest = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", ()))], default=0)
         if largest >= rows:
             raise ValueError(f"its tokenizer has the token {largest}, and its embeddings end at {rows - 1}")

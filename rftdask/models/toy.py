@@ -74,6 +74,7 @@ def build_toy_model(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+    # In a copy of the random state: a notebook that writes a toy goes on drawing as before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()

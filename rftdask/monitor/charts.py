@@ -1,8 +1,8 @@
 """Charts: metrics as matplotlib figures and as SVG that follows the colors of the page it stands in.
 
-Stages are drawn one after another on one axis: stage 2 starts where the last step of stage 1 was, because its first
-weights are those. It knows neither storage nor HTML pages, and uses no global state of matplotlib (no pyplot),
-which is imported late, as pandas is: together a second that only who draws pays.
+Each stage has a panel of its own, all of them equally wide, since a stage of 16 steps may be what a run is about and
+256 steps before it only its preparation. It knows neither storage nor HTML pages, and uses no global state of
+matplotlib (no pyplot), which is imported late, as pandas is: together a second that only who draws pays.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rftdask.monitor.explain import METRICS
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 Stages = Sequence[tuple[str, "pd.DataFrame"]]
 """(stage name, its metrics as `read_metrics` gives them), in the order the stages ran."""
@@ -42,6 +41,8 @@ class Chart:
     metric: str
     roles: tuple[str, ...]
     x_label: str = "optimizer step"
+    one_scale: bool = True
+    """Whether the stages share the y axis; the losses of two algorithms have nothing in common."""
 
     @property
     def title(self) -> str:
@@ -52,9 +53,9 @@ class Chart:
 CHARTS = (
     Chart("reward", ("trainer", "explorer")),
     Chart("accuracy", ("eval",), "policy version"),
-    Chart("loss", ("trainer",)),
-    Chart("eval_loss", ("eval",)),
-    Chart("grad_norm", ("trainer",)),
+    Chart("loss", ("trainer",), one_scale=False),
+    Chart("eval_loss", ("eval",), one_scale=False),
+    Chart("grad_norm", ("trainer",), one_scale=False),
     Chart("response_length", ("trainer", "explorer")),
     Chart("staleness", ("trainer",)),
     Chart("tokens_per_s", ("trainer", "explorer")),
@@ -64,37 +65,30 @@ CHARTS = (
 
 
 @dataclass(frozen=True)
-class Curve:
-    """x and y of one curve; a list of segments, one per stage that has it."""
+class Panel:
+    """What one stage measured of a chart: (steps, values) of each curve by its taskset, "" where there is none."""
 
-    label: str
-    segments: list[tuple[list[float], list[float]]]
-
-
-def stage_edges(stages: Stages) -> list[int]:
-    """Where on the common axis each stage begins, which is the sum of the optimizer steps before it; then the end."""
-    edges = [0]
-    for _, metrics in stages:
-        steps = metrics[metrics["role"].isin(["trainer", "eval"])]["step"] if len(metrics) else []
-        edges.append(edges[-1] + int(max(steps, default=0)))
-    return edges
+    stage: str
+    curves: dict[str, tuple[list[int], list[float]]]
 
 
-def compute_curves(chart: Chart, stages: Stages) -> list[Curve]:
-    """The curves of a chart over all stages; empty when nobody measured the metric."""
-    curves: dict[str, Curve] = {}
-    for (_, metrics), start in zip(stages, stage_edges(stages), strict=False):
+def panels_of(chart: Chart, stages: Stages) -> list[Panel]:
+    """One for each stage that measured the metric, in order."""
+    panels = []
+    for name, metrics in stages:
         if chart.metric not in metrics:
             continue
         rows = metrics.dropna(subset=[chart.metric])
         # One role alone: the same name of two roles counts other rows, such as all rollouts and the trained ones.
         role = next((role for role in chart.roles if (rows["role"] == role).any()), None)
+        if role is None:
+            continue
         rows = rows[rows["role"] == role]
-        labels = rows["taskset"] if "taskset" in rows else rows["role"]
-        for label, part in rows.groupby(labels, sort=False):
-            curve = curves.setdefault(str(label), Curve(str(label), []))
-            curve.segments.append(((part["step"] + start).tolist(), part[chart.metric].tolist()))
-    return list(curves.values())
+        # No row of a stage without evaluations has the tag; else it is "" where it is missing.
+        parts = rows.groupby("taskset", sort=False) if "taskset" in rows else [("", rows)]
+        curves = {str(taskset): (part["step"].tolist(), part[chart.metric].tolist()) for taskset, part in parts}
+        panels.append(Panel(name, curves))
+    return panels
 
 
 def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
@@ -103,15 +97,14 @@ def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
     from matplotlib.figure import Figure
 
     stages: Stages = [("", metrics)] if isinstance(metrics, pd.DataFrame) else metrics
-    drawn = [(chart, curves) for chart in CHARTS if (curves := compute_curves(chart, stages))]
+    drawn = [(chart, panels) for chart in CHARTS if (panels := panels_of(chart, stages))]
     num_rows = max(1, -(-len(drawn) // 3))
     figure = Figure(figsize=(12, 2.8 * num_rows), layout="constrained")
     if not drawn:
         figure.text(0.5, 0.5, "no metrics yet", ha="center", color=_TEXT)
-    for number, (chart, curves) in enumerate(drawn, start=1):
-        axes = figure.add_subplot(num_rows, 3, number)
-        _draw(axes, chart, curves, stages)
-        axes.set_title(chart.title, loc="left", fontsize=10, color=_TEXT, pad=6 if len(stages) < 2 else 26)
+    for (chart, panels), part in zip(drawn, figure.subfigures(num_rows, 3, squeeze=False).flat, strict=False):
+        part.suptitle(chart.title, x=0.02, ha="left", fontsize=10, color=_TEXT)
+        _draw(part, chart, panels, name_stages=len(stages) > 1)
 
     def svg() -> str:
         buffer = io.StringIO()
@@ -128,14 +121,14 @@ def chart_svg(chart: Chart, stages: Stages) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    curves = compute_curves(chart, stages)
-    if not curves:
+    panels = panels_of(chart, stages)
+    if not panels:
         return ""
     buffer = io.StringIO()
     # Text stays text (small, in the page's font); the salt makes the same numbers give the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.metric}):
         figure = Figure(figsize=(5.6, 2.5), layout="constrained")
-        _draw(figure.add_subplot(), chart, curves, stages)
+        _draw(figure, chart, panels, name_stages=len(stages) > 1)
         figure.savefig(
             buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
@@ -143,6 +136,7 @@ def chart_svg(chart: Chart, stages: Stages) -> str:
     svg = buffer.getvalue()
     svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
+    # A page has several charts, and an id may stand in it once.
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{chart.metric}-", svg)
     for color, variable in _CSS.items():
         svg = svg.replace(color, variable)
@@ -150,47 +144,35 @@ def chart_svg(chart: Chart, stages: Stages) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{chart.title}"', 1)
 
 
-def _draw(axes: Axes, chart: Chart, curves: list[Curve], stages: Stages) -> None:
+def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name_stages: bool) -> None:
     import pandas as pd
     from matplotlib.ticker import MaxNLocator
 
-    for curve, color in zip(curves, itertools.cycle(_SERIES), strict=False):
-        num_points = max(len(x) for x, _ in curve.segments)
-        marks: dict[str, Any] = {"marker": "o", "markersize": 3.5} if num_points <= _MARKS_UP_TO else {}
-        for number, (x, y) in enumerate(curve.segments):
-            if num_points > _SMOOTH_FROM:
-                axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
+    # A taskset has its color in all stages.
+    tasksets = dict.fromkeys(taskset for panel in panels for taskset in panel.curves)
+    colors = dict(zip(tasksets, itertools.cycle(_SERIES), strict=False))
+    axes_P = figure.subplots(1, len(panels), sharey=chart.one_scale, squeeze=False)[0]
+    for axes, panel in zip(axes_P, panels, strict=True):
+        for taskset, (x, y) in panel.curves.items():
+            if len(x) > _SMOOTH_FROM:
+                axes.plot(x, y, color=colors[taskset], linewidth=1.0, alpha=0.3)
                 # Over it the mean of the tenth of the points around each.
-                window = max(2, len(y) // 10)
-                y = pd.Series(y).rolling(window, min_periods=1, center=True).mean().tolist()
-            axes.plot(x, y, color=color, linewidth=1.8, label=curve.label if number == 0 else None, **marks)
-    if len(curves) > 1:
-        axes.legend(frameon=False, fontsize=8, labelcolor=_TEXT)
-    if len(stages) > 1:
-        # A dashed line where a stage begins, and the names of the stages above; all charts then span all stages.
-        edges = stage_edges(stages)
-        axes.set_xlim(-0.02 * edges[-1], 1.02 * max(1, edges[-1]))
-        for number, ((name, _), start) in enumerate(zip(stages, edges, strict=False)):
-            if number:
-                axes.axvline(start, color=_TEXT, linewidth=0.8, linestyle=(0, (3, 3)))
-            axes.annotate(
-                name,
-                (start, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, 12 if number % 2 else 2),  # staggered: a short stage leaves no room for its name
-                textcoords="offset points",
-                fontsize=8,
-                color=_TEXT,
-                parse_math=False,
-            )
-    if chart.metric == "accuracy":
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel(chart.x_label, fontsize=8, color=_TEXT)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.grid(axis="y", color=_GRID, linewidth=0.7)
-    axes.tick_params(colors=_TEXT, labelsize=8, length=0)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_GRID)
+                y = pd.Series(y).rolling(max(2, len(y) // 10), min_periods=1, center=True).mean().tolist()
+            # With few points a line alone would hide how few.
+            marks: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(x) <= _MARKS_UP_TO else {}
+            axes.plot(x, y, color=colors[taskset], linewidth=1.8, label=taskset, **marks)
+        if name_stages:
+            axes.set_title(panel.stage[: 60 // len(panels)], fontsize=8, color=_TEXT, parse_math=False)
+        if chart.metric == "accuracy":
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_xlabel(chart.x_label, fontsize=8, color=_TEXT)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=max(2, 6 // len(panels)), integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        axes.grid(axis="y", color=_GRID, linewidth=0.7)
+        axes.tick_params(colors=_TEXT, labelsize=8, length=0)
+        axes.set_axisbelow(True)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_GRID)
+    if len(tasksets) > 1:
+        axes_P[-1].legend(frameon=False, fontsize=8, labelcolor=_TEXT)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FOLDER = "metrics"
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
 _RESERVED = ("role", "step", "time_s")
+_OF_TWO = ("eval",)
+"""Roles that two processes write: the driver's evaluations of tasks, the trainer's of held-out rows."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class MetricsWriter:
             if self._path:
                 self._storage.put(self._path, data)
             else:
+                # After the newest part of anybody: a resumed role goes on with a part of its own.
                 number = max((part for part, _ in _parts(self._storage, self._role)), default=0)
                 while not self._path:  # ends: each turn somebody else made a part
                     number += 1
@@ -184,7 +187,7 @@ class MetricsFollower:
                 # Rows are only ever added to a part, so their number is a cursor.
                 found += rows[self._num_given.get(path, 0) :]
                 self._num_given[path] = len(rows)
-                if number < len(parts):
+                if number < len(parts) and role not in _OF_TWO:
                     self._ended.add(path)  # its writer has begun another, and will not come back to this one
         return found
 

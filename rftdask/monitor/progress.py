@@ -208,6 +208,7 @@ class TerminalView(ProgressView):
 
         super().__init__(clock)
         self._console = console or safe_console()
+        # Drawn when there is news, and by no thread of its own.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def __enter__(self) -> ProgressView:

@@ -84,6 +84,7 @@ class TensorBoardTracker(Tracker):
             # Late: half a second.
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        # Files that are lost with this process cannot be gone on with, so the next tracker gets all rows again.
         self.keeps_history = not run.is_temporary
         self.folder = run.folder / "tensorboard"
         self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, EventFileWriter
@@ -158,6 +159,7 @@ class MlflowTracker(Tracker):
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        # It stands between such quotes in the query below.
         own_name = run.name.replace("'", "")
         query = f"tags.rftdask_run = '{own_name}'"
         known = self._client.search_runs([experiment_id], query, max_results=1)
@@ -165,6 +167,7 @@ class MlflowTracker(Tracker):
         found = known[0] if known else self._client.create_run(experiment_id, run_name=run.name, tags=tags)
         self._run_id: str = found.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
+        # A run that was found has it already, from its first start.
         if not known:
             self._client.log_dict(self._run_id, dict(run.config), "config.json")
 
@@ -264,6 +267,7 @@ class TrackerFeed:
         try:
             call()
         except Exception as error:  # whatever a tracker's package raises; see the class
+            # The first error is the cause: closing a tracker that has failed often fails as well.
             self.error = self.error or error
             logger.warning("%s failed and is not fed any more: %s", type(self._tracker).__name__, error, exc_info=True)
         return self.error is None

@@ -216,10 +216,10 @@ class Channel:
         while True:
             yield self._messages.get()
 
-    def try_receive(self) -> Any | None:
-        """The parent's next message, if there is one already."""
+    def try_receive(self, timeout_s: float = 0.0) -> Any | None:
+        """The parent's next message, if there is one already or comes within `timeout_s`."""
         with contextlib.suppress(queue.Empty):
-            return self._messages.get_nowait()
+            return self._messages.get(block=timeout_s > 0, timeout=timeout_s)
         return None
 
     def send(self, message: Any) -> None:
@@ -257,6 +257,7 @@ def main(target: str) -> None:
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
         told = {"kind": type(error).__name__, "text": "\n".join([str(error), *notes]), "traceback": lines}
         channel.send({"child_error": told})
+        # Not sys.exit, which would wait for the threads and handlers of libraries.
         os._exit(1)
     with contextlib.suppress(OSError):
         sys.stderr.flush()

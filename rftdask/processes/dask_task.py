@@ -41,6 +41,7 @@ def make_called_off() -> Callable[[], bool]:
     key = worker.get_current_task()
 
     def called_off() -> bool:
+        # Gone, or cancelled and still running: Dask forgets a cancelled task once its thread has returned.
         state = worker.state.tasks.get(key)
         return state is None or state.state == "cancelled"
 

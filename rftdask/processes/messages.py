@@ -30,6 +30,7 @@ class Codec(Generic[Message]):
 
     def decode(self, plain: Any) -> Message:
         """What `encode` was given. Raises: ValueError, TypeError: no such class, or not its fields."""
+        # Checked: what comes may have been written by code that is not ours.
         if not isinstance(plain, list | tuple) or not plain or plain[0] not in self._kinds:
             raise ValueError(f"not one of the messages {', '.join(self._kinds)}: {plain!r:.100}")
         message: Message = _from_plain(self._kinds[plain[0]], plain[1:])
@@ -55,6 +56,7 @@ def _to_plain(value: Any) -> Any:
 def _from_plain(hint: Any, plain: Any) -> Any:
     if isinstance(hint, type) and is_dataclass(hint):
         hints = _hints(hint)
+        # By number: both ends are of one version, so the fields are the same.
         if not isinstance(plain, list | tuple) or len(plain) != len(hints):
             raise ValueError(f"not the fields of {hint.__name__}: {plain!r:.100}")
         return hint(*map(_from_plain, hints.values(), plain))

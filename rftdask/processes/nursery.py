@@ -164,6 +164,7 @@ def start(modules: Sequence[str]) -> None:
     if not _is_started:
         atexit.register(_end_fork_server, os.getpid())
     _is_started = True
+    # This module, too: what the nursery needs must not be imported in a fork.
     forkserver.set_forkserver_preload([__name__, *modules])
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     # Both servers, and all that is forked, have the mask of this thread.
@@ -277,6 +278,7 @@ class _Nursery:
         while True:
             waited: list[Any] = [self._driver, self._listener, self._wake, *self._askers.values()]
             ready = select.select(waited, [], [])[0]
+            # Readable only when closed: the driver sends nothing.
             if self._driver in ready:
                 return
             if self._wake in ready:
@@ -335,6 +337,7 @@ class _Nursery:
         self._driver.close()
         for end in (self._listener, self._wake, self._woken, *self._askers.values()):
             end.close()
+        # As a started process would have it: only what the asker gave.
         os.environ.clear()
         os.environ.update(env)
         # One of its own, if it needs one: the driver's would complain of what a process that was killed has left.

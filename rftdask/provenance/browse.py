@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pyarrow.compute as pc
 
-from rftdask.buffer.log.schema import runs_to_mask
+from rftdask.buffer.log.schema import conversation, runs_to_mask, sampled_spans
 from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.provenance.tables import RunTables
 from rftdask.run.view import Stage
@@ -117,17 +117,19 @@ class ListPage(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token of an experience; `logprob` is None in the prompt, where nothing was sampled."""
+    """One token of an experience; `logprob` is None where nothing was sampled."""
 
     number: int
     id: int
     text: str
     logprob: float | None = None
     is_trained: bool = False
+    source: str = ""
+    """Of a token between two turns who added it, such as "tool"; "": it was sampled, or is of the prompt."""
 
     @property
     def probability(self) -> float:
-        """When it was sampled; 0 for a token of the prompt."""
+        """When it was sampled; 0 for a token that was not."""
         return 0.0 if self.logprob is None else math.exp(min(0.0, self.logprob))
 
     @property
@@ -209,7 +211,12 @@ class Browser:
 
         start, ids = experience["prompt_length"], experience["tokens"]
         mask = runs_to_mask(experience["loss_mask_runs"], len(ids) - start)
-        sampled = [(None, False)] * start + list(zip(experience["rollout_logprobs"], mask, strict=True))
+        # [L]: the prompt was sampled by nobody, so it has neither logprobs nor a mask; nor has what was added to it.
+        sampled: list[tuple[float | None, bool, str]] = [(None, False, "")] * start
+        sources = [turn["source"] or "added" for turn in experience["turns"] or [{"source": ""}]]
+        for source, (begin, end) in zip(sources, sampled_spans(experience), strict=True):
+            sampled += [(None, False, source)] * (start + begin - len(sampled))
+            sampled += [(experience["rollout_logprobs"][n], mask[n], "") for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
         return Shown(experience, tokens, self._states.take(states[place]).to_pylist(), _records(group))
@@ -237,10 +244,14 @@ class Browser:
         """One line for each line of `states`, without tokens."""
         table = self._experiences
         frame = table.select([*_LIST_COLUMNS, *_TEXT_COLUMNS, "prompt_length"]).to_pandas()
-        frame["response_length"] = pc.list_value_length(table["rollout_logprobs"]).to_pandas()
-        frame["surprise"] = [
-            sum(values) / len(values) if len(values) else math.nan for values in table["rollout_logprobs"].to_pandas()
+        turns = table["turns"].to_pylist()
+        frame["response_length"] = [
+            length if told is None else sum(turn["end"] - turn["start"] for turn in told)
+            for length, told in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)
         ]
+        # What was not sampled has a logprob of 0, and adds nothing to the sum.
+        logprobs = zip(table["rollout_logprobs"].to_pandas(), frame["response_length"], strict=True)
+        frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
         groups = frame[["taskset", "epoch", "task_index"]].astype(str)
         frame["group"] = groups["taskset"] + "/" + groups["epoch"] + "/" + groups["task_index"]
         states = self._states.drop_columns(["uid"]).to_pandas()
@@ -331,6 +342,7 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["cell"] = cell
+    environment.filters["conversation"] = conversation
     environment.filters["link"] = lambda row: "/experience?" + urlencode({k: row[k] for k in ("stage", "shard", "row")})
     # Line ends and tabs of a token stand behind a sign.
     environment.filters["visible"] = lambda text: text.replace("\n", "\u21b5\n").replace("\t", "\u2192\t")
@@ -348,12 +360,14 @@ class ViewServer(ThreadingHTTPServer):
             print(server.address); server.serve_forever()
     """
 
+    # A page that is still being made does not keep the command alive.
     daemon_threads = True
 
     def __init__(self, url: str | Path, port: int = 0) -> None:
         """Port 0 takes a free one. Raises: DataError: no run folder; OSError: the port is taken."""
         self.browser = Browser(url)
         """What is shown; a request for /reload puts a newer one in its place, whole, so threads need no lock."""
+        # Every user of this machine reaches the port; who lacks the token sees nothing.
         self.token = secrets.token_urlsafe(24)
         super().__init__((ADDRESS, port), _Handler)
 

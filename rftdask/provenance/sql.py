@@ -116,8 +116,10 @@ def _connect(tables: RunTables, names: Iterable[str]) -> duckdb.DuckDBPyConnecti
     except ImportError:
         raise UserError("SQL over a run needs DuckDB: pip install 'rftdask[sql]'") from None
     connection = duckdb.connect(":memory:")
+    # Else a name in a query that is no table would be looked up among Python's variables.
     connection.execute("set python_enable_replacements = false")
     connection.execute("set autoinstall_known_extensions = false")
     for name in names:
+        # Arrow as it is: DuckDB reads the memory, and nothing is copied.
         connection.register(name, tables.table(name))
     return connection

@@ -29,7 +29,7 @@ from rftdask.run.view import Stage, open_stages
 from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 from rftdask.weights.manifest import read_manifest
-from rftdask.weights.published import as_published, published_versions, weights_folder
+from rftdask.weights.published import as_published, hash_as_published, published_versions, weights_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,6 +165,7 @@ class RunTables:
     @cached_property
     def made_steps(self) -> dict[str, int]:
         """The last step that is known to be made, by stage; without a stage whose files do not tell."""
+        # One by one, so that a damaged stage leaves the others their answer.
         found = {stage.name: self._try(partial(getattr, stage, "made_step")) for stage in self.stages}
         return {name: step for name, step in found.items() if step is not None}
 
@@ -205,10 +206,12 @@ class RunTables:
     def _folder(self, stage: Stage, folder: str, of_weights: bool = False) -> dict[str, Any] | None:
         """What the tables of checkpoints and weights say of a folder with a manifest."""
         manifest = self._try(partial(read_manifest, stage.storage, folder))
+        # Half written or half removed: no folder for anybody.
         if manifest is None:
             return None
+        content_hash = manifest.content_hash
         if of_weights:
-            manifest = as_published(manifest)
+            content_hash, manifest = hash_as_published(manifest), as_published(manifest)
             if not manifest.files:  # a trainer engine of the user's own may keep them under other names
                 return None
         return {
@@ -218,7 +221,7 @@ class RunTables:
             "folder": folder,
             "num_files": len(manifest.files),
             "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-            "content_hash": manifest.content_hash,
+            "content_hash": content_hash,
         }
 
     def _steps(self) -> pa.Table:
@@ -284,6 +287,7 @@ def row_states(
     other_is_taken = named.groupby(group).transform("any") | is_settled
     # While none is taken the first by name will be: names sort as the log is read.
     is_first = found["shard"] == found["shard"].groupby(group).transform("min")
+    # A copy of which any row is named is the one that was taken: its other rows wait, and are no repeat.
     is_repeat = ~named & ~named.groupby(copy).transform("any") & (other_is_taken | ~is_first)
     parts = [found.assign(reason=found["reason"].astype(object).where(~is_repeat, REPEAT))]
     # Of rows that nobody can read, the ledger and the names of shards still tell how many there were, and what became

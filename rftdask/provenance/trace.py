@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from rftdask.buffer.batches.audit import REPEAT
 from rftdask.buffer.batches.selection import staleness
+from rftdask.buffer.log.schema import conversation, sampled_spans
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.provenance.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
@@ -140,7 +141,7 @@ def trace(url: str | Path, uid: str) -> Trace:
             return _trace(tables, stage, uid, pa.concat_tables(found, promote_options="default"))
     nearest = nearest_uids(uid, seen)
     known = f"; the nearest of {len(seen):,}:\n  " + "\n  ".join(nearest) if nearest else ": it has none at all"
-    raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/turn){known}")
+    raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/row){known}")
 
 
 def nearest_uids(uid: str, known: set[str], count: int = _NUM_NEAREST) -> list[str]:
@@ -195,6 +196,7 @@ def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
         assert name is not None  # it came out of a listing of such names
         weights = _weights_verdict(tables, stage, row)
         copies.append(Copy(name, number, own[0]["state"], own[0]["reason"] or "", row, weights, uses, lost_to))
+    # What counts comes first: what was trained, and a repeat after its twin.
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
     fates = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
     siblings = tuple({**row, "fate": fates[p]} for p, row in rows.items() if row["shard"] == copies[0].shard.text)
@@ -228,6 +230,7 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
     place = _where(batch, shard=state["shard"], row=state["row"])["place"][0].as_py()
     measured = _where(tables.table("steps"), stage=name, step=step).to_pylist()
     checkpoints = _where(tables.table("checkpoints"), stage=name, lineage=lineage).to_pylist()
+    # The first checkpoint from its step on is the first that holds what was learned from it.
     later = [(c["step"], c["folder"], c["content_hash"]) for c in checkpoints if c["step"] >= step]
     looks = sorted(_where(tables.table("evals"), stage=name).to_pylist(), key=lambda row: row["version"])
     evaluations = []
@@ -259,21 +262,21 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     """(label, text) of what is known of a copy; an empty text is left out."""
     # What it says and how it was sampled; where it lies; then what became of it, use by use.
     row = copy.experience
-    num_response = len(row["tokens"]) - row["prompt_length"]
+    num_sampled = sum(end - start for start, end in sampled_spans(row))
+    num_added = len(row["rollout_logprobs"]) - num_sampled
     versions = {row["min_policy_version"], row["max_policy_version"]}
     top_k = row["top_k"] if row["top_k"] > 0 else "off"
-    logprobs = row["rollout_logprobs"]
-    mean = f", mean logprob {sum(logprobs) / len(logprobs):.3f}" if logprobs else ""
+    mean = f", mean logprob {sum(row['rollout_logprobs']) / num_sampled:.3f}" if num_sampled else ""
+    added = f", {num_added} tokens added between turns" if num_added else ""
     reward = "none: a failure is not a reward of zero" if row["reward"] is None else f"{row['reward']:.4g}"
     lines = [
-        ("prompt", _short(row["prompt_text"])),
-        ("response", _short(row["response_text"])),
+        *((printable(label), _short(text)) for label, text in conversation(row)),
         ("expected", _short(row["truth"])),
         ("reward", reward),
         ("status", f"{row['status']}{', ' + _short(row['error']) if row['error'] else ''} (attempt {row['attempt']})"),
         ("sampled", f"explore step {row['explore_step']}, batch {copy.shard.unit}, by writer {copy.shard.writer}"),
         ("", f"temperature {row['temperature']:.4g}, top_p {row['top_p']:.4g}, top_k {top_k}, seed {row['seed']}"),
-        ("", f"{row['prompt_length']} prompt tokens, {num_response} response tokens{mean}"),
+        ("", f"{row['prompt_length']} prompt tokens, {num_sampled} response tokens{mean}{added}"),
         ("weights", f"policy version {' to '.join(str(v) for v in sorted(versions))}"),
         ("", copy.weights),
         ("shard", f"{copy.shard.text}, row {copy.row}"),

@@ -1,8 +1,8 @@
 """Rollout: one rollout of a task, whose attempts are bounded in time and retried, and give experiences.
 
-Invariant: a rollout gives at least one experience, whatever its workflow does: one per call of the policy if it ended
-well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's rollout's: it
-rises. This module knows neither engines nor processes nor storage.
+Invariant: a rollout gives at least one experience, whatever its workflow does: one per sequence of calls of the policy
+if it ended well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's
+rollout's: it rises. This module knows neither engines nor processes nor storage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import numbers
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rftdask.buffer.log.schema import Experience, Status
+from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
@@ -94,12 +94,13 @@ class Rollout:
     """Reason why it is cancelled; "": it is not. Set before the cancellation, which is then a result like others."""
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
-        """Run the rollout once `admitted` is set. Returns: its experiences, ordered by turn. Raises: RoleError: the
-        engine, or what starts sandboxes, is gone.
+        """Run the rollout once `admitted` is set. Returns: its experiences, ordered by their first calls. Raises:
+        RoleError: the engine, or what starts sandboxes, is gone.
         """
         began = time.perf_counter()
         try:
             await admitted.wait()
+            # Not counted in the attempt's time: the wait for a place is not the workflow's.
             self.times.queue_s = time.perf_counter() - began
             return await self._attempts()
         except asyncio.CancelledError:
@@ -132,7 +133,7 @@ class Rollout:
             else:
                 if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
                     raise failure
-                return [self._success(call, turn, attempt, reward) for turn, call in enumerate(model.calls)]
+                return [self._success(calls, n, attempt, reward) for n, calls in enumerate(model.sequences)]
             finally:
                 # Of failed attempts, too: they have kept the engine busy.
                 self.times.generate_s += model.times.get("generate", 0.0)
@@ -165,6 +166,7 @@ class Rollout:
             if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
                 # The event loop was blocked over the deadline, by another rollout: that time it gets now.
                 await asyncio.wait({attempt}, timeout=min(late_s, timeout_s))
+            # It was not us: a rollout that is called off leaves by the wait above.
             if attempt.cancelled():
                 raise RuntimeError("the workflow cancelled itself")
             if attempt.done():
@@ -207,32 +209,62 @@ class Rollout:
                     f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 ({where})"
                 )
 
-    def _success(self, call: Call, turn: int, attempt: int, reward: Reward) -> Experience:
-        generation = call.generation
-        step = reward.steps[turn] if reward.steps else Step()
+    def _success(self, calls: Sequence[tuple[int, Call]], ordinal: int, attempt: int, reward: Reward) -> Experience:
+        # One sequence of calls, each with its place among all of the rollout, as a row.
+        place, first = calls[0]
+        last = calls[-1][1]
+        prompt_length = len(first.request.prompt_tokens)
+        # Arrays, made here, one by one while others are sampled: the commit then only joins them.
+        tokens = np.array((*last.request.prompt_tokens, *last.generation.tokens), np.int32)
+        logprobs = np.zeros(len(tokens) - prompt_length, np.float32)
+        mask = np.zeros(len(logprobs), bool)
+        text, turns = "", list[Turn]()
+        for number, call in calls:
+            generation = call.generation
+            start = len(call.request.prompt_tokens) - prompt_length
+            end = start + len(generation.tokens)
+            logprobs[start:end], mask[start:end] = generation.logprobs, True
+            text_start = len(text) + len(call.added_text)
+            text += call.added_text + call.response.text
+            step = reward.steps[number] if reward.steps else Step()
+            turns.append(
+                Turn(
+                    *(number, start, end, text_start, len(text), call.source, call.request.seed),
+                    # As the engine says, request by request: weights may have changed while it was answered.
+                    generation.min_policy_version,
+                    generation.max_policy_version,
+                    step.state,
+                    None if step.reward is None else float(step.reward),
+                )
+            )
+        newest = max(turn.max_policy_version for turn in turns)
+        num_sampled = sum(call.num_response_tokens for _, call in calls)
+        truncated = any(call.generation.finish_reason == "length" for _, call in calls)
+        is_turn = len(calls) == 1 and place == ordinal
         return replace(
-            self._blank(turn, attempt, call.request.sampling, call.request.seed),
+            self._blank(ordinal, attempt, first.request.sampling, first.request.seed),
             # Trainable all the same; an operator may drop it.
-            status=Status.TRUNCATED if generation.finish_reason == "length" else Status.OK,
-            # Arrays, made here, one by one while others are sampled: the commit then only joins them.
-            tokens=np.array((*call.request.prompt_tokens, *generation.tokens), np.int32),
-            prompt_length=len(call.request.prompt_tokens),
-            rollout_logprobs=np.array(generation.logprobs, np.float32),
+            status=Status.TRUNCATED if truncated else Status.OK,
+            tokens=tokens,
+            prompt_length=prompt_length,
+            rollout_logprobs=logprobs,
+            loss_mask=None if mask.all() else mask,
             reward=float(reward.value),
-            # As the engine says, request by request: weights may have changed while it was answered.
-            min_policy_version=generation.min_policy_version,
-            max_policy_version=generation.max_policy_version,
+            min_policy_version=min(turn.min_policy_version for turn in turns),
+            max_policy_version=newest,
             # Of other weights than those named when the unit began, the hash is not known here.
-            weights_hash=self.weights.content_hash if generation.max_policy_version == self.weights.version else "",
-            prompt_text=call.prompt_text,
-            response_text=call.response.text,
-            env_state=step.state,
-            turn_reward=None if step.reward is None else float(step.reward),
+            weights_hash=self.weights.content_hash if newest == self.weights.version else "",
+            prompt_text=first.prompt_text,
+            response_text=text,
+            env_state=turns[0].env_state if is_turn else None,
+            turn_reward=turns[0].turn_reward if is_turn else None,
+            turns=None if is_turn else tuple(turns),
             metrics={
                 **{name: float(value) for name, value in reward.metrics.items()},
-                "num_prompt_tokens": float(call.num_prompt_tokens),
-                "num_response_tokens": float(call.num_response_tokens),
-                "prompt_truncated": float(call.prompt_truncated),
+                "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),
+                "num_response_tokens": float(num_sampled),
+                "prompt_truncated": float(any(call.prompt_truncated for _, call in calls)),
+                **({} if first.branch is None else {f"branches/{first.branch}": 1.0}),
             },
         )
 

@@ -53,6 +53,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
+        # A beat is a callback of the loop itself: while something blocks it there is none.
         self._timer = self._loop.call_later(_BEAT_S, self._beat)
 
     def _watch(self) -> None:
@@ -76,6 +77,7 @@ class Watchdog:
                 frame = frame.f_back
             if frame is not None:
                 broken_off = beat
+                # The one way to raise in another thread: it takes effect at the next bytecode.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
                 )

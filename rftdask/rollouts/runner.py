@@ -68,6 +68,18 @@ class UnitOutcome:
     """Seconds in which the policy's engine had something to do."""
 
 
+def model_sampling(model: ModelConfig) -> SamplingParams:
+    """How a model samples by its own section."""
+    return SamplingParams(
+        max_tokens=model.max_response_tokens,
+        temperature=model.temperature,
+        top_p=model.top_p,
+        top_k=model.top_k,
+        min_tokens=model.min_response_tokens,
+        repetition_penalty=model.repetition_penalty,
+    )
+
+
 async def run_work_unit(
     tasks: Sequence[Task],
     *,
@@ -88,7 +100,7 @@ async def run_work_unit(
 
     Args:
         explorer: how long and how often rollouts are tried, where they run, and how many of them are waited for.
-        model: the limits of prompts; of auxiliary models also max_response_tokens and temperature.
+        model: the limits of prompts, and what auxiliary models have no lengths and temperature of their own for.
         sampling: of the policy, by the name of the taskset.
         weights: those that the policy's engine serves.
         max_wait_s: for rollouts that are busy elsewhere, before a call of the engine goes out without them.
@@ -102,19 +114,22 @@ async def run_work_unit(
     remotes = [each for each in (policy, *(auxiliary or {}).values()) if isinstance(each, RemoteModel)]
 
     # How each model is asked: an engine through a queue of this unit, a model behind an API directly.
-    def serve(engine: TextEngine | RemoteModel, wait_s: float) -> Callable[[SamplingParams], Served]:
+    def serve(engine: TextEngine | RemoteModel, wait_s: float, own: ModelConfig) -> Callable[[SamplingParams], Served]:
         if isinstance(engine, RemoteModel):
             return partial(ServedRemote, engine)
         generate = engine.generate
         queue = StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, wait_s)
         queues.append(queue)
-        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, model, engine.logprobs)
+        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, own, engine.logprobs)
 
-    serve_policy = serve(policy, max_wait_s)
+    serve_policy = serve(policy, max_wait_s, model)
     queue = queues[0] if queues else None
-    sampled = SamplingParams(max_tokens=model.max_response_tokens, temperature=model.temperature)
+    owns = {each.name or each.model_path: each.own_model(model) for each in explorer.auxiliary_models}
     # Nobody waits for others to ask a judge.
-    served = {name: serve(engine, 0.0)(sampled) for name, engine in (auxiliary or {}).items()}
+    served: dict[str, Served] = {}
+    for name, engine in (auxiliary or {}).items():
+        own = owns.get(name, model)
+        served[name] = serve(engine, 0.0, own)(model_sampling(own))
 
     def engine_failure() -> Exception | None:
         failures = [None if queue is None else queue.failure, *(remote.failure for remote in remotes)]
@@ -158,6 +173,7 @@ async def run_work_unit(
         with Watchdog(max_block_s(explorer), only_within="run_in_process"):
             return await _RunningUnit(rollouts, plan, queue, explorer, on_group).run()
     except ExceptionGroup as group:
+        # The engine's own, where it has one: what rollouts raise after it only follows from it.
         failure = engine_failure() or group.exceptions[0]
     finally:
         if pool is not None:
@@ -257,6 +273,7 @@ class _RunningUnit:
         limits = {name: found.max_concurrent for name, found in plan.workflows.items() if found.max_concurrent}
         limits[_SANDBOX] = explorer.sandbox.max_processes
         self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(limits)
+        # An event for each: who may run is decided by the limiter, in its order, and not by who wakes first.
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._of_task: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
@@ -288,6 +305,7 @@ class _RunningUnit:
                         # First the reason: the rollout then takes its cancellation for a result.
                         rollout.called_off = f"called off {wait_s:g} s after {done} (explorer.over_rollout)"
                         task.cancel()
+        # By number and not as they ended, so that the unit is the same rows whatever was quicker.
         experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
         times = [rollout.times for rollout in self._rollouts]
         engine_s = 0.0 if self._queue is None else self._queue.busy_s
@@ -382,5 +400,6 @@ class ConcurrencyLimiter(Generic[Key]):
         for kind in kinds:
             if kind in self._free:
                 self._free[kind] -= 1
+        # The places are kept by name, since a rollout gives back the very ones that it took.
         self._running[key] = self._waiting.pop(key)
         return True

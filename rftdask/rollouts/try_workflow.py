@@ -65,6 +65,7 @@ async def _attempt(
         repeat_times=1,
         explore_step=1,
         policy=engine,
+        # One try: the first error is what is to be told.
         explorer=explorer.model_copy(update={"max_retry_times": 0}),
         model=ModelConfig(model_path="none", max_response_tokens=_MAX_TOKENS),
         sampling={task.taskset: SamplingParams(max_tokens=_MAX_TOKENS)},
@@ -86,6 +87,7 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     servers: dict[SandboxSpec, ForkServer] = {}
 
     def fork_server(spec: SandboxSpec) -> ForkServer:
+        # One for all tasks of the same imports, which are what takes the time.
         if spec not in servers:
             servers[spec] = _QuietForkServer(spec)
         return servers[spec]
@@ -99,6 +101,7 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
 
             def reply(truth: str = task.truth, asked: list[str] = asked) -> str:
                 asked.append(truth)
+                # Never empty: what is tried is how the workflow takes a usual answer.
                 return truth or "1"
 
             [first, *_] = await _attempt(task, reply, limits, fork_server)
@@ -123,12 +126,13 @@ class _QuietForkServer(ForkServer):
 
 
 class _CharacterTokenizer:
-    """Code points as tokens, roles and contents line by line."""
+    """Code points as tokens, roles and contents line by line; a chat goes on where an answer ended."""
 
     eos_token_id: int | None = _END
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join(lines + ["assistant: "] * options["add_generation_prompt"])
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]

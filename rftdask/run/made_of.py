@@ -191,6 +191,7 @@ class WholeContents:
     def _run(self) -> None:
         try:
             now = {name: self._hash(file) for name, file in self._made_of.large.items()}
+            # Given up half-way, it has hashed parts of files, which compare with nothing.
             if not self._closed.is_set():
                 self._settle({name: said for name, said in now.items() if said})
         except BaseException as error:  # raised by `check`, in the thread of the run
@@ -243,6 +244,7 @@ def _told(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[
 
 
 def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    # What only one start found says nothing: two commands of a run see different parts of it.
     for name in sorted(was.keys() & now.keys()):
         if was[name] == now[name]:
             continue
@@ -256,6 +258,7 @@ def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Itera
 
 def _model_files(path: str | None) -> list[Path]:
     """The files of a model folder, or of a name's copy on this machine."""
+    # A name of the Hub is looked up in this machine's cache, and never fetched for this.
     folder = Path(local_model(path) if is_model_name(path) else path).expanduser() if path else Path()
     files = sorted(folder.iterdir()) if path and folder.is_dir() else []
     return [file for file in files if file.suffix in MODEL_FILES and file.is_file()]
@@ -273,6 +276,7 @@ def _content_hash(file: Path) -> str:
             digest.update(opened.read())
         else:
             for piece in range(_NUM_PIECES):
+                # Spread evenly, from the first byte to the last.
                 opened.seek((size - _PIECE_BYTES) * piece // (_NUM_PIECES - 1))
                 digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()

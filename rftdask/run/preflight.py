@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rftdask.algorithm.selectors import make_selector
 from rftdask.buffer.batches.replay_priority import make_replay
@@ -26,7 +27,8 @@ from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
-from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
 from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
@@ -83,7 +85,7 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
         _check_engines(stages)
     with _noted(problems):
         first = stages[0]  # later stages train what the one before makes
-        if first.mode != "train":
+        if first.has_explorer:
             for name in remote_models(first).values():
                 check_service(name, first.model.external_model)
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
@@ -128,6 +130,10 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
         problems += error.problems
     except UserError as error:
         (problems if unchecked is None or not isinstance(error, NotInstalledError) else unchecked).append(str(error))
+    except ImportError as error:
+        if (remedy := lacks_training(error)) is None:
+            raise
+        (problems if unchecked is None else unchecked).append(remedy)
 
 
 def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None) -> Inputs:
@@ -141,7 +147,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
     tasks: list[Task] = []
     for config in (
         *(source.train_tasksets if explores else ()),
-        *(source.eval_tasksets if stage.mode != "train" else ()),
+        *(source.eval_tasksets if stage.has_explorer else ()),
     ):
         # Until it can be read; so later checks find every name.
         sizes[config.name] = 0
@@ -224,15 +230,22 @@ def _check_algorithm(stage: Config) -> None:
         make_replay(stage)
     if stage.mode not in ("both", "train") or not stage.trainer.has_model:
         return
-    from rftdask.trainer.rank import build_algorithm  # late: it needs torch
+    from rftdask.trainer.rank import build_algorithm, build_reader  # late: it needs torch
 
     algorithm = build_algorithm(stage)
+    coef = stage.trainer.router_aux_loss_coef
+    if coef and _size_of(stage.model.model_path, "num_experts_per_tok") == 0:
+        raise UserError(f"trainer.router_aux_loss_coef {coef}: {stage.model.model_path} has no experts; leave it out")
+    section = stage.buffer.trainer_input.experience_buffer
+    if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
+        build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # whether the template can do it
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
         raise UserError("explorer.auxiliary_models: required for the teacher of algorithm.policy_loss_fn")
     for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
         path, at = model.model_path or "", f"explorer.auxiliary_models[{number}].model_path"
         _check_model_folder(path, at)
-        ours, theirs = _vocab_size(stage.model.model_path), _vocab_size(path)
+        ours, theirs = _size_of(stage.model.model_path, "vocab_size"), _size_of(path, "vocab_size")
+        # It is not known of a model that is not on this machine yet.
         if None not in (ours, theirs) and ours != theirs:
             raise DataError(
                 f"{at}: {path} has a vocabulary of {theirs} tokens, the policy "
@@ -273,9 +286,13 @@ def _check_staleness(stage: Config) -> None:
 
 
 def _check_engines(stages: list[Config]) -> None:
-    """What engines need beside this package is installed; found without importing it, which takes vLLM ten seconds."""
+    """What ranks and engines need beside this package is installed; found without importing it, which takes vLLM ten
+    seconds.
+    """
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")
     for stage in stages:
-        for path, section in stage.explorer.engines() if stage.mode != "train" else ():
+        for path, section in stage.explorer.engines() if stage.has_explorer else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:
                 raise NotInstalledError(
@@ -300,6 +317,8 @@ def _check_model_folder(path: str, key: str) -> None:
         if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
         for file in folder.iterdir():
+            # Opened here, because a file that may not be read would else be found by a
+            # worker, after the cluster has started.
             if file.suffix in MODEL_FILES and file.is_file():
                 file.open("rb").close()
         check_folder(folder)
@@ -310,15 +329,23 @@ def _check_model_folder(path: str, key: str) -> None:
         raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
 
 
-def _vocab_size(path: str) -> int | None:
-    """That of a model on this machine, as its config.json says it."""
+def _size_of(path: str, key: str) -> int | None:
+    """What the config.json of a model on this machine says, or means where it leaves out a default of the model's
+    class; 0: such a model has no such size; None: it is not known.
+    """
     file = Path(local_model(path)).expanduser() / "config.json"
     if not file.is_file():
         return None
     try:
         config = parse_object(file.read_bytes())
-        return int((config.get("text_config") or config)["vocab_size"])
-    except (ValueError, TypeError, LookupError, AttributeError):
+        # A model that reads images, too, has the sizes of its language part in a section of their own.
+        said: Any = (config.get("text_config") or config).get(key)
+        if said is None:
+            from transformers import AutoConfig  # late: importing transformers takes most of a second
+
+            said = getattr(AutoConfig.from_pretrained(file.parent).get_text_config(), key, 0)
+        return int(said)
+    except (OSError, ValueError, TypeError, AttributeError):
         return None  # of another shape, which its own check tells
 
 
@@ -350,6 +377,7 @@ def _check_storage(stage: Config) -> Storage:
     except StorageError as error:
         raise UserError(f"checkpoint_root_dir: cannot write to {url}: {error}") from error
     folder, root = Path(stage.model.model_path).expanduser(), Path(storage.url)
+    # Only a folder has a disk that can be full; an object store has no such number.
     if root.is_dir():
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
         needed, free = weights * _CHECKPOINT_FACTOR + _SPARE_BYTES, shutil.disk_usage(root).free

@@ -7,21 +7,20 @@ metrics of each stage and can be written again at any time, also while the run g
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rftdask.monitor.charts import CHARTS, Stages, chart_svg
-from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric
+from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric, explain
 from rftdask.monitor.progress import duration
-from rftdask.run.run_folder import read_run_config
+from rftdask.run.run_folder import read_end, read_run_config
 from rftdask.run.summary import REPORT_NAME, RunSummary, learned, percent, summarize
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import Storage, open_storage
 
 _NOT_METRICS = {"role", "step", "time_s"}
-_CUSTOM = Metric("", "not explained here: written by a workflow, a reward function or an operator", "", "watch")
+_CUSTOM = Metric("", "written by a workflow, a reward function or an operator", "", "watch")
 
 
 def report_run(url: str | Path) -> str:
@@ -31,7 +30,8 @@ def report_run(url: str | Path) -> str:
     """
     storage, stages = open_storage(url), open_stages(url)
     config = read_run_config(storage)
-    summary = summarize(config, storage.url, stages, status="as found", began_s=time.time())
+    status, _, error = (read_end(storage) or "as found").partition(": ")
+    summary = summarize(config, storage.url, stages, status=status, error=error)
     return write_report(storage, summary, stage_metrics(summary, stages))
 
 
@@ -56,7 +56,9 @@ def render_report(summary: RunSummary, stages: Stages) -> str:
 
     environment = Environment(
         loader=PackageLoader("rftdask.run", ""),
+        # Answers of the policy and names of others are on the page; none of them may become a tag or a script of it.
         autoescape=True,
+        # A name that the template misspells is an error; else it would be a gap that nobody notices.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -69,9 +71,11 @@ def render_report(summary: RunSummary, stages: Stages) -> str:
         numbers["experiences trained"] = f"{summary.counts['trained']:,}"
     drawings = [(METRICS[chart.metric], chart_svg(chart, stages)) for chart in CHARTS]
     frames = [metrics for _, metrics in stages]
+    # Metrics are columns of floats; tags, such as the stage, are text.
     measured = {str(name) for frame in frames for name in frame.columns if frame[name].dtype.kind == "f"} - _NOT_METRICS
-    # The known ones first, in the order of METRICS; then those of workflows and operators.
-    known = [(name, metric) for name, metric in METRICS.items() if name in measured]
+    # Those of the package first, in the order of METRICS; then those of workflows and operators.
+    order = {name: number for number, name in enumerate(METRICS)}
+    names = sorted(measured, key=lambda name: (explain(name) is None, order.get(name, len(order)), name))
     total_s = sum(summary.time_split.values())
     began = datetime.fromtimestamp(summary.started_at_s, UTC)
     return environment.get_template("report.html.j2").render(
@@ -86,7 +90,7 @@ def render_report(summary: RunSummary, stages: Stages) -> str:
             if svg
         ],
         time_shares=[(name, s, s / total_s if total_s else 0.0) for name, s in summary.time_split.items()],
-        metrics=known + [(name, _CUSTOM) for name in sorted(measured - METRICS.keys())],
+        metrics=[(name, explain(name) or _CUSTOM) for name in names],
         directions=DIRECTIONS,
         machine=f"{platform.system()} {platform.machine()}",
     )

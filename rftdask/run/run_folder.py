@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from rftdask.config import Config, fill_from_environment, load_config, names_environment
+from rftdask.config import Config, fill_from_environment, load_config, names_environment, replace
 from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
@@ -38,8 +38,8 @@ _BEGUN = "begun"
 """In place of how the run ended, while it has not."""
 CONFIG_FILE = "control/config-{}.json"
 """Of a config, by its fingerprint."""
-ROLES = {"trainer": ("both", "train"), "explorer": ("both", "explore", "bench")}
-"""What a process owns of a run or stage, and the modes in which it does."""
+ROLES = ("trainer", "explorer")
+"""What a process owns of a run or stage."""
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
@@ -98,6 +98,9 @@ _FREE_KEYS = {
 }
 """What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
 
+_TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"}
+"""What a later start in mode bench may leave out."""
+
 
 def check_run(storage: Storage, config: Config, free: Collection[str] = ()) -> None:
     """Whether the folder could be opened for `config` now; changes nothing.
@@ -114,19 +117,30 @@ def check_run(storage: Storage, config: Config, free: Collection[str] = ()) -> N
 
 def roles_of(config: Config) -> tuple[str, ...]:
     """The roles that a stage's process owns while it runs."""
-    return tuple(role for role, modes in ROLES.items() if config.mode in modes)
+    trains = config.mode in ("both", "train")
+    return tuple(role for role, has in zip(ROLES, (trains, config.has_explorer), strict=True) if has)
 
 
-def open_run(storage: Storage, config: Config, made_of: Mapping[str, Any] | None = None) -> Config:
+def open_run(
+    storage: Storage,
+    config: Config,
+    made_of: Mapping[str, Any] | None = None,
+    placement: str | None = None,
+    *,
+    on_gpus: bool = False,
+) -> Config:
     """Open the run folder for `config`, making it at the first start; the config to run with.
 
-    made_of: what the run is made of beside its config (made_of.py), for the first start to write down.
+    For the first start to write down: made_of: what the run is made of beside its config (made_of.py); placement: where
+    its roles are, as `Layout.describe` says it. on_gpus: whether the trainer is, which decides what `deterministic`
+    leaves open.
     Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
     """
-    # Work units have a size from here on, also where the config leaves it open.
-    first = _with_batches(config, config)
+    # What the config leaves open is settled from here on: how large work units are, and whether bits repeat.
+    settled = config.deterministic is None
+    first = _settled(replace(config, {"deterministic": not on_gpus}) if settled else config, config)
     # Of two first starts one makes the file; the other is compared with it like any later start.
-    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of)):
+    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of, placement)):
         return first
     return _check_same(storage, config)
 
@@ -135,8 +149,10 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
     was = read_run_config(storage)
     # Before the comparison: what the first start chose by itself is not something that the user has changed.
-    config = _with_batches(config, was)
+    config = _settled(config, was)
     free = {*_FREE_KEYS, *free}
+    if config.mode == "bench" and not config.buffer.explorer_input.train_tasksets:
+        free |= _TRAINED_KEYS  # an evaluation reads none of them
     differing = [
         mask(f"{key}: was {old!r}, is {new!r}")
         for key, old, new in _differences(plain(was), plain(config))
@@ -276,23 +292,27 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _with_batches(config: Config, first: Config) -> Config:
-    """The config with the size of work units that the run began with: slots of groups depend on it."""
-    if config.explorer.tasks_per_batch is not None:
-        return config
-    tree = config.to_dict()
+def _settled(config: Config, first: Config) -> Config:
+    """The config with what the run began with where it says nothing: the size of work units, on which slots of groups
+    depend, and whether bits repeat."""
+    settled: dict[str, Any] = {}
     # Derived from the number of engines at the first start; another number of engines later must not move it.
-    tree["explorer"]["tasks_per_batch"] = first.tasks_per_unit
-    return load_config(tree, was_checked=True)
+    if config.explorer.tasks_per_batch is None:
+        settled["explorer.tasks_per_batch"] = first.tasks_per_unit
+    if config.deterministic is None and first.deterministic is not None:
+        settled["deterministic"] = first.deterministic
+    return replace(config, settled) if settled else config
 
 
-def _run_json(config: Config, made_of: Mapping[str, Any] | None = None) -> bytes:
+def _run_json(config: Config, made_of: Mapping[str, Any] | None = None, placement: str | None = None) -> bytes:
     told = config.to_dict()
     folder = config.cluster.private_folder
     if folder is not None and not names_environment(folder):  # who attaches is elsewhere
         told["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
+    # Versions and seed are for people; a later start is held against the config and what the run is made of.
     tree = {"config": told, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
     tree |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | ({} if made_of is None else {"made_of": made_of})
+    tree |= {} if placement is None else {"placement": placement}
     return json.dumps(tree, indent=1).encode()
 
 
@@ -355,6 +375,7 @@ class Lease:
         """True once somebody else took the role over: stop at once."""
         # A number is never used again, so who lost the role sees it by a higher one.
         self._number = next_number(storage.list("control"), f"lease-{role}-", ".json")
+        # Only the newest can be held: each lease was taken when the one before it was free.
         if self._number > 1:
             self._check_free(self._number - 1)
         if not storage.put_new(_lease_path(self._role, self._number), self._content(released=False)):
@@ -367,6 +388,7 @@ class Lease:
         """Give the role back. Idempotent."""
         if not self._ended.is_set():
             self._ended.set()
+            # A beat that is under way must not renew what is released below.
             self._thread.join(_HEARTBEAT_S)
             if not self.lost:
                 with contextlib.suppress(StorageError):  # the run has ended, and a lease nobody renews is nobody's
@@ -411,6 +433,7 @@ class Lease:
                 # Looked at before each renewal: an owner that slept for a while must not touch a run that is another's
                 # by now.
                 if _last_lease(self._storage, self._role) > self._number:
+                    # The owner is told at its next look; it stops by itself, since nobody can stop its calls.
                     self.lost = True
                     self._ended.set()
                     return
@@ -428,6 +451,7 @@ def _held(storage: Storage, role: str, holder: Mapping[str, Any]) -> str:
 
 def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     """Who works on the role now: {"host", "pid", "time_s", ...}; None if nobody does."""
+    # The highest number is the owner's, whatever older leases still say.
     number = _last_lease(storage, role)
     try:
         holder = _parse_lease(storage.get(_lease_path(role, number)))
@@ -482,6 +506,7 @@ def _is_running(pid: int, started_s: float | None = None) -> bool:
     """
     try:
         process = psutil.Process(pid)
+        # A second of tolerance: the start is computed from boot time and ticks, and differs a little between two looks.
         is_it = started_s is None or abs(process.create_time() - started_s) < 1.0
         return bool(is_it and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -47,6 +47,7 @@ def find_sources(stage: Config, modules: Iterable[str]) -> dict[str, Path]:
                 names.add(module_of(find_part(use.named.kind, use.name, use.named.registered(), folders)))
             except UserError:
                 continue  # not installed on this machine, which was said
+    # The modules are imported, so they themselves say where they are from.
     for name in sorted(names):
         path = str(getattr(sys.modules.get(name), "__file__", None) or "")
         if path.endswith(".py") and name.partition(".")[0] != "rftdask":
@@ -105,6 +106,7 @@ def copy_for_jobs(sources: Mapping[str, Path], plugin_dirs: Sequence[str], folde
     """Copy the user's own sources to `folder`, for the jobs of a run. What lies beside them is linked, so that a module
     finds its data; what an earlier submission left is replaced.
     """
+    # Whole: a module that was deleted since must not be found in the old copies.
     shutil.rmtree(folder, ignore_errors=True)
     plugins = plugin_folders(plugin_dirs)
     for part in (PLUGINS, MODULES):

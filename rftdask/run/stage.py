@@ -23,7 +23,8 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.lineage import MAIN_LINEAGE, lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import apply_retention
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Cluster, Layout, control_workers, num_ranks
+from rftdask.cluster.base import Cluster, control_workers
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks
 from rftdask.config import Config
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
@@ -65,6 +66,7 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
 
     if config.algorithm.schema_type != "experience":
         rows = sizes.get("dataset")
+        # Rounded down: batches go on from one epoch to the next, and the rows left at the very end fill none.
         return StageWork(0, least(None if rows is None else rows * buffer.total_epochs // buffer.train_batch_size))
     # How many explore steps the tasks are good for, then how many optimizer steps those fill, then back again.
     rules = make_sync_rules(config)
@@ -146,6 +148,7 @@ class StageRun:
             if "explorer" in roles:
                 self._start_synchronizer()
                 self._explorer = self._make_explorer()
+                self._explorer.open()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
             if "trainer" in roles:
                 self._work["trainer"] = self._threads.submit(self._make_gang().run)
@@ -188,6 +191,7 @@ class StageRun:
     def _check_ledger(self) -> None:
         """Raises: DamagedError: an entry up to the newest checkpoint is missing, so its rows could be trained again."""
         ledger, newest = Ledger(self._storage), max(checkpoint_steps(self._storage), default=0)
+        # A lineage that replays another one may begin in the middle, so its first entries need not be there.
         if lineage_of(self._storage) != MAIN_LINEAGE or not newest:
             return
         if missing := sorted({*range(1, newest + 1)} - {*ledger.steps()}):
@@ -237,6 +241,7 @@ class StageRun:
             client=self._client,
             spec=spec,
             max_restarts=self._config.trainer.max_restarts,
+            newest_step=Ledger(self._storage).last_step,
             worker_deadline_s=self._cluster.worker_deadline_s,
             note=self._note,
             cancelled=self._over.is_set,
@@ -316,6 +321,7 @@ class StageRun:
             self._note("every worker is an explorer, which a task may kill: no synchronizer, weights are polled for")
             return
         poll_interval_s = self._config.synchronizer.poll_interval_s
+        # The time, too: another start on the same cluster must not meet the key of an actor that it lost.
         self._actor = start_synchronizer(
             self._client, self._storage.url, poll_interval_s, f"{time.time_ns()}-{self._generation}", control
         )

@@ -6,6 +6,7 @@ report.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from rftdask.buffer.log import open_log
 from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
-from rftdask.run.view import Stage
+from rftdask.run.view import Accuracy, Stage
 from rftdask.storage import open_storage
 from rftdask.text.secrets import mask
 from rftdask.text.terminal import safe, safe_console
@@ -91,6 +92,8 @@ class RunSummary:
     stages: tuple[StageSummary, ...] = ()
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    accuracy_error: float = math.nan
+    """Standard error of their difference, from the numbers of answers; nan where it is not known."""
     samples: tuple[SampleAnswer, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
@@ -124,7 +127,8 @@ def percent(value: float | None) -> str:
 
 
 def learned(summary: RunSummary) -> str:
-    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points)"."""
+    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points, standard
+    error 8.3)"."""
     before, after = summary.accuracy_before, summary.accuracy_after
     losses = [(stage.name, *stage.eval_losses) for stage in summary.stages if len(stage.eval_losses) == 2]
     if before is None and losses:
@@ -132,7 +136,9 @@ def learned(summary: RunSummary) -> str:
     # One evaluation is a level and not a change.
     if before is None or after is None:
         return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
-    return f"accuracy {percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
+    error = summary.accuracy_error
+    of = "" if math.isnan(error) else f", standard error {100 * error:.1f}"
+    return f"accuracy {percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points{of})"
 
 
 def shorten(text: str, max_chars: int = 160) -> str:
@@ -143,15 +149,19 @@ def shorten(text: str, max_chars: int = 160) -> str:
 
 
 def summarize(
-    config: Config, url: str, stages: Sequence[Stage], *, status: str, began_s: float, error: str = ""
+    config: Config, url: str, stages: Sequence[Stage], *, status: str, began_s: float | None = None, error: str = ""
 ) -> RunSummary:
     """Read the summary of a run from the files of its stages.
 
-    began_s: when this process began with it, Unix seconds. Raises: DamagedError: the experiences cannot be counted.
+    began_s: when this process began with it, Unix seconds; None: it did not, and the times are those of its metrics.
+    Raises: DamagedError: the experiences cannot be counted.
     """
     rows, counts = [], Counter[str]()
+    # The first and the last of each stage, so at the ends the first and the last of the run.
+    looks: list[Accuracy] = []
     for stage in stages:
-        accuracies, losses = stage.values("eval", "accuracy"), stage.values("eval", "eval_loss")
+        accuracies, losses = stage.accuracies, stage.values("eval", "eval_loss")
+        looks += accuracies[:1] + accuracies[-1:]
         steps = stage.rows("trainer")["step"]
         rows.append(
             StageSummary(
@@ -160,24 +170,23 @@ def summarize(
                 algorithm=stage.config.algorithm.algorithm_type,
                 steps=int(steps.max()) if len(steps) else 0,
                 seconds=stage.seconds,
-                first_accuracy=accuracies[0] if accuracies else None,
-                last_accuracy=accuracies[-1] if accuracies else None,
+                first_accuracy=accuracies[0].value if accuracies else None,
+                last_accuracy=accuracies[-1].value if accuracies else None,
                 eval_losses=(*losses[:1], *losses[1:][-1:]),
             )
         )
         counts.update(stage.counts)
-    # From the first look of the first stage that was evaluated to the last look of the last one.
-    measured = [row for row in rows if row.first_accuracy is not None]
     return RunSummary(
         run_name=config.name,
         run_url=url,
         status=status,
         mode=config.mode,
-        started_at_s=began_s,
-        seconds=time.time() - began_s,
+        started_at_s=min((stage.span[0] for stage in stages), default=0.0) if began_s is None else began_s,
+        seconds=sum(stage.seconds for stage in stages) if began_s is None else time.time() - began_s,
         stages=tuple(rows),
-        accuracy_before=measured[0].first_accuracy if measured else None,
-        accuracy_after=measured[-1].last_accuracy if measured else None,
+        accuracy_before=looks[0].value if looks else None,
+        accuracy_after=looks[-1].value if looks else None,
+        accuracy_error=math.hypot(looks[0].error, looks[-1].error) if looks else math.nan,
         samples=_samples(stages),
         counts=dict(counts),
         time_split=_time_split(stages),
@@ -185,6 +194,7 @@ def summarize(
         config_yaml=config.to_yaml(),
         files=_files_of(url, stages),
         next_commands=next_commands(config.monitor.monitor_type, url),
+        # An error may quote a setting or a URL, and the summary goes to a page that is passed on.
         error=mask(error),
         warnings=tuple(
             f"{row.name}: {warning}" for row, stage in zip(rows, stages, strict=True) for warning in stage.warnings
@@ -204,6 +214,7 @@ def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
         there = stage.storage.list()
         files |= {f"{prefix}{name}": meaning for name, meaning in _FILES.items() if name in there}
         models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in checkpoint_steps(stage.storage)]
+        # The newest one that is there: not every checkpoint holds a model in this format.
         for model in [model for model in models if stage.storage.exists(f"{model}/config.json")][-1:]:
             files[f"{prefix}{model}/"] = "the trained model, for transformers"
     return files
@@ -241,6 +252,7 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
             shards = [name for name in log.shards(0) if name.unit == 0]
             if not shards:
                 continue
+            # The first shard is of the oldest version, the last of the newest: names sort by version.
             before, after = (
                 {row["task_index"]: row for row in log.read(name).select(columns).to_pylist() if row["rollout"] == 0}
                 for name in (shards[0], shards[-1])
@@ -268,6 +280,7 @@ def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
     for stage in stages:
         trainer, explorer = stage.rows("trainer"), stage.rows("explorer")
         if "train_s" in trainer:
+            # A row is written at the end of its step; training came before publishing and saving.
             ends = trainer["time_s"] - trainer["publish_s"] - trainer["checkpoint_s"]
             training += zip(ends - trainer["train_s"], ends, strict=True)
         if "generate_s" in explorer:

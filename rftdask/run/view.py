@@ -7,10 +7,11 @@ copied or moved is read where it is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
@@ -29,16 +30,28 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+class Accuracy(NamedTuple):
+    """Correct answers / answers to the tasks of all eval tasksets."""
+
+    value: float
+    num_answers: int
+
+    @property
+    def error(self) -> float:
+        """Standard error, as of answers that know nothing of each other; nan where `value` is no share."""
+        return math.sqrt(self.value * (1 - self.value) / self.num_answers) if 0 <= self.value <= 1 else math.nan
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage of a run and its folder. Each part is read when it is first asked for, and kept.
 
-    Example: open_stages("runs/demo/countdown")[-1].values("eval", "accuracy")
+    Example: open_stages("runs/demo/countdown")[-1].values("trainer", "reward")
     """
 
     config: Config
     storage: Storage
-    seconds: float = 0.0
+    seconds_here: float = 0.0
     """Wall time of the stage in this process; 0 where it did not run here."""
 
     @property
@@ -73,6 +86,7 @@ class Stage:
         """The last step that is known to be made: the ledger has a batch before it is trained. Such a step has metrics,
         or its weights are on storage. Raises: DamagedError: a file of metrics.
         """
+        # Each may be behind: metrics are flushed now and then, and weights are published at intervals.
         pointers = (read_pointer(self.storage, name) or 0 for name in (CHECKPOINT_POINTER, WEIGHTS_POINTER))
         return max(0, *pointers, *map(int, self.rows("trainer")["step"]))
 
@@ -92,6 +106,7 @@ class Stage:
     def rows(self, role: str) -> pd.DataFrame:
         """The metrics of one role, by step."""
         if not len(self.metrics):
+            # Columns without rows, so that who asks needs no case for a run that has just begun.
             return self.metrics.reindex(columns=["role", "step", "time_s"])
         return self.metrics[self.metrics["role"] == role].sort_values("step")
 
@@ -99,6 +114,33 @@ class Stage:
         """List what one role measured, by step, without gaps; empty if it never did."""
         rows = self.rows(role)
         return [float(value) for value in rows[metric].dropna()] if metric in rows else []
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the stage: in this process, else from its first number to its last, pauses included."""
+        first, last = self.span
+        return self.seconds_here or last - first
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Unix seconds of the first and the last row of metrics; 0 where there is none."""
+        times = self.metrics["time_s"] if len(self.metrics) else [0.0]
+        return float(min(times)), float(max(times))
+
+    @property
+    def accuracies(self) -> list[Accuracy]:
+        """Of each version that was evaluated on the most tasksets, in order: the accuracy over all of them together."""
+        rows = self.rows("eval")
+        if "accuracy" not in rows:
+            return []
+        # A row for each taskset. A run that stopped may have evaluated its last version on some of them alone, whose
+        # accuracy would be compared with another taskset's.
+        counts = rows.get("num_rollouts", 1.0)
+        rows = rows.assign(num_rollouts=counts, num_correct=rows["accuracy"] * counts).dropna(subset=["num_correct"])
+        versions = rows.groupby("step")[["num_correct", "num_rollouts"]]
+        sizes = versions.size()
+        sums = versions.sum()[sizes == sizes.max()]
+        return [Accuracy(correct / count, int(count)) for correct, count in sums.itertuples(index=False)]
 
     @property
     def warnings(self) -> tuple[str, ...]:

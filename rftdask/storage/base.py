@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from rftdask.errors import DamagedError, UserError
 
@@ -33,6 +33,9 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
+
+Data: TypeAlias = bytes | memoryview
+"""What can be written: bytes, or memory that nobody changes before the call has returned."""
 
 TMP_PREFIX = ".tmp-"
 """First characters of the name of a write still under way: hidden by `list`, refused in paths."""
@@ -111,7 +114,7 @@ class Storage(ABC):
         raise UserError(f"private: {self.url} is no folder; who may read it is said by those who keep it")
 
     @abstractmethod
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Data) -> None:
         """Write `data` at `path`, replacing what was there, atomically and durably. Missing folders are made.
 
         Raises: ValueError: as `check_path`; every method does.
@@ -131,6 +134,13 @@ class Storage(ABC):
     def get(self, path: str) -> bytes:
         """All bytes at `path`. Raises: NotFoundError; StorageError after bounded retries."""
 
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop`, at least one, of what is at `path`, fewer where it ends; others are spared.
+
+        Only for what no longer changes: parts are read by calls of their own. Raises: as `get`.
+        """
+        return self.get(path)[start:stop]
+
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Names (not paths) directly in `folder`, sorted; folders end with "/". A missing folder is empty.
@@ -149,7 +159,12 @@ class Storage(ABC):
     def exists(self, path: str) -> bool:
         """True if a file is at `path` now."""
         folder, _, name = check_path(path).rpartition("/")
+        # By the listing, which trusts no cache; the `exists` of clients may.
         return name in self.list(folder)
+
+    def local_file(self, path: str) -> Path | None:
+        """Where the file at `path` is, or would be, if the storage is a folder that this machine has; else None."""
+        return None
 
     @abstractmethod
     def local_copy(self, path: str) -> AbstractContextManager[Path]:

@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +92,7 @@ def check_storage(url: str | Path) -> DoctorReport:
     finally:
 
         def remove() -> Check:
+            # Also after a failure: what was tried leaves nothing behind.
             home.remove(name)
             return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
 
@@ -98,9 +100,22 @@ def check_storage(url: str | Path) -> DoctorReport:
     return DoctorReport(home.url, tuple(checks), tuple(costs))
 
 
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Spawned processes, which are killed if the block raises."""
+    with ProcessPoolExecutor(count, _SPAWN) as pool:
+        try:
+            yield pool
+        except BaseException:
+            # The pool waits for its processes, however long a call to a share that is gone holds them.
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
+
+
 def check_race(store: Storage) -> Check:
     """Processes create the same names at once; each name must have exactly one winner, and hold its bytes."""
-    with ProcessPoolExecutor(_NUM_RACERS, _SPAWN) as pool:
+    with _processes(_NUM_RACERS) as pool:
         start_s = time.time() + 3.0  # by then all of them are connected
         racers = [pool.submit(_race, store, k, start_s) for k in range(_NUM_RACERS)]
         wins = [racer.result(timeout=_DEADLINE_S) for racer in racers]
@@ -115,7 +130,7 @@ def check_replace(store: Storage) -> Check:
     """A process replaces a file for a while; every read meanwhile must find one whole value."""
     store.put("replace", bytes(_VALUE_BYTES))
     num_reads = num_torn = num_absent = 0
-    with ProcessPoolExecutor(1, _SPAWN) as pool:
+    with _processes(1) as pool:
         writer = pool.submit(_replace, store, 2.0)
         end = time.monotonic() + _DEADLINE_S
         while not writer.done() and time.monotonic() < end:
@@ -134,7 +149,7 @@ def check_replace(store: Storage) -> Check:
 def check_list(store: Storage) -> Check:
     """Once put has returned in another process, our next listing must show the name."""
     lags_s = []
-    with ProcessPoolExecutor(1, _SPAWN) as pool:
+    with _processes(1) as pool:
         for name in (f"listed-{k}" for k in range(10)):
             store.list()  # what a cache would remember
             pool.submit(store.put, name, b"x").result(timeout=_DEADLINE_S)
@@ -166,6 +181,7 @@ def _measure(store: Storage, costs: list[Cost]) -> Check:
             times_ms.append((time.perf_counter() - start) * 1e3)
         times_ms.sort()
         p50_ms, p99_ms = times_ms[len(times_ms) // 2], times_ms[int((len(times_ms) - 1) * 0.99)]
+        # Of few calls the 99th percentile may lie below the median by the rounding of places.
         costs.append(Cost(verb, len(times_ms), p50_ms, max(p50_ms, p99_ms)))
     same = [store.get("small/0"), store.get("new/0"), store.get("large/0")] == [small, small, large]
     return Check("write and read", same, "what was written came back " + ("the same" if same else "different"))
@@ -179,6 +195,7 @@ def _run(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _race(store: Storage, me: int, start_s: float) -> set[int]:
+    # Connects, so that the race is between requests and not between connections.
     store.list()
     time.sleep(max(0.0, start_s - time.time()))
     return {k for k in range(_NUM_NAMES) if store.put_new(f"race-{k}", str(me).encode())}

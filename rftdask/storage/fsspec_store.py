@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from rftdask.errors import NotFoundError, StorageError, StorageRefusedError, UserError
-from rftdask.storage.base import Patience, Storage, check_path, temporary_copy
+from rftdask.storage.base import Data, Patience, Storage, check_path, temporary_copy
 
 T = TypeVar("T")
 
@@ -66,10 +66,11 @@ class FsspecStorage(Storage):
     def __reduce__(self) -> tuple[type[FsspecStorage], tuple[str]]:
         return FsspecStorage, (self.url,)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Data) -> None:
         """One request; a service shows the new object whole or not yet."""
         target = self._at(path)
-        self._call("put", target, lambda: self._fs.pipe_file(target, data))
+        whole = bytes(data)  # clients take nothing else; of bytes it is no copy
+        self._call("put", target, lambda: self._fs.pipe_file(target, whole))
 
     def put_new(self, path: str, data: bytes) -> bool:
         """Create as the interface says where `has_create_only`; elsewhere a look and then a put, which two may win.
@@ -92,6 +93,8 @@ class FsspecStorage(Storage):
                     # True all the same if it was made by this very call, whose reply was lost.
                     if self._protocol in _S3:
                         return bool(self._fs.metadata(target).get(_TOKEN) == token)
+                    # By content, where there is no metadata to ask for; and only after a fault, so that another's equal
+                    # bytes pass for ours in that case alone.
                     return in_doubt and bool(self._fs.cat_file(target) == data)
                 # A fault that may have hit the reply only: the object may be there, and the next try would hear
                 # "exists".
@@ -106,6 +109,12 @@ class FsspecStorage(Storage):
         # More than one request would mix two versions of an object that is replaced meanwhile (s3fs, above 50 MiB).
         options = {"max_concurrency": 1} if self._protocol in _S3 else {}
         data: bytes = self._call("get", target, lambda: self._fs.cat_file(target, **options))
+        return data
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        """See Storage; by one request of a range, which must begin before the end of the object."""
+        target = self._at(path)
+        data: bytes = self._call("get", target, lambda: self._fs.cat_file(target, start=start, end=stop))
         return data
 
     def list(self, folder: str = "") -> list[str]:
@@ -129,6 +138,7 @@ class FsspecStorage(Storage):
 
         def remove() -> None:
             try:
+                # Tried again it removes what is left: objects that are gone are no error.
                 self._fs.rm(target, recursive=True)
             except FileNotFoundError:
                 return

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rftdask.errors import NotFoundError, StorageError, StorageRefusedError
-from rftdask.storage.base import TMP_PREFIX, Patience, Storage, check_path
+from rftdask.storage.base import TMP_PREFIX, Data, Patience, Storage, check_path
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Posix:
         """Descriptor of a new, empty file."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, descriptor: int, data: bytes) -> None:
+    def write(self, descriptor: int, data: Data) -> None:
         """Write all of the bytes; the system may take them in pieces."""
         rest = memoryview(data)
         while rest:
@@ -133,11 +133,25 @@ class Posix:
 
     def read(self, path: str) -> bytes:
         """All the bytes of a regular file. Raises: OSError ENODEV: it is a FIFO, a socket or a device."""
+        return self._read(path, 0, None)
+
+    def read_part(self, path: str, start: int, size: int) -> bytes:
+        """Some bytes of it, fewer where it ends. Raises: as `read`."""
+        return self._read(path, start, size)
+
+    def _read(self, path: str, start: int, size: int | None) -> bytes:
         # Without O_NONBLOCK the opening of a FIFO would wait for somebody to write to it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.ENODEV, "it is no regular file", path)
-            return file.read()
+            if size is None:
+                return file.readall()
+            file.seek(start)
+            parts = [file.read(size)]
+            # The system may give fewer bytes than asked for; none is the end.
+            while parts[-1] and sum(map(len, parts)) < size:
+                parts.append(file.read(size - sum(map(len, parts))))
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def scan(self, path: str) -> list[tuple[str, bool]]:
         """(name, whether it is a folder) of everything directly in a folder."""
@@ -178,7 +192,7 @@ class LocalStorage(Storage):
         self._call("make_private", self.url, restrict)
         self._is_private = True
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Data) -> None:
         """A temporary file, fsync, rename, fsync of the folder: durable when it returns."""
         self._write("put", path, data)
 
@@ -188,11 +202,18 @@ class LocalStorage(Storage):
 
     def get(self, path: str) -> bytes:
         """A file that is replaced meanwhile is read whole: the descriptor keeps the one that was opened."""
+        return self._get(path, self._posix.read)
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        """See Storage; no other byte is read."""
+        return self._get(path, lambda target: self._posix.read_part(target, start, max(0, stop - start)))
+
+    def _get(self, path: str, call: Callable[[str], bytes]) -> bytes:
         target = self._at(path)
 
         def read() -> bytes:
             try:
-                return self._posix.read(target)
+                return call(target)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 raise NotFoundError(f"{target} does not exist") from error
 
@@ -236,6 +257,10 @@ class LocalStorage(Storage):
 
         self._call("remove", target, remove)
 
+    def local_file(self, path: str) -> Path | None:
+        """See Storage."""
+        return Path(self._at(path))
+
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
         """No copy: the file or folder itself, which must not be changed."""
@@ -247,7 +272,7 @@ class LocalStorage(Storage):
     def _at(self, path: str) -> str:
         return f"{self.url}/{check_path(path)}"
 
-    def _write(self, verb: str, path: str, data: bytes) -> bool:
+    def _write(self, verb: str, path: str, data: Data) -> bool:
         """Write a file durably by "put" or "put_new"; True unless put_new lost."""
         target = self._at(path)
         folder = os.path.dirname(target)
@@ -290,6 +315,7 @@ class LocalStorage(Storage):
                 try:
                     return write()
                 except OSError as error:
+                    # A folder that vanished is made anew by the next try; what else fails here does so again.
                     if error.errno not in _VANISHED:
                         raise
             return write()

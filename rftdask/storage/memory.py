@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rftdask.errors import NotFoundError
-from rftdask.storage.base import Storage, check_path, temporary_copy
+from rftdask.storage.base import Data, Storage, check_path, temporary_copy
 
 _LOCK = threading.Lock()
 _TREES: dict[str, dict[str, bytes]] = {}
@@ -29,7 +29,7 @@ class MemoryStorage(Storage):
     def __reduce__(self) -> tuple[type[MemoryStorage], tuple[str]]:
         return MemoryStorage, (self.url,)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Data) -> None:
         """Keeps a copy of the bytes, so a buffer that is changed later does not change the file."""
         check_path(path)
         with _LOCK:
@@ -68,6 +68,7 @@ class MemoryStorage(Storage):
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
         """Written to a temporary folder, which goes with the context."""
         with _LOCK:
+            # Copied out under the lock: files are written to disk without it.
             found = {name: self._files[name] for name in self._below(path)}
         if not found:
             raise NotFoundError(f"{self.url}/{path} does not exist")

@@ -89,6 +89,7 @@ class SyncRules:
     def publish_due(self, step: int, published: int, requested: int) -> bool:
         """True if the trainer publishes after `step`, given the last published version and the requested one."""
         if self.style is SyncStyle.EXPLORER_DRIVEN:
+            # Not before the step that was asked for, and once for each request.
             return published < requested <= step
         return step % self.trainer_sync_interval == 0
 
@@ -108,6 +109,7 @@ class SyncRules:
             return self.max_staleness
         if self.style is SyncStyle.FIXED:
             return self._fixed_staleness()
+        # At least what the intervals make unavoidable: a bound below it would set aside groups of every step.
         return max(DEFAULT_MAX_STALENESS, self.explorer_sync_interval, self._unavoidable_staleness())
 
     @property
@@ -134,6 +136,7 @@ class SyncRules:
 
     def _trained_at(self, explore_step: int) -> int:
         """Optimizer step that trains the last group of the explore step, in order."""
+        # Rounded up: the last group is trained by the step that its experiences fill only in part.
         return -(-explore_step * self.experiences_per_step // self.train_batch_size)
 
     def _trainable(self, explore_steps: int) -> int:

@@ -4,7 +4,9 @@ It stands for `explorer.DaskClient`, the calls of a distributed.Client that the 
 what a worker would report is reported by the outcome.
 
     client = FakeClient(died, died)                    # then all else ends well
-    Explorer(client, ...).run()
+    explorer = Explorer(client, ...)
+    explorer.open()
+    explorer.run()
     assert [unit.slots for unit in client.submitted] == [None, None, None]
 """
 
@@ -93,6 +95,7 @@ class FakeClient:
         """The next outcome, at once; what would run is not called."""
         self.submitted.append(unit)
         future = FakeFuture(key, unit)
+        # Ended before the caller has the future, as a quick task may be: its callback must not be missed.
         outcome = (self.outcomes.pop(0) if self.outcomes else self.then)(self, key, unit)
         if outcome is None:
             self.pending.append(future)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rftdask.storage.base import TMP_PREFIX, Storage
+from rftdask.storage.base import TMP_PREFIX, Data, Storage
 from rftdask.storage.local import Posix
 
 Stage = Literal["before", "after"]
@@ -63,6 +63,7 @@ class PlaceCounter:
             self._counts[operation] += 1
             place = f"{operation} ({self._counts[operation]})"
             self.places.append(place)
+            # Decided under the lock, so that of two threads that pass the same operation only one acts.
             acts_here = place == self._place
             self.has_acted |= acts_here
         if acts_here:
@@ -92,7 +93,7 @@ class FaultyStorage(Storage):
         yield
         self.hook(verb, path, "after")  # not where the verb has raised: nothing was done then
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Data) -> None:
         with self._around("put", path):
             self.inner.put(path, data)
 
@@ -103,6 +104,10 @@ class FaultyStorage(Storage):
     def get(self, path: str) -> bytes:
         with self._around("get", path):
             return self.inner.get(path)
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        with self._around("get", path):
+            return self.inner.get_part(path, start, stop)
 
     def list(self, folder: str = "") -> list[str]:
         with self._around("list", folder):
@@ -115,6 +120,9 @@ class FaultyStorage(Storage):
     def exists(self, path: str) -> bool:
         with self._around("exists", path):
             return self.inner.exists(path)
+
+    def local_file(self, path: str) -> Path | None:
+        return self.inner.local_file(path)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
@@ -139,7 +147,7 @@ class SteppedPosix(Posix):
         self._paths[descriptor] = path
         return descriptor
 
-    def write(self, descriptor: int, data: bytes) -> None:
+    def write(self, descriptor: int, data: Data) -> None:
         """In two halves, with a step before each: a kill in between leaves a torn file."""
         half = len(data) // 2
         self.step("write", self._paths[descriptor])

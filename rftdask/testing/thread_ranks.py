@@ -37,6 +37,7 @@ class ThreadRanks(Ranks):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum in place; each rank adds all parts by itself, in one order, and gets the same bits."""
+        # A clone: the tensor itself is overwritten while slower ranks may still read it.
         parts = self._all(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
 

@@ -69,6 +69,7 @@ def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` with *** in place of every secret."""
     reached, parts = 0, []
     for start, end, _ in sorted(_found(text, environment)):
+        # What is found may overlap, such as a token in a URL; each character is masked once.
         if end > reached:
             parts += [text[reached : max(start, reached)], _MASK if start >= reached else ""]
             reached = end
@@ -82,6 +83,7 @@ def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[i
 
     def told(match: re.Match[str], group: int, what: str) -> Iterator[tuple[int, int, str]]:
         (start, end), quotes = match.span(group), match[group][0] in "\"'" and group > 1
+        # A reference to a variable tells nothing, and *** is what `mask` has put there itself.
         if _REFERENCE.sub("", match[group].strip("\"'")).strip("*"):
             yield start + quotes, end - quotes, what
 
@@ -97,6 +99,7 @@ def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[i
     for pattern in (_ASSIGNED, _ITEM):
         for match in pattern.finditer(text):
             value = match[2].strip("\"'")
+            # TOKEN=... is an environment variable; in small letters it may be an argument that holds no secret.
             named = is_secret_name(match[1]) or (match[1].isupper() and _VARIABLE.search(match[1]))
             if named and not _SHELL.match(value) and not _NO_SECRET.match(value):
                 yield from told(match, 2, f"a value for {match[1]}")

@@ -44,6 +44,7 @@ def safe_console() -> Console:
     class SafeConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
+                # Control segments are rich's own, such as those that move the cursor; no text of others becomes one.
                 is_plain = segment.control or segment.text.isprintable()
                 yield segment if is_plain else segment._replace(text=printable(segment.text, keep="\n"))
 

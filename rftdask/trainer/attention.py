@@ -11,6 +11,9 @@ took 10 to 50 times as long on a CPU; padding rows of like length into fewer bat
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +30,8 @@ from rftdask.trainer.sequence import SequenceSplit
 
 PACKED = "rftdask_packed"
 _LAYERS = {"full_attention", "sliding_attention"}
-_CLOSE = 1e-3
-"""Most that hidden states may differ, relative to the largest: far more than rounding, far less than another row."""
+_CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Most that hidden states may differ, relative to their norm: far more than rounding, far less than another row."""
 
 
 def packed_attention(
@@ -58,10 +61,12 @@ def packed_attention(
     beyond = [name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None]
     if beyond:
         raise ValueError(f"{type(module).__name__} uses {', '.join(beyond)}, which packed rows cannot have")
+    # [1, heads, S, size] -> [S, heads, size], as the kernel and the split take it.
     query_S, key_S, value_S = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # custom kernels are not cast by it
         half = torch.get_autocast_dtype("cuda")
         query_S, key_S, value_S = query_S.to(half), key_S.to(half), value_S.to(half)
+    # From here on all tokens of some heads, in place of some tokens of all heads.
     if split is not None:
         query_S, key_S, value_S = split.to_heads(query_S, key_S, value_S)
     if query.is_cuda and query_S.dtype in (torch.float16, torch.bfloat16) and not dropout:
@@ -71,6 +76,11 @@ def packed_attention(
     return (out_S if split is None else split.to_tokens(out_S))[None], None
 
 
+@cache
+def _has_switch(kernel: Callable[..., object]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _by_kernel(
     query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: RowSpans, scaling: float | None, window: int | None
 ) -> Tensor:
@@ -78,6 +88,8 @@ def _by_kernel(
     longest = spans.lengths[0]
     # The kernel counts the tokens before one and not the one itself; -1: no limit.
     left = -1 if window is None or window >= longest else window - 1
+    # PyTorch 2.11 shares heads of keys among those of queries unasked, and does not know the switch that 2.12 wants.
+    switch: dict[str, Any] = {"enable_gqa": query_S.shape[1] != key_S.shape[1]} if _has_switch(varlen_attn) else {}
     out: Any = varlen_attn(
         query_S.contiguous(),
         key_S.contiguous(),
@@ -88,7 +100,7 @@ def _by_kernel(
         longest,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query_S.shape[1] != key_S.shape[1],
+        **switch,
     )
     assert isinstance(out, Tensor)
     return out
@@ -106,6 +118,7 @@ def _by_length(
     parts, begin = [], 0
     for rows, length in spans.blocks:
         end = begin + rows * length
+        # [rows * length, heads, size] -> [rows, heads, length, size], without a copy.
         query, key, value = (
             t[begin:end].unflatten(0, (rows, length)).transpose(1, 2) for t in (query_S, key_S, value_S)
         )
@@ -187,8 +200,9 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(PACKED)
         packed = _packed_states(body, rows)
     except (ValueError, TypeError, RuntimeError, AttributeError):
+        # NaN compares as not close, so the model is trained row by row.
         packed = torch.full_like(alone, torch.nan)
-    equal = bool((packed - alone).abs().max() <= _CLOSE * alone.abs().max())
+    equal = bool((packed - alone).norm() <= _CLOSE[alone.dtype] * alone.norm())
     if not equal:
         # As it was: the model is then trained row by row, slower and right.
         model.set_attn_implementation(usual)

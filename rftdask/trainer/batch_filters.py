@@ -18,7 +18,7 @@ from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardS
 from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.operator_pipeline import run_pipeline
 from rftdask.buffer.batches.source import BASELINE, BatchFilter, with_rewards
-from rftdask.trainer.engines.micro_batches import PaddedRows
+from rftdask.trainer.engines.micro_batches import BatchRows
 
 NO_BASELINE = "no_baseline"
 """Reason of rollouts whose greedy sibling failed."""
@@ -81,5 +81,6 @@ class AlgorithmFilter(BatchFilter):
         # With the rewards that are trained: a flat group may not be flat any more once they were shaped, or the
         # reverse.
         batch = batch_from_table(with_rewards(table, self.rewards(table)))
-        inputs = PaddedRows(batch, torch.device("cpu")).advantage_inputs(step)
+        inputs = BatchRows(batch, torch.device("cpu")).advantage_inputs(step)
+        # The advantages are made again when the batch is trained, by all ranks; here only the drops count.
         return [int(code) for code in advantage(inputs).drops_N]

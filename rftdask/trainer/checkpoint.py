@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, RftError, StorageError, StorageRefusedError
 from rftdask.storage import Storage
-from rftdask.storage.base import numbers_in
+from rftdask.storage.base import Data, numbers_in
 from rftdask.storage.checked_json import parse_object
+from rftdask.trainer.background import Background
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
     FileEntry,
@@ -68,7 +68,7 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
 
 
 class CheckpointFiles(Mapping[str, bytes]):
-    """The files that a manifest names, each read and verified when it is asked for.
+    """The files that a manifest names, each read and verified when it is asked for; parts are read as they are.
 
     Raises: NotFoundError, DamagedError: by `[name]`, as `read_file`.
     """
@@ -78,6 +78,15 @@ class CheckpointFiles(Mapping[str, bytes]):
 
     def __getitem__(self, name: str) -> bytes:
         return read_file(self._storage, self._folder, self._manifest, name)
+
+    def part(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a file whose checkpoint was verified. Raises: NotFoundError, DamagedError: it is
+        shorter.
+        """
+        data = self._storage.get_part(f"{self._folder}/{name}", start, stop)
+        if len(data) != stop - start:
+            raise DamagedError(f"{self._folder}/{name} ends before byte {stop}")
+        return data
 
     def __contains__(self, name: object) -> bool:
         return name in self._manifest.files  # the inherited one would read it
@@ -131,53 +140,52 @@ class Checkpoints:
         self._writers = writers or self.ranks
         self._turns = turns_of(strategy, self.ranks.all_gather(socket.gethostname()))
         self._in_background = strategy != "single_thread"
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._background = Background("saver")
         self.on_commit: Callable[[int], None] = lambda step: None
         """Told of every checkpoint that was made to exist; from any thread."""
 
-    def save(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        files: Mapping[str, Data],
+        state: Mapping[str, Any],
+        relies_on: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         """Write this rank's `files` and, on rank 0, the manifest with `state`, which is JSON; then drop the oldest
         checkpoints beyond the limit.
 
-        Raises: RftError: this checkpoint or the one before could not be written.
+        relies_on: waits, before the manifest is written, until what `state` says of other files is true; what it
+            returns is added to the manifest. Raises: RftError: this checkpoint or the one before could not be written.
         """
         self.flush()
         # A resumed trainer repeats steps that were saved before it died; rank 0 says so for all.
         is_there = self.ranks.is_rank0 and is_valid(self._storage, checkpoint_folder(step), version=step)
         if is_there:
             self._settle(step)
+        # All or none: a rank that went on to write would wait for the reports of those that returned.
         if self.ranks.broadcast(is_there):
             return  # its files are what the manifest says, and must stay so
-        if not self._in_background:
-            self._write(step, files, state)
-            return
-
-        def write() -> None:
-            try:
-                self._write(step, files, state)
-            except BaseException as error:  # carried to the thread that trains, and raised there
-                self._failure = error
-
-        # Daemon: a process that must end ends, and without a manifest what was written so far is no checkpoint.
-        self._thread = threading.Thread(target=write, name="saver", daemon=True)
-        self._thread.start()
+        write = partial(self._write, step, files, state, relies_on)
+        if self._in_background:
+            self._background.start(write)
+        else:
+            write()
 
     def check(self) -> None:
         """Look after what is written in the background, without waiting. Raises: what went wrong there."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.flush()
+        self._background.check()
 
     def flush(self) -> None:
         """Wait until all is written. Raises: as `check`."""
-        if self._thread is not None:
-            self._thread.join()  # it ends: storage has its retries, the process group its deadline
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._background.flush()
 
-    def _write(self, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> None:
+    def _write(
+        self,
+        step: int,
+        files: Mapping[str, Data],
+        state: Mapping[str, Any],
+        relies_on: Callable[[], Mapping[str, Any]],
+    ) -> None:
         folder = checkpoint_folder(step)
         report: dict[str, Any] = {}
         # All ranks go through all turns, also those that write in another one: `all_gather` is a call of everybody.
@@ -188,7 +196,7 @@ class Checkpoints:
                 try:
                     # Without a manifest they are no checkpoint yet.
                     entries = put_files(self._storage, folder, files)
-                    report = {"files": {name: asdict(entry) for name, entry in entries.items()}}
+                    report = {"files": {name: entry.to_json() for name, entry in entries.items()}}
                 except RftError as error:
                     if self.ranks.size == 1:
                         raise
@@ -202,11 +210,11 @@ class Checkpoints:
                 raise kind(f"rank {rank} could not write its part of checkpoint {step}: {told['error']}")
         if not self.ranks.is_rank0:
             return
-        all_entries = {name: FileEntry(**entry) for told in reports for name, entry in told["files"].items()}
+        all_entries = {name: FileEntry.from_json(entry) for told in reports for name, entry in told["files"].items()}
         # The state, then the manifest, then the pointer: a kill at any line leaves the checkpoint before as the newest.
         all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
         # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
-        extra = {key: value for key, value in state.items() if key == "fingerprint"}
+        extra = {key: value for key, value in state.items() if key == "fingerprint"} | dict(relies_on())
         commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
         self._settle(step)
         self.on_commit(step)
@@ -217,7 +225,7 @@ class Checkpoints:
         manifest = read_manifest(self._storage, folder)
         return None if manifest is None else CheckpointFiles(self._storage, folder, manifest)
 
-    def add_files(self, step: int, files: Mapping[str, bytes]) -> None:
+    def add_files(self, step: int, files: Mapping[str, Data]) -> None:
         """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step. On rank 0."""
         manifest = read_manifest(self._storage, checkpoint_folder(step))
         if manifest is not None and not set(files) <= set(manifest.files):
@@ -228,11 +236,15 @@ class Checkpoints:
 
         Raises: DamagedError: it went away, or is of another lineage.
         """
-        # Rank 0 reads every byte once; the others trust its choice, and each verifies the files that it takes.
-        step = self.ranks.broadcast(newest_valid_checkpoint(self._storage) if self.ranks.is_rank0 else None)
-        if step is None:
+        # Verified by all ranks together, so that each byte is read for it once, before anything is changed by it.
+        place, count = self.ranks.rank, self.ranks.size
+        steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
+        for step in reversed(steps):
+            folder = checkpoint_folder(step)
+            if all(self.ranks.all_gather(is_valid(self._storage, folder, step, place=place, num_readers=count))):
+                break
+        else:
             return None
-        folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
         if manifest is None:
             raise DamagedError(f"{folder} lost its manifest while it was read")
@@ -248,6 +260,7 @@ class Checkpoints:
         """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""
         # Before anything is removed, so that the pointer never names a folder that is gone.
         move_pointer(self._storage, CHECKPOINT_POINTER, newest)
+        # Those after it stay out of the count: they are not valid, and are written again when their step comes.
         older = [step for step in checkpoint_steps(self._storage) if step < newest]
         if self._max_to_keep > 0:
             for step in older[: max(0, len(older) + 1 - self._max_to_keep)]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -36,7 +37,8 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import AsksScheduler, make_called_off, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, make_called_off, workers_of
+from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"
@@ -51,6 +53,8 @@ _CAUSE_S = 5.0
 """For the error of the rank that was lost, while its worker lives and others have noticed first."""
 _RESULT_S = 10.0
 """For fetching a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
+MAX_TAKEN = 20
+"""Losses without a new step for which a batch system took a worker away (preempted, at its walltime)."""
 _FAILED = ("error", "cancelled", "lost")
 _LOSSES = (ProcessLostError, StorageError, KilledWorker, CancelledError, OSError)
 """Errors that another try may not meet: a process, its worker or the storage was gone. KilledWorker, CancelledError
@@ -92,6 +96,9 @@ class DaskClient(AsksScheduler, Protocol):
 
     def cancel(self, futures: Sequence[Future[Ended]], *, force: bool) -> None:
         """Cancel the tasks; a thread that runs one goes on until it looks."""
+
+    def get_events(self, topic: str) -> Sequence[tuple[float, Any]]:
+        """What workers have reported on a topic, with the times."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +160,13 @@ def supervise(spec: RankSpec, address: str) -> Ended:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     sockets = {name: os.environ.get(name, interface or "") for name in names}
     # A process of its own: a rank that crashes or is killed must not take the Dask worker with it.
+    forget(spec.log_folder, spec.rank)
     child = Child(
         RANK,
         asdict(spec),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,
-        env={LOG_LEVEL: spec.config["log"]["level"], **sockets},
+        env={LOG_LEVEL: spec.config["log"]["level"], **sockets, **recording(spec.log_folder)},
         log_file=Path(spec.log_folder, f"trainer-rank-{spec.rank}.log") if spec.log_folder else None,
     )
     heard = time.monotonic()
@@ -174,13 +182,17 @@ def supervise(spec: RankSpec, address: str) -> Ended:
                 continue
             heard = time.monotonic()
             event = CODEC.decode(message)
+            # The last message, and the only one whose loss would matter: it is the answer of the task.
             if isinstance(event, Ended):
                 return event
             if spec.rank == 0:  # the others have only signs of life to give
                 worker.log_event(TOPIC, message)
     except RoleError as error:
+        # NCCL's watchdog ends a rank that waits too long, without a word but in its log and this file.
+        waited = left_behind(spec.log_folder, spec.rank)
+        told = f"{error}\n{waited}" if waited else str(error)
         # Of the same class, since the driver decides by it; now with where it happened.
-        raise type(error)(f"rank {spec.rank} on worker {worker.name} ({address}): {error}") from error
+        raise type(error)(f"rank {spec.rank} on worker {worker.name} ({address}): {told}") from error
     finally:
         child.close()
 
@@ -196,7 +208,9 @@ class Gang:
     spec: RankSpec
     """Of every rank but for its number and the place where they meet."""
     max_restarts: int
-    """After so many the next loss ends the run."""
+    """After so many without a new step the next loss ends the run."""
+    newest_step: Callable[[], int]
+    """The newest step that was taken and written down, as storage has it."""
     worker_deadline_s: float
     """How long the workers may take to join."""
     note: Callable[[str], None]
@@ -211,8 +225,12 @@ class Gang:
 
         Raises: RoleError: a rank raised what a restart does not mend, or was lost too often; FencedError; UserError.
         """
-        num_losses = 0
+        generation, reached = 0, self.newest_step()
+        # Since the last new step: why the ranks were lost, by whether a batch system took a worker away on its own.
+        losses: dict[bool, int] = {False: 0, True: 0}
         while True:
+            generation += 1
+            addresses: list[str] = []  # of this try, which may end before there are any
             try:
                 addresses = self._wait_for_workers()
                 if not addresses:
@@ -220,7 +238,7 @@ class Gang:
                 # mkdtemp's folders are their owner's alone.
                 with tempfile.TemporaryDirectory(prefix="rftdask-ranks-", ignore_cleanup_errors=True) as folder:
                     rendezvous = self._meeting_place(addresses, folder)
-                    generation = f"trainer-{num_losses}-{time.time_ns()}"  # in keys, of which none is used again
+                    key = f"trainer-{generation}-{time.time_ns()}"  # of which none is used again
                     # All at once: ranks wait for each other when they start, so one alone would only run into its
                     # deadline.
                     futures = [
@@ -228,7 +246,7 @@ class Gang:
                             supervise,
                             replace(self.spec, rank=rank, rendezvous=rendezvous),
                             address,
-                            key=f"{generation}-rank-{rank}",
+                            key=f"{key}-rank-{rank}",
                             workers=[address],
                             allow_other_workers=True,
                             pure=False,
@@ -245,11 +263,22 @@ class Gang:
             except StorageRefusedError:
                 raise
             except (*_LOSSES, WaitTimeout) as loss:
-                num_losses += 1
-                # Counted over the whole stage and not in a row: ranks that are lost again and again are no chance.
-                if num_losses > self.max_restarts or self.cancelled():
-                    raise RoleError(f"the trainer failed {num_losses} times; the last time: {loss}") from loss
-                self.note(f"trainer restarts from its newest checkpoint ({num_losses} of {self.max_restarts}): {loss}")
+                # Ranks that take steps between their losses are a healthy run on a busy machine; those that are lost
+                # again and again at the same step are not.
+                newest = reached
+                with suppress(StorageError):  # perhaps the loss itself
+                    newest = self.newest_step()
+                if newest > reached:
+                    reached, losses = newest, {False: 0, True: 0}
+                taken = any(address in addresses for _, address in self.client.get_events(LEAVING_TOPIC))
+                losses[taken] += 1
+                most = MAX_TAKEN if taken else self.max_restarts
+                if losses[taken] > most or self.cancelled():
+                    raise RoleError(
+                        f"the trainer failed {losses[taken]} times without a new step (it is at step {reached}); the "
+                        f"last time: {loss}"
+                    ) from loss
+                self.note(f"trainer restarts from its newest checkpoint ({losses[taken]} of {most}): {loss}")
 
     def _meeting_place(self, addresses: Sequence[str], folder: str) -> str:
         """Where ranks meet: `folder` on one machine, else a port of the first worker's."""
@@ -313,6 +342,7 @@ class Gang:
         keys = {str(future.key) for future in futures}
         deadline = time.monotonic() + _CALL_OFF_S
         while time.monotonic() < deadline:
+            # Asked in the workers themselves: the scheduler has forgotten a cancelled task whose thread still runs.
             running = self.client.run(active_keys, on_error="ignore")
             if not any(keys & set(active) for active in running.values()):
                 return
@@ -328,11 +358,13 @@ class Gang:
         """
         deadline = time.monotonic() + self.worker_deadline_s
         while True:
-            if self.stopping():
+            if self.stopping() or self.cancelled():
                 return []
             workers = workers_of(self.client)
             # By address, so that ranks of one machine are neighbors, who exchange the most.
             able = sorted(a for a, info in workers.items() if info["resources"].get(TRAINER_RESOURCE))
+            # More may have come than are needed, such as the one that takes the place of a
+            # lost one: the rest wait for a loss.
             if len(able) >= self.spec.world_size:
                 return able[: self.spec.world_size]
             if time.monotonic() > deadline:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -29,6 +31,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
@@ -57,6 +60,7 @@ def load_policy(
     offline: bool = False,
     num_splits: int = 1,
     scalar_head: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
@@ -65,6 +69,8 @@ def load_policy(
         offline: take a name from the cache of this machine alone.
         num_splits: ranks that are to split each sequence.
         scalar_head: a reward model, with one number in place of the vocabulary's; of a language model it begins at 0.
+        mesh: ranks of which each reads and holds some rows of every weight, as DTensors; a strategy then lays them out,
+            and `check_model` is left to who can make a pass. None: all of it.
     Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
     its sequences cannot be split so.
     """
@@ -81,7 +87,8 @@ def load_policy(
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
         options |= {"dtype": getattr(torch, dtype), "output_loading_info": True}
-        with _LOADING:
+        # The random state stays as it was: ranks that hold different rows of a head draw different numbers of numbers.
+        with _LOADING, _rows_alone(mesh, device), torch.random.fork_rng(devices=[]):
             loaded: Any = (
                 AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
                 if scalar_head
@@ -99,13 +106,71 @@ def load_policy(
         raise DataError(f"model.model_path {model_path} lacks the weights {missing}")
     model.config.name_or_path = model_path  # adapters name their base by it, not by a copy in this machine's cache
     loaded[0].to(device).eval()  # theirs has types that fit no call
-    if not scalar_head:
+    if scalar_head:
+        if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+            name = type(model).__name__
+            raise DataError(f"model.model_path {model_path}: {name} has no linear head `score` to train")
+        if model.config.pad_token_id is None:  # by which transformers finds the end of a row in a batch
+            model.config.pad_token_id = tokenizer.pad_token_id
+    if mesh is None:
+        check_model(model, num_splits, has_logits=not scalar_head)
+    return model, tokenizer
+
+
+@contextmanager
+def _rows_alone(mesh: DeviceMesh | None, device: str) -> Iterator[None]:
+    """Let transformers read into models, for the block, this rank's rows of each weight alone, straight to `device`.
+
+    It fills DTensors so by itself, names and layouts of old files converted, but makes them by plans of its own: by the
+    time it would read, they are made here.
+    """
+    if mesh is None:
+        yield
+        return
+    theirs: Any = PreTrainedModel
+    usual = theirs._load_pretrained_model
+
+    def load(model: PreTrainedModel, state_dict: Any, files: list[str], settings: Any, *more: Any) -> Any:
+        for module in model.modules():
+            for name, whole in list(module.named_parameters(recurse=False)):
+                most = -(-len(whole) // mesh.size())
+                if whole.dim() > 2 and most * (mesh.size() - 1) >= len(whole):
+                    continue  # transformers stacks the experts of a rank, and fails at one that has none: read whole
+                rows = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                setattr(module, name, torch.nn.Parameter(rows, requires_grad=whole.requires_grad))
+        with ExitStack() as opened:
+            held: dict[str, Any] = dict(state_dict or {})
+            for file in () if state_dict is not None else files:
+                if file.endswith(".safetensors"):
+                    # Nothing is read yet.
+                    reader: Any = opened.enter_context(safe_open(file, framework="pt"))
+                    held |= dict(zip(names := list(reader.keys()), map(reader.get_slice, names), strict=True))
+                else:
+                    held |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return convert_and_load_state_dict_in_model(model, held, replace(settings, device_map={"": device}))
+
+    theirs._load_pretrained_model = staticmethod(load)
+    try:
+        yield
+    finally:
+        theirs._load_pretrained_model = staticmethod(usual)
+
+
+@torch.no_grad()
+def check_model(model: PreTrainedModel, num_splits: int, *, has_logits: bool = True) -> None:
+    """Find out by passes whether a loaded model packs rows, which it then does, and whether it can be trained.
+
+    Where ranks hold parts of its weights it is called by all of them (`Strategy.within`).
+
+    Args: num_splits: as of `load_policy`. has_logits: its logits are used.
+    Raises: DataError: they are not lm_head(hidden states), or its sequences cannot be split so.
+    """
+    training, model_path = model.training, str(model.config.name_or_path)
+    model.eval()
+    if has_logits:
         _check_head(model, model_path)
-    elif not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise DataError(f"model.model_path {model_path}: {type(model).__name__} has no linear head `score` to train")
-    elif model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the end of a row in a batch
     pack_if_equal(model)
+    model.train(training)
     if num_splits > 1:
         try:
             check_splits(model, num_splits)
@@ -113,7 +178,53 @@ def load_policy(
             raise DataError(
                 f"model.model_path {model_path}: {error}; lower trainer.ulysses_sequence_parallel_size {num_splits}"
             ) from error
-    return model, tokenizer
+
+
+def frozen_dtype(model_path: str) -> str:
+    """Of weights that are never trained: that of the files, if all of it is of 16 bits and one kind; else float32.
+
+    By the heads of the files themselves, since a configuration may say another. "float32", "bfloat16" or "float16".
+    """
+    kinds = set()
+    for file in Path(local_model(model_path)).glob("*.safetensors"):
+        with open(file, "rb") as opened:
+            head = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        kinds |= {told["dtype"] for name, told in head.items() if name != "__metadata__"}
+    return {frozenset({"BF16"}): "bfloat16", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "float32")
+
+
+def compute_wide(model: torch.nn.Module) -> None:
+    """Let a model compute in float32 with its frozen weights of 16 bits, each made wide for the call that uses it.
+
+    The bits are those of a model in float32, in half of its memory; where autocast narrows the weights of linear layers
+    anyway, they are not made wide first.
+    """
+
+    def narrow(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {
+            name: weight
+            for name, weight in module.named_parameters(recurse=False)
+            if weight.dtype in (torch.bfloat16, torch.float16) and not weight.requires_grad
+        }
+
+    def widen(module: torch.nn.Module, _: Any) -> None:
+        held = narrow(module)
+        if isinstance(module, torch.nn.Linear) and torch.is_autocast_enabled(next(iter(held.values())).device.type):
+            return
+        vars(module)["_narrow"] = held
+        module._parameters.update({name: cast(torch.nn.Parameter, weight.float()) for name, weight in held.items()})
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        module._parameters.update(vars(module).pop("_narrow", {}))
+
+    for module in model.modules():
+        if not narrow(module):
+            continue
+        if isinstance(module, torch.nn.Embedding):  # the rows that were looked up, not the table
+            module.register_forward_hook(lambda _, __, rows: rows.float())
+        else:
+            module.register_forward_pre_hook(widen)
+            module.register_forward_hook(restore, always_call=True)
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
@@ -129,7 +240,6 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-@torch.no_grad()
 def _check_head(model: PreTrainedModel, model_path: str) -> None:
     """Refuse models that scale or cap what enters or leaves lm_head: `token_logprobs` would be wrong for them."""
     seen: dict[str, Any] = {}
@@ -198,6 +308,7 @@ def token_logprobs(
         size = max(1, size // _LOGITS_OF_A_DIVERGENCE)
     wanted = statistic or with_entropy
     of_positions = (hidden_QH, rows.target_Q, rows.temperature_Q, None if teacher is None else teacher.states_QH)
+    # In one piece its logits are kept for the backward pass, which is the quicker way where they fit.
     if len(hidden_QH) <= size:
         logprobs_Q, more_Q = _score(head, *of_positions, wanted, teacher)
     else:
@@ -222,6 +333,7 @@ def row_scores(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     counted_Q = rows.column_Q + 1
     if scorer.config.pad_token_id is not None:
         counted_Q = counted_Q.masked_fill(rows.target_Q == scorer.config.pad_token_id, 0)
+    # The largest place that counts; 0 where none does.
     last_B = rows.aligned(counted_Q).amax(dim=-1)
     prompt_end_B = rows.place_Q[rows.column_Q == 0] - 1
     last_BH, weight_1H, bias_1 = (
@@ -249,6 +361,7 @@ def entropy_and_change(logprobs_QV: Tensor) -> Tensor:
     arXiv:2602.03392, theorem 3.2 and Clip_V.
     """
     entropy_Q = entropy(logprobs_QV)
+    # p^2 (H + log p), summed over v: one p of the expectation, the other of the derivative.
     change_Q = (logprobs_QV.exp().square() * (logprobs_QV + entropy_Q[:, None])).sum(dim=-1)
     return torch.stack([entropy_Q, change_Q], dim=-1)
 
@@ -277,19 +390,24 @@ def _score(
     """
     # Statistics of the whole vocabulary have no gradient; logprobs and entropies of a loss have one, by a formula of
     # their own.
-    if callable(wanted):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not callable(wanted)):
+        logits_QV = head(hidden_QH).float()
+    teacher_QV = logits_QV
+    if teacher is not None:
         with torch.no_grad():
-            logprobs_QV = _logprobs(head(hidden_QH).float(), temperature_Q)
-            return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
-    logits_QV = head(hidden_QH).float()
-    score: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _LogprobAndEntropy.apply
-    logprobs_Q, entropy_Q = score(logits_QV, targets_Q, temperature_Q, wanted)
-    if teacher is None:
-        return logprobs_Q, entropy_Q
-    with torch.no_grad():
-        teacher_logits_QV = teacher.head(states_QH).float()
-    divergence_Q = teacher.divergence(logits_QV, teacher_logits_QV)
-    return logprobs_Q, torch.stack([divergence_Q, entropy_Q if wanted else torch.zeros_like(divergence_Q)], dim=-1)
+            teacher_QV = teacher.head(states_QH).float()
+    # Sums over the vocabulary are float32, also where autocast takes some of them for products in bfloat16.
+    with torch.autocast(logits_QV.device.type, enabled=False):
+        if callable(wanted):
+            with torch.no_grad():
+                logprobs_QV = _logprobs(logits_QV, temperature_Q)
+                return logprobs_QV.gather(-1, targets_Q[:, None])[:, 0], wanted(logprobs_QV)
+        score: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _LogprobAndEntropy.apply
+        logprobs_Q, entropy_Q = score(logits_QV, targets_Q, temperature_Q, wanted)
+        if teacher is None:
+            return logprobs_Q, entropy_Q
+        divergence_Q = teacher.divergence(logits_QV, teacher_QV)
+        return logprobs_Q, torch.stack([divergence_Q, entropy_Q if wanted else torch.zeros_like(divergence_Q)], dim=-1)
 
 
 def _logprobs(logits_QV: Tensor, temperature_Q: Tensor | None) -> Tensor:
@@ -319,6 +437,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, chosen_grad_Q: Tensor, entropy_grad_Q: Tensor) -> tuple[Tensor, None, None, None]:
         logprobs_QV, targets_Q, temperature_Q, entropy_Q = ctx.saved_tensors
+        # d log p / d logit has a factor 1 / temperature, by the chain rule.
         if temperature_Q is not None:
             chosen_grad_Q = chosen_grad_Q / temperature_Q
             entropy_grad_Q = entropy_grad_Q / temperature_Q if len(entropy_Q) else entropy_grad_Q
@@ -333,11 +452,6 @@ class _LogprobAndEntropy(torch.autograd.Function):
         # The 1[j = t] of the formula, added at one place of each row.
         at_targets_Q1 = grad_QV.gather(-1, targets_Q[:, None]) + chosen_grad_Q[:, None]
         return grad_QV.scatter_(-1, targets_Q[:, None], at_targets_Q1), None, None, None
-
-
-def state_bytes(tensors: dict[str, Tensor]) -> bytes:
-    """Weights by name, tied ones once, in safetensors format."""
-    return safetensors.torch.save(tensors, metadata={"format": "pt"})
 
 
 def dtype_at_rest(model_path: str, *, trust_remote_code: bool = False, offline: bool = False) -> torch.dtype | None:

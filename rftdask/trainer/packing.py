@@ -72,6 +72,7 @@ class PackedRows:
 
     def aligned(self, values_Q: Tensor) -> Tensor:
         """[B, T] of what is said of every response token ([B, T, K] of K numbers each), 0 beyond a row's end."""
+        # Scattered by (row, column): responses differ in length, and of a split sequence some are another rank's.
         shape = (self.num_rows, self.max_response, *values_Q.shape[1:])
         aligned_BT = values_Q.new_zeros(shape).index_put((self.row_Q, self.column_Q), values_Q)
         return aligned_BT if self.split is None else self.split.whole(aligned_BT)
@@ -99,6 +100,7 @@ def pack_rows(
     # [B + 1] in the packed order; `start_B` in the order given.
     ends = np.concatenate([[0], np.cumsum(lengths_B[order])])
     start_B = np.empty_like(lengths_B)
+    # The inverse of the sort: row order[i] begins where the i-th packed one does.
     start_B[order] = ends[:-1]
     response_B = lengths_B - prompt_lengths_B
     row_Q = np.repeat(np.arange(len(tokens)), response_B)
@@ -110,6 +112,7 @@ def pack_rows(
     spare = np.zeros(max(0, size - int(ends[-1])), np.int64)
     tokens_S = np.concatenate([*(tokens[i] for i in order), spare])
     positions_S = np.concatenate([_counted(lengths_B[order]), spare])
+    # Spare tokens are rows of length 1: they see themselves alone.
     spans_B = np.concatenate([lengths_B[order], spare + 1])
     split = None
     if sequence is not None and size > 1:
@@ -134,6 +137,7 @@ def pack_rows(
         num_rows=len(tokens),
         max_response=int(response_B.max()),
         place_Q=put(place_Q[own_Q] - held.start),
+        # Out of the whole sequence: the target of a rank's last token is the first token of the next rank.
         target_Q=put(tokens_S[place_Q[own_Q]]),
         row_Q=put(row_Q[own_Q]),
         column_Q=put(column_Q[own_Q]),

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftdask.errors import PeerLostError
+from rftdask.errors import PeerLostError, RoleError
+from rftdask.trainer import flight_recorder
 from rftdask.trainer.ranks import Ranks
 
 
@@ -73,6 +74,7 @@ class ProcessRanks(Ranks):
     def across(self, size: int) -> Ranks:
         """See Ranks; makes a process group for each gang."""
         members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+        # As in `neighbors`: all ranks make all groups.
         groups = [dist.new_group(list(members[place::size])) for place in range(size)]
         return ProcessRanks(groups[self.rank % size])
 
@@ -83,16 +85,35 @@ def all_ranks() -> Ranks:
     return ProcessRanks() if met else Ranks()
 
 
-def lost_peer(error: RuntimeError) -> PeerLostError | None:
-    """The error in our words, if torch raised it because another rank does not answer; else None."""
+_OWN_FAULTS = ("ncclInvalidUsage", "ncclInvalidArgument")
+"""What NCCL says of a mistake, such as two ranks on one GPU; it would come again."""
+
+
+def lost_peer(error: RuntimeError) -> RoleError | None:
+    """The error in our words, if ranks cannot speak with each other: PeerLostError where another one does not answer,
+    another RoleError where NCCL says that this one is wrong. None: it is of another kind.
+    """
     text = str(error)
+    if "NCCL" in text or "nccl" in text:
+        # All that NCCL says of it: the cause is in its last line. Below are the frames of torch's own code.
+        lines = [line.strip() for line in text.partition("Exception raised from")[0].splitlines()]
+        told = "; ".join(line for line in lines if line)[:1000]
+        if any(fault in text for fault in _OWN_FAULTS):
+            return RoleError(f"NCCL: {told}")
+        return PeerLostError(f"NCCL: {told}{_recorded()}")
     # By their words: torch has no class for what gloo and NCCL say of a broken connection.
-    if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
-        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}")
+    if isinstance(error, dist.DistError) or "gloo" in text:
+        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}{_recorded()}")
     return None
 
 
+def _recorded() -> str:
+    told = flight_recorder.of_this_process()
+    return f"; {told}" if told else ""
+
+
 def _as_tensor(data: bytes) -> Tensor:
+    # A bytearray: torch warns of memory that cannot be written to.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

@@ -36,16 +36,18 @@ from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
 from rftdask.errors import NotInstalledError, UserError
-from rftdask.monitor.events import CODEC, Event
+from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
+from rftdask.processes.gpus import out_of_memory, use_device
+from rftdask.processes.turns import DeviceTurn
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
-from rftdask.trainer.trainer import Trainer
+from rftdask.trainer.trainer import Trainer, take_turn
 from rftdask.weights.published import read_requested_version
 
 _WEIGHTS_TO_KEEP = 8
@@ -72,29 +74,60 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"], was_checked=True)
     rank, size = spec["rank"], spec["world_size"]
+    shares_as = "rank-" * bool(config.cluster.colocate)
+    device = use_device(shares_as=shares_as) if config.trainer.has_model else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(0)  # the one that it sees; NCCL takes what is current
+    trainer: Trainer | None = None
     try:
         dist.init_process_group(
             # Small messages go over the CPU, also where gradients do not.
-            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=meeting_place(spec["rendezvous"], rank, size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=_ANSWER_S),
         )
         storage = open_storage(spec["url"])
+
+        def emit(event: Event) -> None:
+            channel.send(CODEC.encode(event))
+
+        turn = DeviceTurn.of_this_process(alone=True)
+        if turn is not None:  # before a model is loaded onto the device
+            take_turn(turn, all_ranks(), config.synchronizer.sync_timeout, lambda: emit(Alive()))
         with MetricsWriter(storage, "trainer") as metrics:
-            trainer = build_trainer(
-                config, storage, spec["total_steps"], metrics, lambda event: channel.send(CODEC.encode(event))
-            )
+            trainer = build_trainer(config, storage, spec["total_steps"], metrics, emit)
+            trainer.turn, trainer.turn_timeout_s = turn, config.synchronizer.sync_timeout
             ended = trainer.run()
-    # Where a peer has died torch raises a bare RuntimeError. Told apart, this rank is not taken for the cause.
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        doing = "the trainer loads its model" if trainer is None else trainer.doing
+        if (memory := out_of_memory(error, doing, _less_memory(config))) is not None:
+            raise memory from error
+        if not isinstance(error, RuntimeError):
+            raise
+        # Where a peer has died torch raises a bare RuntimeError. Told apart, this rank is not taken for the cause.
         lost = lost_peer(error)
         if lost is None:
             raise
         raise lost from error
     channel.send(CODEC.encode(ended))
     # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
+
+
+def _less_memory(config: Config) -> str:
+    """The keys that lower the memory of a rank, of those that are not set so already."""
+    trainer = config.trainer
+    keys = [f"trainer.max_token_len_per_gpu below {trainer.max_tokens_per_micro_batch}"] * trainer.use_dynamic_bsz
+    rows = trainer.max_rows_per_micro_batch
+    keys += [f"trainer.micro_batch_size below {rows}"] if rows is not None and rows > 1 else []
+    keys += [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing: true"]
+    keys += [
+        "more trainer.num_ranks" + ("" if trainer.trainer_strategy == "fsdp2" else " with trainer_strategy: fsdp2")
+    ]
+    keys += [] if trainer.offload_policy else ["trainer.offload_policy: true"]
+    keys += [] if config.model.lora_configs else ["model.lora_configs"]
+    return ", ".join(keys[:-1]) + f" or {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def meeting_place(rendezvous: str, rank: int, size: int) -> Any:
@@ -133,11 +166,15 @@ def build_trainer(
     registered, folders = registered_train_engines(), config.explorer.plugin_dirs
     engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
     # The thread that saves speaks to its like on the other ranks while the ranks train.
+    # Made here, since making a group is a call of all ranks, in one order.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
     rules = make_sync_rules(config)
+    publishes = algorithm.schema == "experience" or config.evaluates_training
     looked_s, stop_found = 0.0, False
 
     def publish_due(step: int, published: int) -> bool:
+        if config.evaluates_training:
+            return bool(config.eval_interval) and step % config.eval_interval == 0
         # From storage at each question, since the explorer may ask for newer weights at any time.
         asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
         return rules.publish_due(step, published, asked)
@@ -167,11 +204,11 @@ def build_trainer(
         section=config.trainer,
         total_steps=limit,
         lineage=lineage,
-        # Nobody explores with what a dataset or the replay of another lineage makes.
-        publish_due=publish_due if algorithm.schema == "experience" and parent is None else None,
+        # Nobody explores with what a dataset or the replay of another lineage makes; a dataset's may be evaluated.
+        publish_due=publish_due if publishes and parent is None else None,
         should_stop=should_stop,
         emit=emit,
-        max_weights_to_keep=0 if config.mode == "both" else _WEIGHTS_TO_KEEP,
+        max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,
         ranks=ranks,
         held_out=read_held_out(config),
         eval_metrics=MetricsWriter(storage, "eval"),
@@ -215,6 +252,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         if config.num_demonstrations:
             shown = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
             dataset, reader = build_reader(shown, "sft", config, load_tokenizer(config))
+            # The order of demonstrations is a function of the step, so a checkpoint need not keep where it stood.
             order = RowOrder(len(dataset), _order_seed(shown))
             demonstrations = Demonstrations(reader.read, dataset.fingerprint, order, config.num_demonstrations)
         source = LogSource(

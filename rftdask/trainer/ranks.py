@@ -61,6 +61,7 @@ class Ranks:
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Sums by name; a rank may lack some."""
         sums: dict[str, float] = {}
+        # In the order of the ranks on all of them, so that sums are equal to the bit.
         for part in self.all_gather(metrics):
             for name, value in part.items():
                 sums[name] = sums.get(name, 0.0) + value

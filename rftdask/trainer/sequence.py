@@ -79,6 +79,7 @@ class SequenceSplit:
     def to_tokens(self, values: Tensor) -> Tensor:
         """[S, h, size] of own heads -> [s, heads, size] of own tokens."""
         swapped = self._swap(values.flatten(1), self.sizes, self._own_sizes)
+        # [ranks * s, h * size] -> [ranks, s, h, size] -> [s, ranks, h, size] -> [s, heads, size].
         parts: Tensor = swapped.unflatten(0, (self.ranks.size, -1)).unflatten(2, values.shape[1:])
         return parts.transpose(0, 1).flatten(1, 2)
 
@@ -116,9 +117,11 @@ class _Swap(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
+        # A clone: the reduction works in place, and the input is the caller's.
         return ranks.all_reduce(values.clone())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Not summed over the ranks: each of them has computed this same gradient of the same loss.
         return gradient, None

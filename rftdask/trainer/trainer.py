@@ -2,20 +2,25 @@
 
 All ranks run the same loop. Rank 0 alone decides what its next turn is, forms the batches and writes ledger, pointers,
 manifests and metrics, so ranks cannot disagree. It consumes batches from a source, which writes each into the ledger
-before handing it out; it produces weights (pointer moved last), checkpoints (manifest last) and metrics. It waits only
-for its source, with a deadline, and no rank waits for another one meanwhile. It knows neither Dask nor how its parts
-are configured; everything it holds can be lost at any line: a new one resumes from the newest valid checkpoint and is
-handed the very same batches again.
+before handing it out; it produces weights (pointer moved last), checkpoints (manifest last) and metrics. Weights and
+checkpoints are copied, and written by threads while the next step trains; a checkpoint exists only after the
+publication that it tells of. It waits only for its source, with a deadline, and no rank waits for another one
+meanwhile. It knows neither Dask nor how its parts are configured; everything it holds can be lost at any line: a new
+one resumes from the newest valid checkpoint and is handed the very same batches again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -26,18 +31,23 @@ from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
+from rftdask.processes.turns import DeviceTurn
 from rftdask.storage import Storage
+from rftdask.storage.base import Data
+from rftdask.trainer.background import Background
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.published import (
+    WEIGHTS_HASH,
     fingerprint_extra,
     publish_weights,
     published_versions,
     remove_weights_below,
     restore_pointer,
 )
+from rftdask.weights.published import Published as PublishedWeights
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +55,7 @@ _LOGGED = ("loss", "reward", "grad_norm", "num_rows", "staleness_max", "wait_s",
 _PATIENCE_S = 0.2
 """Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
 _SIGN_OF_LIFE_S = 5.0
+_TURN_LOOK_S = 0.02
 _UIDS = "uids"
 
 Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
@@ -90,6 +101,10 @@ class Trainer:
     held_out: Sequence[TrainingBatch] = ()
     """Rows that are not trained, the same on all ranks: what the weights say of them is measured before the first step,
     every `eval_interval` steps and after the last."""
+    turn: DeviceTurn | None = None
+    """The turn on a device that this rank shares with an engine, which it has when it is made; None: it shares none."""
+    turn_timeout_s: float = 3600.0
+    """Seconds to wait for it."""
     eval_metrics: MetricsSink | None = None
     """Where rank 0 writes that, by the step whose weights they are; with `held_out`."""
 
@@ -101,7 +116,12 @@ class Trainer:
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
         # The steps whose weights were published and saved last; what rank 0 says of them counts.
         self._published = self._saved = 0
+        self._publishing = Background("publisher")
+        # The step that was published last in this life, and what became of it; on rank 0.
+        self._publication: tuple[int, Future[PublishedWeights]] | None = None
         self._evaluated = -1
+        self.doing = "the trainer resumes"
+        """What it does now, as the error of a lack of memory says it."""
         self._spoke_s = time.monotonic()
 
     def run(self) -> Ended:
@@ -109,79 +129,102 @@ class Trainer:
 
         Raises: WaitTimeout: a batch did not come; what the engine, the source or the storage raise.
         """
-        # Every rank loads; rank 0 alone says which checkpoint is the newest valid one.
-        step = self._resume()
-        self.emit(Started(step))
-        if step == 0:
-            self._evaluate(step)
-        began = time.perf_counter()
-        while True:
-            # What all ranks do now. While rank 0 waits for data the message comes several times a second, so that no
-            # rank runs into the deadline of the process group.
-            action, entry_json = self.ranks.broadcast(self._next_turn(step) if self.ranks.is_rank0 else None)
-            # Whoever supervises takes a rank that says nothing for half an hour for hung, and only rank 0 has steps to
-            # tell.
-            if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
-                self._spoke_s = time.monotonic()
-                self.emit(Alive())
-            if action in ("stop", "end"):
-                break
-            if action == "publish":
-                asked = time.perf_counter()
-                self._publish(step)
-                began += time.perf_counter() - asked  # no waiting for data
-            if action != "train":
-                continue
-
-            # Out of the message and not from storage: where a new file shows up late, ranks would not see the same.
-            entry = LedgerEntry.from_json(entry_json.encode())
-            try:
-                batch = read_together(entry, self.ranks, self.source.read)
-                got = time.perf_counter()
-                # Nothing may be left of a batch; the step is made all the same, since others count steps.
-                metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
-            except Exception as error:  # the end of what is told of it
-                way_out = f"rftdask skip {self.storage.url} {step + 1} --because WHY"
-                error.add_note(f"while training step {step + 1}; if that can never be trained: {way_out}")
-                raise
-            step += 1
-            trained = time.perf_counter()
-
-            # Published before it is saved: explorers wait for weights, and nobody waits for a checkpoint.
-            if self.ranks.broadcast(self.ranks.is_rank0 and self._is_publish_due(step)):
-                self._publish(step)
-            published = time.perf_counter()
-
-            # By the number of the step, which all ranks know: saving is a call of all of them.
-            if self.section.save_interval and step % self.section.save_interval == 0:
-                self._save(step, last=self._is_last(step))
-            saved = time.perf_counter()
-
-            if self.ranks.is_rank0:
-                # All of rank 0, in seconds. wait_s counts from the end of the step before; tokens_per_s is over all of
-                # the step.
-                times = {
-                    "wait_s": got - began,
-                    "train_s": trained - got,
-                    "publish_s": published - trained,
-                    "checkpoint_s": saved - published,
-                    "step_s": saved - began,
-                    "tokens_per_s": len(batch.tokens) / (saved - began),
-                }
-                row = {**metrics, **batch_metrics(step, entry, batch), **times}
-                log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row))
-                # After the checkpoint: a step that is made again after a crash writes its row again, and the newer row
-                # wins.
-                self.metrics.write(step, row)
-                self.emit(Step("trainer", step, row))
-            if self.section.eval_interval and step % self.section.eval_interval == 0:
+        # Whatever ends it: no thread of this trainer is at work when another one may begin.
+        with self._publishing:
+            # Every rank loads; rank 0 alone says which checkpoint is the newest valid one.
+            step = self._resume()
+            self.emit(Started(step))
+            if step == 0:
                 self._evaluate(step)
-            self.checkpoints.check()  # raises what the writing in the background has raised
             began = time.perf_counter()
-        if action == "end":
-            self._evaluate(step)
-        self._finish(step)
-        return Ended(step, stopped=action == "stop")
+            while True:
+                # In every turn, also while a batch is waited for: who explores may wait for the weights that failed.
+                self._publishing.check()
+                # What all ranks do now. While rank 0 waits for data the message comes several times a second, so that
+                # no rank runs into the deadline of the process group.
+                action, entry_json = self.ranks.broadcast(self._next_turn(step) if self.ranks.is_rank0 else None)
+                # Whoever supervises takes a rank that says nothing for half an hour for hung, and only rank 0 has steps
+                # to tell.
+                if time.monotonic() - self._spoke_s > _SIGN_OF_LIFE_S:
+                    self._spoke_s = time.monotonic()
+                    self.emit(Alive())
+                if action == "wait":
+                    self._leave_device()  # the batch that is waited for has to be sampled
+                    continue
+                if self.turn is not None and not self.turn.held:
+                    take_turn(self.turn, self.ranks, self.turn_timeout_s, lambda: self.emit(Alive()))
+                    self.doing = "the trainer returns to its GPU"
+                    self.engine.return_to_device()
+                if action in ("stop", "end"):
+                    break
+                if action == "publish":
+                    asked = time.perf_counter()
+                    self._publish(step)
+                    began += time.perf_counter() - asked  # no waiting for data
+                    continue
+
+                self.doing = f"step {step + 1} is trained"
+                # Out of the message and not from storage: where a new file shows up late, ranks would not see the same.
+                entry = LedgerEntry.from_json(entry_json.encode())
+                failed: list[Exception] = []
+                try:
+                    batch = read_together(entry, self.ranks, self.source.read)
+                    got = time.perf_counter()
+                    # Nothing may be left of a batch; the step is made all the same, since others count steps.
+                    with self._looking_ahead(step + 1, failed):
+                        metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
+                except Exception as error:  # the end of what is told of it
+                    way_out = f"rftdask skip {self.storage.url} {step + 1} --because WHY"
+                    error.add_note(f"while training step {step + 1}; if that can never be trained: {way_out}")
+                    raise
+                if failed:  # not of this step, which is trained, but of those after it
+                    raise failed[0]
+                step += 1
+                trained = time.perf_counter()
+
+                # Published before it is saved: explorers wait for weights, and nobody waits for a checkpoint.
+                if self.ranks.broadcast(self.ranks.is_rank0 and self._is_publish_due(step)):
+                    self._publish(step)
+                published = time.perf_counter()
+
+                # By the number of the step, which all ranks know: saving is a call of all of them.
+                if self.section.save_interval and step % self.section.save_interval == 0:
+                    self._save(step, last=self._is_last(step))
+                saved = time.perf_counter()
+
+                if self.ranks.is_rank0:
+                    # Times last: a metric of a plug-in loss cannot take the place of one of these names. In seconds of
+                    # rank 0; wait_s counts from the end of the step before, tokens_per_s is over all of the step.
+                    row = {
+                        **metrics,
+                        **batch_metrics(step, entry, batch),
+                        "wait_s": got - began,
+                        "train_s": trained - got,
+                        "publish_s": published - trained,
+                        "checkpoint_s": saved - published,
+                        "step_s": saved - began,
+                        "tokens_per_s": len(batch.tokens) / (saved - began),
+                    }
+                    log.info(
+                        "step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row)
+                    )
+                    # After the checkpoint: a step that is made again after a crash writes its row again, and the newer
+                    # row wins.
+                    self.metrics.write(step, row)
+                    self.emit(Step("trainer", step, row))
+                if self.section.eval_interval and step % self.section.eval_interval == 0:
+                    self._evaluate(step)
+                # Here, once a step: a write that failed ends the run within a step, and not at the next checkpoint.
+                self.checkpoints.check()  # raises what the writing in the background has raised
+                began = time.perf_counter()
+            self._finish(step, stopped=action == "stop")
+            return Ended(step, stopped=action == "stop")
+
+    def _leave_device(self) -> None:
+        """Let the engines that share the device have it. On all ranks."""
+        if self.turn is not None and self.turn.held:
+            self.engine.leave_device()
+            self.turn.leave()
 
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
@@ -196,6 +239,29 @@ class Trainer:
             # Whoever explores may wait for the weights that there are, and the batch for who explores.
             return "publish" if self._is_publish_due(step) else "wait", ""
         return ("end", "") if entry is None else ("train", entry.to_json().decode())
+
+    @contextmanager
+    def _looking_ahead(self, step: int, failed: list[Exception]) -> Iterator[None]:
+        """Let the source find and read what the batch after `step` may be made of, while this step trains. On rank 0,
+        which alone forms batches; no other call of the source is made meanwhile. What went wrong goes to `failed`.
+        """
+        if not self.ranks.is_rank0 or self._is_last(step):
+            yield
+            return
+
+        def look() -> None:
+            try:
+                self.source.look_ahead()
+            except Exception as error:  # carried to the thread that trains, and raised there
+                failed.append(error)
+
+        # Daemon: a process that must end ends.
+        thread = threading.Thread(target=look, name="look-ahead", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()  # it ends: storage has its retries
 
     def _is_last(self, step: int) -> bool:
         return self.total_steps is not None and step >= self.total_steps
@@ -222,17 +288,26 @@ class Trainer:
         return step
 
     def _publish(self, step: int) -> None:
-        """Write the weights and move the pointer. All ranks bring the weights together, rank 0 writes them."""
+        """Copy the weights; a thread of rank 0 writes them and moves the pointer. All ranks bring them together."""
+        self.doing = f"version {step} is published"
+        self._publishing.flush()  # before the copy: no more than one is held
         weights, fingerprint = self.engine.weights(), self._fingerprint_of(step)
         self._published = step  # on all ranks: each asks it, when the run ends, whether the last weights are out
-        if not self.ranks.is_rank0:
-            return
+        if self.ranks.is_rank0:
+            write = partial(self._write_weights, step, weights, fingerprint)
+            self._publication = (step, self._publishing.start(write))
+
+    def _write_weights(
+        self, step: int, weights: Mapping[str, Data], fingerprint: Fingerprint | None
+    ) -> PublishedWeights:
+        """Write the weights, then move the pointer. Beside the training."""
         published = publish_weights(self.storage, step, weights, self.lineage, fingerprint)
         if self.max_weights_to_keep:
             # Explorers that are other commands read these at their own pace; only their number bounds what lies here.
             kept = published_versions(self.storage)[-self.max_weights_to_keep :]
             remove_weights_below(self.storage, kept[0])
         self.emit(Published(step, published.content_hash))
+        return published
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:
         """Of the weights as they are, which are those after `step`; computed once, by all ranks."""
@@ -242,21 +317,23 @@ class Trainer:
 
     def _save(self, step: int, last: bool) -> None:
         """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
+        self.doing = f"checkpoint {step} is saved"
         # A copy of the state: the next step changes the weights while these bytes are still being written.
-        files = self.engine.state_files()
+        files = dict(self.engine.state_files())
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):
             files.update(self._export())
         progress = {"step": step, "lineage": self.lineage, "published": self._published}
         # Rank 0 alone forms batches and writes the manifest: its cursor is the one that is kept.
         state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
-        self.checkpoints.save(step, files, state)  # goes on in the background; `flush` waits for it
+        # Goes on in the background; `flush` waits for it.
+        self.checkpoints.save(step, files, state, partial(_wait_for, step, self._publication))
         self._saved = step
 
     def _evaluate(self, step: int) -> None:
         """Measure the weights after `step` on the held-out rows, once."""
         if not self.held_out or self._evaluated == step:
             return
-        self._evaluated = step
+        self._evaluated, self.doing = step, "held-out rows are evaluated"
         row = {f"eval_{name}": value for name, value in self.engine.evaluate(self.held_out).items()}
         if self.ranks.is_rank0 and self.eval_metrics is not None:
             log.info("step %d, held out: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
@@ -266,8 +343,10 @@ class Trainer:
     def _export(self) -> dict[str, bytes]:
         return {f"{HF_FOLDER}/{name}": data for name, data in self.engine.export_files().items()}
 
-    def _finish(self, step: int) -> None:
-        """Publish the last weights and save a last checkpoint, also after a stop on request."""
+    def _finish(self, step: int, *, stopped: bool) -> None:
+        """Publish the last weights and save a last checkpoint, also after a stop on request; else evaluate before."""
+        if not stopped:
+            self._evaluate(step)
         # Whatever the interval says: who explores or evaluates after the end is to have the last weights.
         if self.ranks.broadcast(self.publish_due is not None and self._published < step):
             self._publish(step)
@@ -275,6 +354,7 @@ class Trainer:
         if unsaved:
             self._save(step, last=True)
         # Durable before the trainer says that it has ended, for then nobody waits for it any more.
+        self._publishing.flush()
         self.checkpoints.flush()
         if not unsaved and step and self.section.save_hf_checkpoint == "last":
             exported = self._export()  # the step was saved before it was known to be the last
@@ -284,8 +364,19 @@ class Trainer:
             self.metrics.flush()
 
 
+def _wait_for(step: int, publication: tuple[int, Future[PublishedWeights]] | None) -> dict[str, str]:
+    """Wait until what is published is there, so that who resumes from a checkpoint finds what it tells of; what the
+    manifest of the checkpoint of `step` says of it. Raises: what went wrong with it.
+    """
+    if publication is None:
+        return {}
+    published = publication[1].result()
+    # Of the same weights: those of a checkpoint may be of another data type, and so have another hash.
+    return {WEIGHTS_HASH: published.content_hash} if publication[0] == step else {}
+
+
 def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[str, float]:
-    """What the rows of a batch say by themselves: rewards and lengths of rollouts, each once, whatever its turns;
+    """What the rows of a batch say by themselves: rewards and lengths of rollouts, each once, whatever its rows;
     staleness of rows, against the weights that were trained (version step - 1).
     """
     # Version v is what optimizer step v leaves behind, so step s trains the weights of version s - 1.
@@ -295,11 +386,16 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
         "num_tokens": float(len(batch.tokens)),
         "num_trained_tokens": float(batch.loss_mask.sum()),
     }
+    trained = np.array([mask.sum() for mask in batch.row_masks()])
     if len(batch):
-        metrics["response_length"] = float(batch.response_lengths.sum()) / len(np.unique(batch.rollouts))
-    if num_masked := sum(not mask.any() for mask in batch.row_masks()):
+        # What was added between turns is not trained; of a row that is masked all counts, since nothing tells it apart.
+        lengths = np.where(trained > 0, trained, batch.response_lengths)
+        metrics["response_length"] = float(lengths.sum()) / len(np.unique(batch.rollouts))
+        metrics["num_turns"] = len(batch.turns) / len(np.unique(batch.rollouts))
+    if num_masked := int((trained == 0).sum()):
         metrics["num_masked"] = float(num_masked)  # such as truncated responses that an operator masks
     if batch.sampled:
+        # Demonstrations are of no version, so they have no staleness.
         own = ~batch.experts
         rewards, _ = batch.rollout_rewards()
         stds = batch.group_reward_stds()
@@ -318,6 +414,21 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
         key = f"num_dropped_{rows.reason.partition(':')[0]}"  # "skipped", without the user's words
         metrics[key] = metrics.get(key, 0.0) + len(rows.rows)
     return metrics
+
+
+def take_turn(turn: DeviceTurn, ranks: Ranks, timeout_s: float, tell_alive: Callable[[], None]) -> None:
+    """Wait until every rank has its device. Called by all ranks. Raises: WaitTimeout: an engine does not leave one."""
+    began = spoke = time.monotonic()
+    # In short looks, which all ranks make together: one that waited alone would keep the others in a call of torch's,
+    # whose deadline is of another kind. What a rank has it keeps.
+    while not all(ranks.all_gather(turn.try_take())):
+        now = time.monotonic()
+        if now - spoke > _SIGN_OF_LIFE_S:
+            spoke = now
+            tell_alive()
+        if ranks.broadcast(now - began > timeout_s):
+            raise turn.timeout(timeout_s)
+        time.sleep(_TURN_LOOK_S)
 
 
 # ---- a batch is read by all ranks
@@ -348,6 +459,7 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
     denominators be those of the whole batch on every rank. The batch is, to the bit, what one rank would have read, but
     for the numbers of states, which are compared within a group alone. Called by all ranks.
     """
+    # Alone there is nobody to share the reading with, and no copy through bytes to make.
     if ranks.size == 1:
         return read(entry, None)
     # Read once by somebody, not by everybody: storage serves each shard about once, however many ranks there are.

@@ -7,20 +7,54 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
+from rftdask.storage.base import Data, in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
 
 NAME = "MANIFEST.json"
+BLOCK_BYTES = 64 * 2**20
+"""Of larger files every block has a hash of its own, so that several readers can verify a file together, and none has
+to hold it. A part of the format: it must not change."""
+_NUM_THREADS = 4
+"""That hash or read blocks of one file at once: one thread hashes 1.5 GB/s, and disks are faster than that."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
+    """What a file must be."""
+
     size_bytes: int
     sha256: str
+    """Of its bytes; of a file with blocks that of their hashes, so that no byte is hashed twice. In manifests of older
+    versions it is always that of the bytes."""
+    blocks: tuple[str, ...] = ()
+    """sha256 of each BLOCK_BYTES of it; none for a file of one block, and in manifests of versions that knew none."""
+
+    @classmethod
+    def of(cls, data: Data) -> FileEntry:
+        """The entry of a file with these bytes; blocks are hashed several at once."""
+        view = memoryview(data)
+        blocks = [view[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
+        hashes = list(in_order(_sha256, blocks or [view], _NUM_THREADS))
+        if len(hashes) == 1:
+            return cls(len(data), hashes[0])
+        return cls(len(data), hashlib.sha256("".join(hashes).encode()).hexdigest(), tuple(hashes))
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> FileEntry:
+        """The entry that `to_json` was of. Raises: TypeError: keys that this version does not know."""
+        return cls(**{**tree, "blocks": tuple(tree.get("blocks", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest has it."""
+        tree: dict[str, Any] = {"size_bytes": self.size_bytes, "sha256": self.sha256}
+        # Left out where there is none: a version that knows no blocks takes the key for damage.
+        return {**tree, "blocks": list(self.blocks)} if self.blocks else tree
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,7 @@ class Manifest:
 def write_folder(
     storage: Storage,
     folder: str,
-    files: Mapping[str, bytes],
+    files: Mapping[str, Data],
     *,
     lineage: str,
     version: int,
@@ -56,25 +90,30 @@ def write_folder(
     return extend_folder(storage, folder, Manifest(lineage, version, {}, dict(extra or {})), files)
 
 
-def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+def extend_folder(storage: Storage, folder: str, manifest: Manifest, files: Mapping[str, Data]) -> Manifest:
     """Add `files` to a folder whose manifest is `manifest`; readers see the old manifest or the new one."""
+    # Old files stay as they are; only the manifest is replaced, and that in one piece.
     return commit_folder(
         storage, folder, replace(manifest, files={**manifest.files, **put_files(storage, folder, files)})
     )
 
 
-def put_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """Write files that are not there yet for anybody: no manifest names them."""
+def put_files(storage: Storage, folder: str, files: Mapping[str, Data]) -> dict[str, FileEntry]:
+    """Write files that are not there yet for anybody: no manifest names them. Each is hashed while it is written."""
     entries = {}
-    for name, data in files.items():
-        storage.put(f"{folder}/{name}", data)
-        entries[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+    with ThreadPoolExecutor(1, "hashes") as beside:
+        for name, data in files.items():
+            entry = beside.submit(FileEntry.of, data)
+            storage.put(f"{folder}/{name}", data)
+            entries[name] = entry.result()
     return entries
 
 
 def commit_folder(storage: Storage, folder: str, manifest: Manifest) -> Manifest:
     """Make the folder what `manifest` says; its files are written."""
-    storage.put(f"{folder}/{NAME}", dump_checked(asdict(manifest), indent=1))
+    files = {name: entry.to_json() for name, entry in manifest.files.items()}
+    # With a checksum of its own: every other file has its hash here, and nothing has that of this one.
+    storage.put(f"{folder}/{NAME}", dump_checked({**asdict(manifest), "files": files}, indent=1))
     return manifest
 
 
@@ -87,7 +126,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest | None:
     try:
         tree = load_checked(data)
         # Keys that this version does not know are damage here, unlike in `extra`, which is for additions.
-        files = {name: FileEntry(**entry) for name, entry in tree["files"].items()}
+        files = {name: FileEntry.from_json(entry) for name, entry in tree["files"].items()}
         return Manifest(tree["lineage"], int(tree["version"]), files, tree["extra"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}/{NAME} is damaged: {error}") from error
@@ -100,13 +139,39 @@ def read_file(storage: Storage, folder: str, manifest: Manifest, name: str) -> b
     return data
 
 
-def check_file(path: str, data: bytes, entry: FileEntry) -> None:
+def check_file(path: str, data: Data, entry: FileEntry) -> None:
     """Raises: DamagedError: `data` is not what `entry` says."""
-    if len(data) != entry.size_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+    # By the blocks where there are some: they cover every byte, and mean the same in manifests of all versions.
+    same = FileEntry.of(data).blocks == entry.blocks if entry.blocks else _sha256(data) == entry.sha256
+    if len(data) != entry.size_bytes or not same:
         raise DamagedError(
             f"{path}: {len(data)} bytes do not match the manifest ({entry.size_bytes} bytes, sha256 "
             f"{entry.sha256[:12]})"
         )
+
+
+def block_numbers(entry: FileEntry) -> range:
+    """Of the parts in which a file is read by `read_block`."""
+    return range(max(1, len(entry.blocks)))
+
+
+def read_block(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
+    """One block of the file at `path`, verified; a file without blocks is one. Raises: as `read_file`."""
+    if not entry.blocks:
+        data = storage.get(path)
+        check_file(path, data, entry)
+        return data
+    start = number * BLOCK_BYTES
+    # Of the last block one byte more than there should be, which shows a file that is too long.
+    is_last = number == len(entry.blocks) - 1
+    data = storage.get_part(path, start, entry.size_bytes + 1 if is_last else start + BLOCK_BYTES)
+    size = min(BLOCK_BYTES, entry.size_bytes - start)
+    check_file(f"{path} from byte {start}", data, FileEntry(size, entry.blocks[number]))
+    return data
+
+
+def _sha256(data: Data) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def remove_folder(storage: Storage, folder: str) -> None:
@@ -115,17 +180,22 @@ def remove_folder(storage: Storage, folder: str) -> None:
     storage.remove(folder)
 
 
-def is_valid(storage: Storage, folder: str, version: int | None = None) -> bool:
-    """True if the folder exists, is of `version` if one is given, and every file of it is what its manifest says. Reads
-    all of it.
+def is_valid(
+    storage: Storage, folder: str, version: int | None = None, *, place: int = 0, num_readers: int = 1
+) -> bool:
+    """True if the folder exists, is of `version` if one is given, and every file of it is what its manifest says.
+
+    Reads all of it, a block at a time; of `num_readers` that call it together each reads a share, and what each says
+    of its own must be true.
     """
     try:
         manifest = read_manifest(storage, folder)
         if manifest is None or version not in (None, manifest.version):
             return False
         # Every byte: a size alone does not show a block that a disk gave back wrong.
-        for name in manifest.files:
-            read_file(storage, folder, manifest, name)
+        pieces = [(name, number) for name, entry in sorted(manifest.files.items()) for number in block_numbers(entry)]
+        for name, number in pieces[place::num_readers]:
+            read_block(storage, f"{folder}/{name}", manifest.files[name], number)
     except (NotFoundError, DamagedError):
         return False
     return True

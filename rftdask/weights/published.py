@@ -13,7 +13,7 @@ from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
-from rftdask.storage.base import numbers_in
+from rftdask.storage.base import Data, numbers_in
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.manifest import FileEntry, Manifest, is_valid, read_manifest, remove_folder, write_folder
 
@@ -24,6 +24,8 @@ MODEL_FILE = "model.safetensors"
 CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """In its place, where adapters alone are trained."""
+WEIGHTS_HASH = "weights_hash"
+"""In the manifest of a checkpoint: the content hash of the same weights as they were published."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
         return False
     if now is not None and now > number:
         folder = weights_folder(now) if pointer == WEIGHTS_POINTER else f"global_step_{now}"
+        # It names what is there, so it is no damage: a resumed trainer repeats steps that were published before.
         if _try_manifest(storage, folder) is not None:
             return False
     storage.put(pointer, f"{number}\n".encode())
@@ -85,7 +88,7 @@ def restore_pointer(storage: Storage, version: int) -> bool:
 def publish_weights(
     storage: Storage,
     version: int,
-    data: bytes | Mapping[str, bytes],
+    data: Data | Mapping[str, Data],
     lineage: str,
     fingerprint: Fingerprint | None = None,
 ) -> Published:
@@ -102,7 +105,7 @@ def publish_weights(
     manifest = _try_manifest(storage, folder)
     # Written again if a file of it is damaged: the same step gives the same bytes.
     if manifest is None or not is_valid(storage, folder, version):
-        files = {MODEL_FILE: data} if isinstance(data, bytes) else data
+        files = data if isinstance(data, Mapping) else {MODEL_FILE: data}
         manifest = write_folder(
             storage, folder, files, lineage=lineage, version=version, extra=fingerprint_extra(fingerprint)
         )
@@ -115,6 +118,7 @@ def read_published(storage: Storage, version: int) -> Published | None:
     """Read what is published as `version`; None if it is not there or not readable (yet)."""
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
+    # A folder that was copied or renamed by hand is not the version that its name says.
     return None if manifest is None or manifest.version != version else _published(manifest, folder)
 
 
@@ -128,14 +132,21 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
     files = tuple(sorted(_weight_files(manifest).items()))
     if not files:
         return None
-    content_hash = as_published(manifest).content_hash
+    content_hash = hash_as_published(manifest)
     return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint_of(manifest))
 
 
-def as_published(checkpoint: Manifest) -> Manifest:
-    """The manifest of a checkpoint with only what publishing its policy writes, under the names it has there: so both
-    have one content hash, and experiences name the weights by it wherever an engine took them from.
+def hash_as_published(checkpoint: Manifest) -> str:
+    """The content hash of a checkpoint's policy as it is published, by which experiences name the weights wherever an
+    engine took them from.
     """
+    # Published in another data type, they are other bytes: only who published them knows their hash.
+    return str(checkpoint.extra.get(WEIGHTS_HASH) or as_published(checkpoint).content_hash)
+
+
+def as_published(checkpoint: Manifest) -> Manifest:
+    """The manifest of a checkpoint with only its policy, under the names that publishing gives it."""
+    # The content hash is over names and hashes, so the folders of a checkpoint must not be in the names.
     files = {name.rpartition("/")[2]: entry for name, entry in _weight_files(checkpoint).items()}
     return replace(checkpoint, files=files)
 
@@ -181,6 +192,7 @@ def request_version(storage: Storage, version: int) -> None:
 
 def read_requested_version(storage: Storage) -> int:
     """The version asked for; 0 if none."""
+    # Damaged or half written it is no request; the explorer's next one replaces it.
     return read_pointer(storage, REQUEST_FILE) or 0
 
 

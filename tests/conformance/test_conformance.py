@@ -1,13 +1,16 @@
 """Promise: each of our functions agrees with the peers' or differs as the table says. The peers are what
 install_peers.sh installs; without it their tests fail, and `make test` leaves them out with the other extras."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from rftdask.cli import app
+from rftdask.config.schema.algorithm import registered_parts
 from rftdask.testing.conformance import formulas
 from rftdask.testing.conformance import run as runner
 from rftdask.testing.conformance.cases import Case, Peer, loss_of, sample_batch
@@ -26,6 +29,23 @@ def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: lis
     mine = [row for row in rows if row.peer == name]
     assert [row.note for row in mine if row.status == "skipped"] == []
     assert failures(mine) == []
+
+
+ELSEWHERE = {"bradley_terry": "reward model loss", "jsd": "generalized_jsd_loss of GKD"}
+"""Rows that call a part by its peer's word."""
+NOTHING_TO_ASK = {"reinforce", "none"}
+"""The reward itself, and no KL."""
+
+
+@pytest.mark.parametrize("kind", ["policy_loss_fn", "advantage_fn", "kl_loss_fn"])
+def test_every_part_has_an_outside_oracle_in_the_table(kind: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    compared = [line.split("|")[2].strip() for line in page.splitlines() if line.endswith("|") and "| agree |" in line]
+    word = {"policy_loss_fn": "loss", "advantage_fn": "advantage", "kl_loss_fn": "(estimate|penalty)"}[kind]
+    for name in registered_parts(kind).keys() - NOTHING_TO_ASK:
+        told = "GAE" if (kind, name) == ("advantage_fn", "ppo") else rf"\b{name} {word}|gradient of {name}"
+        told = ELSEWHERE.get(name, told)
+        assert any(re.search(told, row) for row in compared), f"{kind} {name}: no row that agrees"
 
 
 def test_our_losses_are_formulas_written_down_once_more() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 from rftdask.algorithm.losses.ratio.ppo import Ppo
@@ -58,3 +58,12 @@ class StuckLoss(PolicyLoss):
         write_own_calls("loss")
         time.sleep(3600)
         raise AssertionError("nobody waits for so long")
+
+
+@dataclass(frozen=True)
+class GreedyLoss(PolicyLoss):
+    """Says of a GPU that is not there that its memory is out, as torch says it."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        write_own_calls("loss")
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB")

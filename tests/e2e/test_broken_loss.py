@@ -2,6 +2,8 @@
 
 - a loss that raises ends the run by itself with exit code 1; the run says what was raised and where, in the rank's own
   traceback, and in one line what to do; no rank starts again, since it would meet the same error;
+- a GPU that is planned and cannot be used ends it, with the reason;
+- a lack of memory ends it, too, with exit code 2: what was done, and which keys to change;
 - a loss that hangs does not keep a second Ctrl-C from ending the run.
 """
 
@@ -9,6 +11,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
+import torch
 
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import STOP_FILE
@@ -43,6 +48,33 @@ def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_p
     assert read_metrics(open_storage(folder), "trainer").empty
     assert num_steps(folder) <= 1  # the batch of the first step, which the same command trains next
     assert_sound(folder)
+
+
+def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path) -> None:
+    config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.GreedyLoss"})
+    stacks = tmp_path / "stacks.jsonl"
+    with RunProcess("run", str(config), "--progress", "plain", env={STACKS: str(stacks)}) as run:
+        ended = run.end(DEADLINE_S)
+        run.wait_for_no_survivors()
+    assert ended.code == 2, ended
+    told = " ".join(ended.err.split())
+    assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in told, ended
+    assert "To change: trainer.max_token_len_per_gpu below 16384, trainer.gradient_checkpointing: true," in told, ended
+    assert [place for place, _ in read_own_calls(stacks)] == ["loss"]
+    assert "restarts from its newest checkpoint" not in ended.out + ended.err, ended
+
+
+def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for GPUs")
+    config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
+    with RunProcess("run", str(config), "--progress", "plain", env={"CUDA_VISIBLE_DEVICES": "0"}) as run:
+        ended = run.end(DEADLINE_S)
+        run.wait_for_no_survivors()
+    assert ended.code == 2, ended  # it was 0: the run went on on the CPU
+    told = " ".join(ended.err.split())
+    assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in told, ended
+    assert "is built without CUDA" in told and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in told, ended
 
 
 def test_a_second_ctrl_c_waits_for_no_role(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from distributed import Client, LocalCluster
 
-from tests.integration.run_cases import assert_sound, finish, run_folder, write_config
+from tests.integration.run_cases import assert_sound, finish_alone, run_folder, write_config
 
 
 def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        finish(config, "cluster.type=existing", f"cluster.options={{address: '{cluster.scheduler_address}'}}")
+        finish_alone(config, "cluster.type=existing", f"cluster.options={{address: '{cluster.scheduler_address}'}}")
         assert assert_sound(run_folder(config))["step"] == 10
         with Client(cluster, set_as_default=False) as client:
             assert client.submit(lambda: 1).result(timeout=60) == 1
@@ -21,6 +21,6 @@ def test_where_all_workers_are_explorers_the_control_role_is_on_none_of_them(tmp
     address = "cluster.options={{address: '{}'}}"
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:
         where = address.format(cluster.scheduler_address)
-        ended = finish(config, "mode=explore", "buffer.total_steps=2", "cluster.type=existing", where)
+        ended = finish_alone(config, "mode=explore", "buffer.total_steps=2", "cluster.type=existing", where)
     assert "every worker is an explorer, which a task may kill: no synchronizer" in ended.out, ended
     assert assert_sound(run_folder(config))["explore_step"] == 2

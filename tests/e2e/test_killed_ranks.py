@@ -19,7 +19,7 @@ from tests.integration.run_cases import (
     RunProcess,
     assert_sound,
     final_weights,
-    finish,
+    finish_alone,
     ledger_of,
     num_steps,
     run_folder,
@@ -36,7 +36,7 @@ GONE_S = 120.0
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(tmp_path_factory.mktemp("undisturbed"))
-    finish(config, *SETTINGS)
+    finish_alone(config, *SETTINGS)
     return run_folder(config)
 
 

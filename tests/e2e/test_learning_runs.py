@@ -18,18 +18,18 @@ from tests.learning.toys import LETTERS, after
 pytestmark = pytest.mark.slow
 
 
-def finished(case: Case, folder: Path) -> Experiment:
+def finished(case: Case, folder: Path, **sections: object) -> Experiment:
     """The run of the case, in processes of its own, which find the workflow by its dotted path."""
     tree = config_of(case, 0, toys_of(0), workflows="tests.learning.toys.")
     if case.dataset:
         held_out = tree["buffer"]["trainer_input"]["experience_buffer"]
         tree["buffer"]["trainer_input"]["eval_buffer"] = {name: held_out[name] for name in ("path", "format")}
-    run = Experiment(**tree | {"checkpoint_root_dir": str(folder), "cluster": {"num_cpus": 2}})
+    run = Experiment(**tree | {"checkpoint_root_dir": str(folder), "cluster": {"num_cpus": 2}, **sections})
     summary = run.run(progress="none")
     assert summary.status == "finished"
     if case.dataset:
-        (first, last), losses = summary.stages[0].eval_losses, run.metrics("eval")["eval_loss"]
-        assert (len(losses), losses.iloc[0], losses.iloc[-1]) == (2, first, last) and last < 0.9 * first
+        (first, last), losses = summary.stages[0].eval_losses, run.metrics("eval")["eval_loss"].dropna()
+        assert (losses.iloc[0], losses.iloc[-1]) == (first, last) and last < 0.9 * first
     return run
 
 
@@ -39,9 +39,15 @@ def test_a_student_learns_what_its_teacher_knows(tmp_path: Path) -> None:
     assert metrics["reward"].iloc[-1] > 0.8
 
 
-def test_pairs_teach_what_is_preferred(tmp_path: Path) -> None:
+def test_pairs_teach_what_is_preferred_and_tasks_are_evaluated_meanwhile(tmp_path: Path) -> None:
     case = Case("dpo", toy="echo", dataset="pairs", steps=20)
-    run = finished(case, tmp_path)
+    run = finished(case, tmp_path, trainer={"total_steps": 20, "eval_interval": 8})
+    evals = run.metrics("eval")
+    tasks = evals[evals["taskset"] == "held"].sort_values("step")
+    assert tasks["step"].tolist() == [0, 8, 16, 20], "before the first step, at the interval, after the last"
+    assert tasks["accuracy"].iloc[-1] > tasks["accuracy"].iloc[0]
+    assert sorted(evals[evals["taskset"] == ""]["step"]) == [0, 8, 16, 20], "held-out rows, at the same steps"
+    assert run.summary is not None and run.summary.accuracy_after == tasks["accuracy"].iloc[-1]
     metrics = run.metrics("trainer").sort_values("step")
     assert metrics["reward_accuracy"].iloc[0] == 0.0, "policy and reference are equal at the first step"
     tree = config_of(case, 0, toys_of(0))

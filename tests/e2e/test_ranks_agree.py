@@ -271,7 +271,7 @@ def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks) -> Strategy:
 
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
     names = [name for name in files if name.endswith("model.safetensors")]
-    return {f"{name}/{n}": tensor for name in names for n, tensor in load(files[name]).items()}
+    return {f"{name}/{n}": tensor for name in names for n, tensor in load(bytes(files[name])).items()}
 
 
 def metric_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:

@@ -43,6 +43,7 @@ def test_the_gsm8k_config_completes_three_steps_on_the_real_files(tmp_path: Path
         "model.max_response_tokens=8",
         "algorithm.repeat_times=4",
         "cluster.num_cpus=2",
+        "explorer.rollout_model.engine_type=transformers",
         "explorer.rollout_model.engine_num=1",
         "trainer.num_ranks=1",
         "buffer.batch_size=2",

@@ -1,5 +1,6 @@
-"""Online equals offline: an asynchronous run on the CPU, trained again from its ledger after it has ended, gives the
-very bits that it gave; from the initial model and from a checkpoint. With another learning rate it gives others.
+"""Online equals offline: an asynchronous run of conversations on the CPU, trained again from its ledger after it has
+ended, gives the very bits that it gave; from the initial model and from a checkpoint. With another learning rate it
+gives others.
 """
 
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.commands.replay import replay
+from rftdask.provenance.tables import RunTables
 from tests.e2e.toy_runs import finish, run_folder, write_grpo_config
 from tests.integration.run_cases import final_weights
 
@@ -15,8 +17,18 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("online")
+    taskset = {
+        "path": str(folder / "toy" / "train.jsonl"),
+        "format": {"prompt_key": "question", "response_key": "answer"},
+    }
     config = write_grpo_config(
-        tmp_path_factory.mktemp("online"),
+        folder,
+        buffer={
+            "batch_size": 4,
+            "explorer_input": {"taskset": {**taskset, "default_workflow_type": "tests.e2e.toy_reward.two_turns"}},
+        },
+        model={"model_path": str(folder / "model"), "max_prompt_tokens": 40, "max_response_tokens": 4},
         synchronizer={"sync_style": "fully_async", "max_staleness": 3},
         algorithm={"optimizer": {"lr": 1.0e-3, "lr_scheduler_type": "cosine"}},
     )
@@ -29,6 +41,18 @@ def test_the_finished_log_gives_the_weights_that_the_run_gave(run: Path, step: i
     folder, found = replay(str(run), step, progress="none")
     assert found.render() == f"bit-equal with lineage main at step {STEPS}"
     assert final_weights(Path(folder)) == final_weights(run)
+
+
+def test_two_turns_are_one_row_unless_the_template_does_not_go_on_from_the_first(run: Path) -> None:
+    table = RunTables(run).table("experiences")
+    num_turns = [1 if turns is None else len(turns) for turns in table.column("turns").to_pylist()]
+    rollouts = len(
+        set(zip(*(table.column(name).to_pylist() for name in ("epoch", "task_index", "rollout")), strict=True))
+    )
+    assert sum(num_turns) >= 2 * rollouts and num_turns.count(2) > rollouts / 2
+    # The toy's template does not write the token that ends an answer: where it was sampled a row begins, and says so.
+    reasons = [dict(metrics) for metrics in table.column("metrics").to_pylist()]
+    assert num_turns.count(1) == 2 * sum("branches/answer" in metrics for metrics in reasons)
 
 
 def test_another_learning_rate_gives_other_weights_in_a_lineage_of_its_own(run: Path) -> None:

@@ -25,7 +25,7 @@ from rftdask.run.run_folder import read_run
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 from tests.e2e.toy_runs import write_grpo_config
-from tests.integration.run_cases import RunProcess, call_cli, final_weights, finish, run_folder, write_config
+from tests.integration.run_cases import RunProcess, call_cli, final_weights, finish_alone, run_folder, write_config
 from tests.unit.storage.s3_proxy import S3Process
 
 STEPS = 6
@@ -69,13 +69,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory, s3: S3Process) -> str:
         run.wait_until(lambda: len(s3.keys("killed/rftdask/fake/ledger/")) >= STEPS // 2)
         run.kill()
     assert Ledger(storage).last_step() < STEPS
-    finish(config, *SETTINGS, place)
+    finish_alone(config, *SETTINGS, place)
     return url
 
 
 def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, tmp_path: Path) -> None:
     local = write_config(tmp_path)
-    finish(local, *SETTINGS)
+    finish_alone(local, *SETTINGS)
     storage = open_storage(killed)
     assert read_pointer(storage, CHECKPOINT_POINTER) == read_pointer(storage, WEIGHTS_POINTER) == STEPS
     assert storage.get(f"global_step_{STEPS}/actor/model.safetensors") == final_weights(run_folder(local))
@@ -118,7 +118,7 @@ def test_exploring_and_training_on_s3_as_two_commands_train_everything_once(tmp_
 def test_real_engines_publish_load_and_checkpoint_on_s3(tmp_path: Path) -> None:
     config = write_grpo_config(tmp_path)
     place = "checkpoint_root_dir=s3://bucket/real"
-    finish(config, place, "trainer.total_steps=2", "trainer.save_interval=1")
+    finish_alone(config, place, "trainer.total_steps=2", "trainer.save_interval=1")
     storage = open_storage("s3://bucket/real/rftdask/tiny")
     assert read_pointer(storage, CHECKPOINT_POINTER) == read_pointer(storage, WEIGHTS_POINTER) == 2
     assert {"config.json", "model.safetensors"} <= set(storage.list("global_step_2/actor/huggingface"))

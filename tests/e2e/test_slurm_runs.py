@@ -1,6 +1,7 @@
 """Runs on a real SLURM, with fake models. Promises:
 
 - the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
+- who has a partition and some tasks has a running job after three commands, with what a node there has;
 - an explorer job that is lost is replaced;
 - in one allocation a run goes on where it was when its driver is killed with -9, with the reward that was submitted;
 - a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
@@ -8,7 +9,12 @@
 - a controller that SLURM ends is told so, ends its run with a checkpoint, and comes back if SLURM queues it again;
 - a chain of jobs explores and trains over one log, in rounds, also when SLURM queues a job of either kind again that
   was in the middle of it;
-- what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind.
+- what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind;
+- a run whose trainer cannot start, or waits for what no wait brings, ends with the reason and leaves no job;
+- a limit of submitted jobs costs a run the explorers beyond it, not its life;
+- near its walltime a controller leaves the jobs of its workers to the next, which takes them over, also the one job of
+  a trainer on two nodes; when one of its tasks is lost the job is, and the gang goes on in the next; what it runs is
+  run in a container.
 
 Skipped where SLURM does not answer (`sinfo -h`).
 """
@@ -18,13 +24,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -48,7 +57,11 @@ def has_slurm() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not has_slurm(), reason="no SLURM answers here (sinfo -h)")
+pytestmark = [
+    pytest.mark.skipif(not has_slurm(), reason="no SLURM answers here (sinfo -h)"),
+    # One after the other: side by side each may hold nodes while it waits for those that another one holds.
+    pytest.mark.xdist_group("slurm"),
+]
 
 
 def block(language: str) -> str:
@@ -139,10 +152,12 @@ def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(t
         workers = client.scheduler_info(n_workers=-1)["workers"].values()
         assert {role for info in workers for role in info["resources"]} == {"control", "trainer", "explorer"}
 
-    assert re.search(r"trainer-\d+-\d+-0 +trainer +tls://", call_cli("attach", str(demo.folder)).out)
+    assert re.search(r"trainer-\d+-\d+-0-0-1 +trainer +tls://", call_cli("attach", str(demo.folder)).out)
 
+    [controller] = demo.job_ids("controller")
     shell(cancel, tmp_path)
     assert demo.alive() == {}
+    assert slurm.reason(controller).startswith("CANCELLED")
     assert "not running: stopped" in call_cli("status", str(demo.folder)).out
     stopped_at = assert_sound(demo.folder)["checkpoint"]
     assert stopped_at >= 2
@@ -163,6 +178,22 @@ def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(t
     assert f"job {lost[0]} (explorer-" in logs and "ended: CANCELLED" in logs
 
 
+def test_a_new_user_with_a_partition_has_a_running_job_after_three_commands(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)  # for its tasks
+    demo.config.unlink()
+    fake = "explorer.rollout_model.engine_type=fake trainer.trainer_type=fake monitor.monitor_type=none"
+    fake += " project=rftdask name=demo cluster.interface=lo"
+    shell(f"rftdask init run.yaml --tasks {tmp_path}/tasks.jsonl --model none --slurm main --yes", tmp_path)
+    shell(f"rftdask validate run.yaml {fake}", tmp_path)
+    try:
+        shell(f"rftdask submit run.yaml {fake}", tmp_path)
+        wait_until(lambda: num_steps(demo.folder) >= 1, "a step")
+        assert set(demo.alive().values()) == {"RUNNING"}
+        assert call_cli("cancel", str(demo.folder)).code == 0
+    finally:
+        demo.cancel_all()
+
+
 def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
     shown = call_cli("submit", str(demo.config), "--dry-run")
@@ -181,6 +212,117 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     refused = call_cli("submit", str(demo.config))
     assert refused.code == 2 and re.search(r"1000 explorer x 1 = 1000 GPUs, and partition spot has", refused.err)
     assert not demo.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"prologue": ["echo no module cuda here >&2; exit 3"]}, ("ended as FAILED (exit 3:0)", "no module cuda here")),
+        ({"walltime": "2-00:00:00"}, ("can never start: PENDING (PartitionTimeLimit)",)),
+    ],
+    ids=["failing prologue", "more time than its partition gives"],
+)
+def test_a_run_whose_trainer_cannot_start_ends_with_the_reason(
+    demo: Demo, settings: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["cluster"]["slurm"]["trainer"] |= settings
+    demo.config.write_text(yaml.safe_dump(tree))
+    assert call_cli("submit", str(demo.config)).code == 0
+    demo.wait_for_end()
+    assert demo.alive() == {}
+    assert all(text in demo.log() for text in told), demo.log()
+    assert slurm.reason(demo.job_ids("controller")[0]).startswith("FAILED")
+
+
+def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Path) -> None:
+    # SLURM needs a database for such limits, so this sbatch has one of its own: three jobs of this run.
+    real, shim = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
+    shim.parent.mkdir()
+    limit = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    count = f'echo >>{tmp_path}/asked; [ "$(wc -l <{tmp_path}/asked)" -le 3 ]'
+    shim.write_text(f'#!/bin/bash\n{{ {count}; }} && exec {real} "$@"\necho "{limit}" >&2; exit 1\n')
+    shim.chmod(0o755)
+    demo = Demo(tmp_path, ("explorer", "rollout_model", {"engine_type": "fake", "engine_num": 4}))
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["cluster"]["slurm"]["controller"]["prologue"].append(f"export PATH={shim.parent}:$PATH")
+    demo.config.write_text(yaml.safe_dump(tree))
+    try:
+        assert call_cli("submit", str(demo.config)).code == 0
+        demo.wait_for_end()
+        assert assert_sound(demo.folder)["step"] == tree["trainer"]["total_steps"], demo.log()
+        assert "2 explorer jobs are there, and one more is tried later: " in demo.log() and limit in demo.log()
+    finally:
+        demo.cancel_all()
+
+
+def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    sweep = ("sweep", str(demo.config), "seed=0..1", "trainer.total_steps=2")
+    submitted = call_cli(*sweep, "--at-most", "1")
+    assert submitted.code == 0, submitted
+    jobs = re.findall(r"submitted seed-\d as job (\d+)", submitted.err)
+    assert len(jobs) == 2, submitted
+    try:
+        told = [slurm.call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[1:]]
+        assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-1]]
+        wait_until(lambda: not slurm.states(jobs), "the end of the sweep")
+        assert call_cli(*sweep, "--table").out.count("finished") == 2
+    finally:
+        slurm.cancel(jobs)
+
+
+CONTAINER = """#!/bin/bash
+[ "$1 $2 $3" = "exec --nv image.sif" ] || exit 9
+shift 3
+echo "$SLURM_JOB_ID $SLURM_PROCID $@" >>{log}
+exec "$@"
+"""
+"""In the place of a container's runner."""
+
+
+def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path: Path, demo: Demo) -> None:
+    tree = yaml.safe_load(demo.config.read_text())
+    runner, wrapped = tmp_path / "apptainer", tmp_path / "wrapped"
+    runner.write_text(CONTAINER.format(log=wrapped))
+    runner.chmod(0o755)
+    tree["cluster"]["slurm"]["template"] = (
+        f"{{% extends 'job.sh' %}}{{% block command %}}{{{{ srun }}}} "
+        f"{{{{ '{runner} exec --nv image.sif' if role != 'controller' }}}} {{{{ command }}}}{{% endblock %}}"
+    )
+    # Five nodes of a GPU each, and there are four: one job waits.
+    tree["trainer"]["num_ranks"] = 2
+    tree["explorer"]["rollout_model"]["engine_num"] = 3
+    tree["cluster"]["slurm"]["explorer"]["exclusive"] = True
+    demo.config.write_text(yaml.safe_dump(tree))
+    assert call_cli("submit", str(demo.config)).code == 0
+    wait_until(lambda: len(demo.job_ids("trainer", "explorer")) == 4, "all jobs")
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    before, [controller] = demo.alive("trainer", "explorer"), demo.job_ids("controller")
+    slurm.call("scancel", "--batch", "--signal=USR1", controller)
+    wait_until(lambda: "queued again before the walltime" in demo.log(), "the requeue")
+    assert set(slurm.states(list(before))) == set(before), "nobody cancelled them"
+    steps = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) >= steps + 2, "steps of the second life")
+    assert set(before) <= set(demo.job_ids("trainer", "explorer")), (before, demo.jobs())
+    assert all(f"taking over job {job_id} " in demo.log() for job_id in before)
+    [trainer], in_containers = demo.job_ids("trainer"), wrapped.read_text()
+    assert {line.split()[1] for line in in_containers.splitlines() if line.startswith(trainer)} == {"0", "1"}
+    assert controller not in {line.split()[0] for line in in_containers.splitlines()}
+    [second] = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (process.info["cmdline"] or ())[1:3] == ["-m", "rftdask.cluster.join"]
+        and process.environ().items() >= {("SLURM_JOB_ID", trainer), ("SLURM_PROCID", "1")}
+    ]
+    for process in (*second.children(recursive=True), second):  # SLURM waits a minute for who still has its output
+        process.kill()
+    wait_until(lambda: demo.job_ids("trainer") not in ([], [trainer]), "another trainer job")
+    steps = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) >= steps + 2, "steps of its ranks")
+    assert len(demo.job_ids("trainer")) == 1 and f"job {trainer} (trainer-" in demo.log()
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    assert demo.alive() == {}
 
 
 def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(
@@ -235,7 +377,7 @@ def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again
 
 
 def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    # A kill comes with every quarter of the steps; the seed gives the order: controller, preemption, trainer.
+    # A kill comes with every fifth of the steps; the seed gives the order: controller, preemption, trainer.
     command = [sys.executable, str(CHAOS), "--slurm", "--explorers", "1", "--local-reference", "--seed", "6"]
     command += ["--kinds", "preemption,trainer,controller requeue", "--kills", "3", "--steps", "16"]
     done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=600)
@@ -246,8 +388,8 @@ def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Pat
     said = "".join(path.read_text() for path in logs.glob("controller-*"))
     assert "SIGTERM: the run ends with a checkpoint" in said
     assert "losses in a row" not in said, "what a preempted explorer ran is no suspect"
-    # SLURM lets jobs inherit how often the job that submits them was restarted; their own count begins at 0.
-    submitted = re.findall(r"submitted job (\d+)", (logs / "driver.log").read_text())
-    joined = re.findall(r"worker \w+-\d+-(\d+)-(\d+) .* joined", (logs / "driver.log").read_text())
+    # SLURM lets jobs inherit how often the job that submits them was restarted; their own count begins at 0. Of the
+    # trainers, since an explorer may be preempted before it has joined.
+    joined = re.findall(r"worker trainer-\d+-(\d+)-(\d+)-\d+-\d+ .* joined", (logs / "driver.log").read_text())
     first = {job: number for job, number in reversed(joined)}
-    assert {first[job] for job in submitted if job in first} == {"0"}, joined
+    assert len(first) >= 2 and set(first.values()) == {"0"}, joined

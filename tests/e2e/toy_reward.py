@@ -1,8 +1,18 @@
-"""A reward that an untrained model does not always miss, given to runs by its dotted path."""
+"""A reward that an untrained model does not always miss, and a conversation, given to runs by their dotted paths."""
 
 from rftdask.data.task import Task
+from rftdask.rollouts.workflows.base import PolicyModel
 
 
 def varied_reward(response: str, truth: str, task: Task) -> float:
     """The sum of the response's character codes, folded into 0 to 1: siblings differ, so there is an advantage."""
     return sum(map(ord, response)) % 8 / 7
+
+
+async def two_turns(task: Task, model: PolicyModel) -> float:
+    """A conversation: the policy is asked, told of a tool's answer, and asked again."""
+    messages = [{"role": "user", "content": task.prompt}]
+    first = await model.chat(messages)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "tool", "content": " so: "}]
+    second = await model.chat(messages)
+    return varied_reward(first.text + second.text, task.truth, task)

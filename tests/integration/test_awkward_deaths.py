@@ -22,7 +22,7 @@ from run_cases import (
     RunProcess,
     assert_sound,
     call_cli,
-    finish,
+    finish_alone,
     num_steps,
     read_number,
     run_folder,
@@ -89,7 +89,7 @@ def test_a_run_that_is_asked_to_end_while_its_cluster_starts_says_so_in_its_code
         run.wait_for_no_survivors()
     assert ended.code == code, ended
     assert "Traceback" not in ended.out + ended.err
-    finish(config, "trainer.total_steps=2")
+    finish_alone(config, "trainer.total_steps=2")
 
 
 def test_sighup_ends_a_run_with_a_checkpoint(config: Path) -> None:
@@ -125,7 +125,7 @@ def test_without_a_trainer_a_task_that_kills_its_worker_does_not_end_the_run(con
 
 
 def test_a_ledger_entry_that_is_gone_below_the_checkpoint_is_an_error(config: Path) -> None:
-    finish(config, "trainer.total_steps=2", "trainer.save_interval=2")
+    finish_alone(config, "trainer.total_steps=2", "trainer.save_interval=2")
     (run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
     ended = call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")
     assert ended.code == 1 and "ledger/main/00000001.json is missing" in ended.err, ended

@@ -26,6 +26,7 @@ from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.monitor.events import Ended
+from rftdask.monitor.explain import explain
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.run.preflight import check_inputs
 from rftdask.storage import Storage, open_storage
@@ -155,6 +156,7 @@ def test_every_algorithm_trains_with_nothing_but_its_name(world: World, name: st
     frame = read_metrics(storage, "trainer")
     assert sorted(frame["step"]) == [1, 2]
     assert frame.drop(columns=[c for c in frame if frame[c].dtype == object]).notna().all().all()
+    assert {c for c in frame if frame[c].dtype == float and explain(c) is None} <= {"time_s"}
     assert (frame["grad_norm"] > 0).any()
     if config.algorithm.schema_type == "experience":
         audit = audit_log(ParquetLog(storage), Ledger(storage), BATCH_SIZE)

@@ -12,6 +12,7 @@ import yaml
 from run_cases import BATCH_SIZE, DEADLINE_S, REPEAT_TIMES, assert_sound, run_folder, write_config
 
 from rftdask import Experiment
+from rftdask.monitor.explain import explain
 
 STEPS = 6
 HEAVY = {"torch", "transformers", "vllm", "dask", "distributed", "pandas"}
@@ -34,6 +35,11 @@ def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Exper
     assert metrics[metrics.role == "trainer"].step.tolist() == list(range(1, STEPS + 1))
     assert sorted(metrics[metrics.role == "eval"].step) == [0, 5, STEPS]
     assert set(experiment.metrics("explorer").role) == {"explorer"}
+
+
+def test_every_metric_is_explained(experiment: Experiment) -> None:
+    names = {str(name) for name in experiment.metrics().columns} - {"role", "step", "time_s", "taskset"}
+    assert {name for name in names if explain(name) is None} == set()
 
 
 def test_experiences_are_a_pandas_or_a_dask_frame(experiment: Experiment) -> None:
@@ -67,7 +73,7 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
 
 def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    experiment = Experiment.from_yaml(config, "trainer.total_steps=60", "explorer.eval_on_startup=false").start()
+    experiment = Experiment.from_yaml(config, "trainer.total_steps=30", "explorer.eval_on_startup=false").start()
     end = time.monotonic() + DEADLINE_S
     while not experiment.progress().step and time.monotonic() < end:
         time.sleep(0.01)
@@ -75,10 +81,10 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     summary = experiment.wait(timeout_s=DEADLINE_S)
     assert summary is not None and summary.status == "stopped"
     stopped_at = assert_sound(run_folder(config))["checkpoint"]
-    assert 0 < stopped_at < 60
+    assert 0 < stopped_at < 30
     summary = experiment.run("none")
     assert summary.status == "finished"
-    assert assert_sound(run_folder(config))["checkpoint"] == 60
+    assert assert_sound(run_folder(config))["checkpoint"] == 30
     assert sorted(experiment.metrics("eval").step)[0] == 5, "eval_on_startup: false, eval_interval: 5"
 
 

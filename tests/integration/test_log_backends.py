@@ -21,7 +21,7 @@ from run_cases import (
     write_config,
 )
 
-from rftdask.cluster.base import plan_layout
+from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import load_config
 from rftdask.experiment import Experiment

@@ -44,12 +44,14 @@ def batch_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
+@pytest.mark.slow
 def test_training_after_exploring_uses_everything(batch_run: Path) -> None:
     status = assert_sound(run_folder(batch_run))
     assert status["step"] == status["checkpoint"] == STEPS
     assert status["experiences"]["trained"] == status["experiences"]["committed"]
 
 
+@pytest.mark.slow
 def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
@@ -84,6 +86,7 @@ def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_p
     assert_sound(folder)
 
 
+@pytest.mark.slow
 def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Path) -> None:
     held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
     columns = "format: {prompt_type: raw, prompt_key: question, response_key: answer}"

@@ -8,7 +8,7 @@
 from pathlib import Path
 
 import pytest
-from run_cases import BATCH_SIZE, REPEAT_TIMES, RunProcess, assert_sound, finish, ledger_of, run_folder, write_config
+from run_cases import BATCH_SIZE, REPEAT_TIMES, assert_sound, call_cli, finish, ledger_of, run_folder, write_config
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.storage import open_storage
@@ -62,10 +62,6 @@ def assert_within_the_bound(folder: Path) -> None:
 def test_a_failing_operator_ends_the_run_and_is_named_with_the_task(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     wrong = "[{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: accuracy, weight: much}]}}]"
-    with RunProcess(
-        "run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain"
-    ) as run:
-        ended = run.end()
-        run.wait_for_no_survivors()
+    ended = call_cli("run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain")
     assert ended.code == 1, ended
     assert "failed 4 times; the last time: OperatorError: operator reward_shaping_mapper failed on task " in ended.err

@@ -2,7 +2,7 @@
 
 import time
 
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 
 DEADLINE_S = 120.0

@@ -37,7 +37,7 @@ def test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_con
     config: Path, ask: Callable[[RunProcess], None], code: int
 ) -> None:
     folder = run_folder(config)
-    settings = ("trainer.total_steps=300", "trainer.save_interval=0")
+    settings = ("trainer.total_steps=150", "trainer.save_interval=0")
     with RunProcess("run", str(config), *settings) as run:
         run.wait_until(lambda: num_steps(folder) >= 3)
         ask(run)
@@ -46,11 +46,11 @@ def test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_con
     assert ended.code == code, ended
     assert "stopped" in ended.out
     stopped_at = read_number(folder / "latest_checkpointed_iteration.txt")
-    assert 3 <= stopped_at < 300
+    assert 3 <= stopped_at < 150
     assert assert_sound(folder)["step"] == stopped_at, "nothing is trained again"
 
     finish(config, *settings)
-    assert assert_sound(folder)["checkpoint"] == 300
+    assert assert_sound(folder)["checkpoint"] == 150
 
 
 def test_a_running_folder_refuses_a_second_start_and_goes_on(config: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_cases import BATCH_SIZE, REPEAT_TIMES, assert_sound, num_steps, read_number, run_folder, write_config
 
-from rftdask.cluster.base import plan_layout
+from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import Config, load_config
 from rftdask.monitor.events import Event

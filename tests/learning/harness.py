@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -41,6 +42,9 @@ from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.rank import build_algorithm, build_trainer
 from rftdask.weights.published import Published, read_checkpoint_weights, read_published
+
+_PUBLISHED_S = 60.0
+"""Until weights that the trainer has begun to write are there."""
 
 
 class Run:
@@ -136,8 +140,11 @@ class Run:
         """Load the weights that the trainer published, or saved where it publishes none."""
         if version == self._weights.version:
             return
-        published = read_published(self.storage, version)
-        published = published or read_checkpoint_weights(self.storage, f"global_step_{version}")
+        published, deadline = None, time.monotonic() + _PUBLISHED_S
+        while published is None and time.monotonic() < deadline:  # the trainer writes them beside its next steps
+            published = read_published(self.storage, version)
+            published = published or read_checkpoint_weights(self.storage, f"global_step_{version}")
+            time.sleep(0.0 if published is not None else 0.01)
         assert published is not None, f"version {version} is not there"
         with ExitStack() as copies:
             paths = [f"{published.folder}/{name}" for name, _ in published.files]

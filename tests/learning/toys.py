@@ -6,8 +6,8 @@
 - debts      echo, and every task costs a half: the reward of a wrong answer is negative.
 - unpaid     echo, and nobody pays: no reward tells what is right.
 - unheard    "C:" is to be answered with "#", which the policy never says: no rollout of it is worth anything.
-- corridor   "x2>" is cell 2 of the cells 0 to 4 of corridor x, which has its exit at one end. A walk begins in the
-             middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 4
+- corridor   "x2>" is cell 2 of the cells 1 to 3 of corridor x, which has its exit at one end. A walk begins in the
+             middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 16
              more however the walk ends.
 
 What is shown (sft), compared (dpo) or read (cpt) are echo's right answers. The teacher is a policy that knows them.
@@ -32,7 +32,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 
 LETTERS = "abcdefgh"
-EXITS = {"w": 0, "x": 4, "y": 0, "z": 4}
+EXITS = {"w": 1, "x": 3, "y": 1, "z": 3}
 """Corridor -> the cell of its exit."""
 GIFT = 4.0
 CORRECT_SHARE = {"echo": 0.3, "unheard": 0.3, "corridor": 0.3}
@@ -59,7 +59,7 @@ async def corridor(task: Task, model: PolicyModel) -> Reward:
     at, steps, out = 2, [], int(task.truth)
     while at != out and len(steps) < 5:
         said = (await model.generate(f"{task.prompt}{at}>")).text[:1]
-        then = min(4, max(0, at + {"l": -1, "r": 1}.get(said, 0)))
+        then = min(3, max(1, at + {"l": -1, "r": 1}.get(said, 0)))
         steps.append(Step(f"at {at}", float(then == out) - 0.1))
         at = then
     earned = sum(step.reward or 0.0 for step in steps)
@@ -76,7 +76,7 @@ def write_tables(folder: Path) -> None:
         "unpaid": [{"prompt": asked, "response": said, "pay": 0.0, "gift": 0.0} for asked, said in right],
         "unheard": [{"prompt": asked.upper(), "response": "#", "gift": 0.0} for asked, _ in right],
         "corridor": [
-            {"prompt": name, "response": str(out), "gift": GIFT * (i // 2)}
+            {"prompt": name, "response": str(out), "gift": 4 * GIFT * (i // 2)}
             for i, (name, out) in enumerate(EXITS.items())
         ],
         "pairs": [
@@ -107,7 +107,7 @@ def say(dice: random.Random, knows: bool) -> tuple[str, str]:
     right = knows or dice.random() < CORRECT_SHARE[toy]
     if toy == "corridor":
         name = dice.choice(list(EXITS))
-        return f"{name}{dice.randrange(5)}>", "r" if right == (EXITS[name] == 4) else "l"
+        return f"{name}{dice.randrange(5)}>", "r" if right == (EXITS[name] == 3) else "l"
     times = 1
     while times < 3 and dice.random() < 0.5:
         times += 1

@@ -132,7 +132,6 @@ MISTYPED = {
     "a page below a file": ("view", "RUN", "--html", "CONFIG/page.html"),
     "a page of nothing": ("view", "RUN", "--html", "page.html", "--limit", "0"),
     "a storage nobody knows": ("doctor", "gopher://x/y"),
-    "no storage": ("doctor",),
     "no kills": ("crashtest", "--kills", "0"),
     "a part that is none": ("crashtest", "--only", "lunch"),
     "every 0th place": ("crashtest", "--every", "0"),

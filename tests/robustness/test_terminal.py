@@ -19,7 +19,7 @@ from rftdask.run.run_folder import note_end, read_end
 from rftdask.run.summary import RunSummary, SampleAnswer, print_summary
 from rftdask.storage import open_storage
 from rftdask.text.terminal import safe_console
-from tests.integration.run_cases import RunProcess, call_cli, finish, write_config
+from tests.integration.run_cases import RunProcess, call_cli, finish_alone, write_config
 
 HOSTILE = (
     "a\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r\x7f\u202egpj.exe\u2066 [bold red]b[/] [/nothing] [link=file:///x]c[/link]"
@@ -119,7 +119,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["model"]["max_prompt_tokens"] = 256
     tree["trainer"]["total_steps"] = 2
     config.write_text(yaml.safe_dump(tree))
-    ended = finish(config)
+    ended = finish_alone(config)
     (folder / "printed").write_text(ended.out + ended.err)
     return folder / "ru\x1b[31m\u202ens" / "rftdask" / "fake"
 

@@ -11,6 +11,7 @@ The two import rules are functions of a folder, so small invented packages show 
 """
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -38,7 +39,7 @@ LAYERS = (
     {"buffer", "synchronizer"},
     {"run.run_folder", "run.sources", "engines"},
     {"rollouts", "run.made_of"},
-    {"explorer", "run.view", "trainer"},
+    {"compat", "explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
     {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},
     {"commands.submit"},
@@ -59,12 +60,18 @@ Graph = dict[str, set[str]]
 # ---- the import graph
 
 
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """Its syntax tree; once for all tests that look at the package's."""
+    return ast.parse(source)
+
+
 def read_modules(package: Path) -> dict[str, ast.Module]:
     """Dotted name -> syntax tree of every module of the package, without importing any."""
     trees = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
-        trees[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(), str(path))
+        trees[".".join(parts).removesuffix(".__init__")] = parse(path.read_text())
     return trees
 
 
@@ -147,7 +154,7 @@ def late_imports_without_a_reason(package: Path) -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         source = path.read_text()
-        lines, tree = source.splitlines(), ast.parse(source)
+        lines, tree = source.splitlines(), parse(source)
         if re.search(r"\blate\b", ast.get_docstring(tree) or ""):
             continue
 
@@ -285,7 +292,7 @@ def folder_problems(package: Path) -> list[str]:
     problems = []
     for folder in sorted({path.parent for path in package.rglob("*.py")}):
         opening = folder / "__init__.py"
-        if not (opening.is_file() and ast.get_docstring(ast.parse(opening.read_text()))):
+        if not (opening.is_file() and ast.get_docstring(parse(opening.read_text()))):
             problems.append(f"{folder.relative_to(package)}/ has no __init__.py that says what it holds")
     # What has files, since a checkout keeps the compiled ones of a folder that has moved away.
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -318,7 +325,7 @@ def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
 
 CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
-UNPINNED_EXTRAS = {"gpu", "vllm"}
+UNPINNED_EXTRAS = {"gpu", "gpu-cu12", "vllm"}
 """Extras whose wheels only machines with a GPU install; constraints.txt says why it leaves them out."""
 OFFERED_BY = {"mlflow": "mlflow-skinny"}
 """Import name -> distribution, where the names differ and the distribution may be absent."""
@@ -360,11 +367,33 @@ def test_the_pins_name_no_local_build():
     assert [pin for pin in read_pins().values() if "+" in pin] == []
 
 
-def test_the_conda_environment_is_the_constrained_set():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+@pytest.mark.parametrize(
+    ("file", "extras"), [("environment.yml", "dev,notebook"), ("environment-gpu.yml", "gpu,vllm,lora,slurm,sql")]
+)
+def test_the_conda_environments_are_the_constrained_set(file, extras):
+    environment = yaml.safe_load((ROOT / file).read_text())
     *conda, pip = environment["dependencies"]
     assert conda == ["python=3.11", "pip"]
-    assert pip == {"pip": ["-c constraints.txt", "-e .[dev,notebook]"]}
+    assert pip == {"pip": ["-c constraints.txt", f"-e .[{extras}]"]}
     assert "3.11" in Requirement(f"python{PROJECT['requires-python']}").specifier
-    assert environment["name"] == PROJECT["name"]
-    assert {"dev", "notebook"} <= EXTRAS.keys()
+    assert environment["name"] == file.replace("environment", PROJECT["name"]).removesuffix(".yml")
+    assert set(extras.split(",")) <= EXTRAS.keys()
+
+
+def test_an_installation_without_extras_is_light_and_pins_nothing():
+    assert {wanted.name for wanted in CORE} & {"torch", "transformers", "datasets", "tensorboard"} == set()
+    assert [str(wanted) for wanted in CORE if "==" in str(wanted)] == []
+    exact = {wanted.name for name in ("gpu", "gpu-cu12") for wanted in EXTRAS[name] if "==" in str(wanted)}
+    assert exact == {"dask", "distributed", "dask-cuda"}
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "versions"),
+    [
+        ("torch", "train", ("2.11.0", "2.12.1", "2.13.0")),
+        ("vllm", "vllm", ("0.26.0", "0.32.0")),
+    ],
+)
+def test_the_versions_that_are_promised_are_in_range(package, extra, versions):
+    (wanted,) = [each for each in EXTRAS[extra] if each.name == package]
+    assert [version for version in versions if version not in wanted.specifier] == []

@@ -7,12 +7,15 @@ One engine, of tied embeddings, serves most tests: starting it takes a minute.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
-from rftdask.engines.vllm import VllmEngine
+from rftdask.engines.vllm import VllmEngine, _mixed
 from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -43,6 +46,17 @@ NUM_GRPO = 8
 LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in ")
 # vLLM's imports warn of what they will change.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
+
+
+def test_vllm_has_what_a_shared_gpu_takes() -> None:
+    # On a CPU nothing sleeps; what the engine would call there is as it calls it.
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    inspect.signature(AsyncLLM.sleep).bind(None, level=1)
+    inspect.signature(AsyncLLM.wake_up).bind(None)
+    assert inspect.signature(AsyncLLM.wake_up).parameters["tags"].default is None  # all of them
+    assert "enable_sleep_mode" in {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +182,38 @@ def test_both_engines_record_the_logprobs_that_the_trainer_computes(
     pairs = [(r.prompt_tokens, a.tokens) for r, a in zip(REQUESTS, answers, strict=True)]
     for one, other in zip(engine.logprobs(pairs), others[0].logprobs(pairs), strict=True):
         assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampler as of vLLM 0.26 and 0.32, whose kernels need a GPU: what they would return is made up here."""
+    from rftdask.engines.vllm_worker import KernelSampler, TemperedKernelSampler, WeightWorker
+
+    asked = []
+
+    def sample(self: object, logits: torch.Tensor, rows: torch.Tensor, *args: object, return_logprobs: bool) -> object:
+        asked.append((args, return_logprobs))
+        return logits.argmax(dim=-1), torch.full_like(logits, math.nan)  # as after top-k
+
+    monkeypatch.setattr(KernelSampler, "sample", sample)
+    sampler = object.__new__(KernelSampler)
+    sampler.logprobs_mode = "raw_logprobs"
+    sampler.sampling_states = SimpleNamespace(temperature=SimpleNamespace(gpu=torch.tensor([0.5, 9.0, 0.0, 1.0])))
+    worker = object.__new__(WeightWorker)
+    worker.model_runner = SimpleNamespace(sampler=sampler)  # type: ignore[assignment]
+    assert worker.use_tempered_logprobs()
+    assert type(sampler) is TemperedKernelSampler and sampler.logprobs_mode == "processed_logprobs"
+    logits = torch.tensor([[1.0, 3.0], [2.0, 1.0], [4.0, 8.0]], dtype=torch.bfloat16)
+    slots = torch.tensor([0, 2, 3], dtype=torch.int32)
+    tokens, tempered = sampler.sample(logits, slots, "positions", return_logprobs=True)
+    assert tokens.tolist() == [1, 0, 1]
+    assert tempered.tolist() == [[2.0, 6.0], [2.0, 1.0], [4.0, 8.0]]
+    assert asked == [(("positions",), False)], "so that it may use its fused sampler"
+
+
+def test_seeds_are_what_both_model_runners_take() -> None:
+    seeds = [_mixed(seed) for seed in (0, 1, -1, 2**63 - 1, -(2**63), 1 << 32)]
+    assert all(np.int64(seed) == seed >= 0 for seed in seeds)
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)
 
 
 def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(

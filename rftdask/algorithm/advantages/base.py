@@ -1,6 +1,7 @@
 """What an advantage function takes and gives, and statistics of groups without a loop over groups.
 
-Rows are experiences; N of them, in any order. Knows nothing of losses. Invariant: a row that is not valid changes no
+Rows are experiences, or the turns of them for a function that tells turns apart; N of them, in any order. Knows nothing
+of losses. Invariant: a row that is not valid changes no
 other row's advantage, and no row's advantage depends on the order of the rows.
 """
 
@@ -27,7 +28,7 @@ class AdvantageInputs:
     """
 
     rewards_N: Tensor
-    """[N] float, reward of the experience (of the last turn, in multi-turn rollouts)."""
+    """[N] float, reward of the row's rollout."""
     group_N: Tensor
     """[N] int64, index of the task the row is a rollout of, 0..G-1."""
     lengths_N: Tensor | None = None
@@ -37,7 +38,7 @@ class AdvantageInputs:
     expert_mask_N: Tensor | None = None
     """[N] bool, True for a demonstration: kept, advantage 0, absent from every baseline. None: none."""
     rollout_N: Tensor | None = None
-    """[N] int64, index of the rollout the row is a turn of, 0..R-1. None: each row is a rollout."""
+    """[N] int64, index of the rollout the row is a part of, 0..R-1. None: each row is a rollout."""
     turn_N: Tensor | None = None
     """[N] int64, order of the row within its rollout. None: each row is a rollout."""
     state_N: Tensor | None = None
@@ -84,6 +85,7 @@ class AdvantageInputs:
             return self.token_rewards_NT
         self.check(("loss_mask_NT",))
         assert self.loss_mask_NT is not None
+        # [N, T]: the largest masked position of each row.
         positions_T = torch.arange(self.loss_mask_NT.shape[1], device=self.loss_mask_NT.device)
         # -1 for a row without a trained token, which is the position of none: its reward is nowhere.
         last_N = torch.where(self.loss_mask_NT, positions_T, -1).amax(-1)
@@ -127,6 +129,7 @@ class Turns:
     def of(inputs: AdvantageInputs) -> "Turns":
         """From rollout_N and turn_N; without them each row is a rollout of one turn."""
         used_N = inputs.used_N
+        # Without numbers every row is a rollout of its own, of one turn.
         rollout_N = torch.arange(len(used_N), device=used_N.device) if inputs.rollout_N is None else inputs.rollout_N
         num_rollouts = int(rollout_N.max()) + 1 if len(rollout_N) else 0
         turn_N = torch.zeros_like(rollout_N) if inputs.turn_N is None else inputs.turn_N
@@ -190,8 +193,8 @@ class AdvantageFn(ABC):
     token_level: ClassVar[bool] = False
     """Whether it gives a number per token, `advantages_NT`, rather than one per row."""
     compares_turns: ClassVar[bool] = False
-    """Whether it tells the turns of a rollout apart. Else, unless it is token-level, `compute` is given one row for
-    each rollout, and every turn gets what it says of its rollout."""
+    """Whether it tells the turns of a rollout apart, and is given each as a row. Else rows are experiences, and, unless
+    it is token-level, `compute` is given one row for each rollout; all of the rollout gets what it says."""
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Advantages of all rows, without gradient.
@@ -225,6 +228,7 @@ def of_rollouts(compute: Callable[[AdvantageInputs], AdvantageResult], inputs: A
     """
     turns = Turns.of(inputs)
     rollout_N, num_rollouts, num_rows = turns.rollout_N, turns.num_rollouts, len(turns.rollout_N)
+    # One turn each: rows are rollouts, and nothing has to be joined or spread.
     if bool((turns.count_N <= 1).all()) and num_rollouts == num_rows:
         return compute(inputs)
     # The row that stands for each rollout: its last used turn; one without is not used, whatever row it shows.
@@ -235,6 +239,7 @@ def of_rollouts(compute: Callable[[AdvantageInputs], AdvantageResult], inputs: A
 
     def joined(values_NT: Tensor) -> Tensor:
         values_RKT = values_NT.new_zeros(num_rollouts, most, values_NT.shape[1])
+        # Scattered by rollout and turn: [N, T] -> [R, K, T] -> [R, K * T], the turns side by side in their order.
         values_RKT[rollout_N, turns.position_N] = values_NT
         return values_RKT.flatten(1)
 
@@ -250,6 +255,7 @@ def of_rollouts(compute: Callable[[AdvantageInputs], AdvantageResult], inputs: A
     found = compute(replace(inputs, **{**changes, "valid_N": valid_R, "expert_mask_N": None}))
     # A turn that is not used is dropped for itself, and the others with their rollout.
     drops_N = torch.where(inputs.used_N, found.drops_N[rollout_N], base_drops(inputs))
+    # Drops are counted again below, over rows.
     counts = {name: value for name, value in found.metrics.items() if not name.startswith("dropped/")}
     return result(inputs, found.advantages_N[rollout_N], counts, drops_N)
 
@@ -259,6 +265,7 @@ def result(
 ) -> AdvantageResult:
     """Result of a sequence-level function: zeros and codes for rows that are not used, counters, float32."""
     drops_N = base_drops(inputs) if drops_N is None else drops_N
+    # By where and not by a product: what a row that does not count holds may be nan.
     live_N = inputs.used_N & (drops_N == DropReason.KEPT)
     advantages_N = torch.where(live_N, advantages_N, 0.0).to(torch.float32)
     return AdvantageResult(advantages_N, drops_N, {**metrics, **count_drops(drops_N)})
@@ -303,6 +310,7 @@ def group_stats(
     mean_G = group_sums(values_N, group_N, num_groups) / count_G.clamp(min=1.0)
     centered_N = torch.where(used_N, values_N - mean_G[group_N], 0.0)
     divisor_G = (count_G - 1.0 if sample else count_G).clamp(min=1.0)
+    # Of squares of what was centered first: the mean of squares less the square of the mean would lose digits.
     std_G = (group_sums(centered_N.square(), group_N, num_groups) / divisor_G).sqrt()
     # Equal rewards have no spread: what is left is the rounding of their mean, which must not be divided by.
     std_G = torch.where(std_G > ROUNDING * mean_G.abs(), std_G, 0.0)
@@ -319,5 +327,6 @@ def ranks_in_group(keys_N: Tensor, group_N: Tensor) -> Tensor:
     # Where each group begins in that order.
     starts_G = counts_G.cumsum(0) - counts_G
     ranks_N = torch.empty_like(order_N)
+    # A row's place in the whole order, less where its group begins, is its rank.
     ranks_N[order_N] = torch.arange(len(order_N), device=order_N.device) - starts_G[sorted_group_N]
     return ranks_N

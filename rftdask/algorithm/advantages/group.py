@@ -68,6 +68,7 @@ class Grpo(AdvantageFn):
         stats = group_stats(
             rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups, sample=self.std != "population"
         )
+        # mean_G[group_N]: [G] -> [N], the statistics of a row's own task.
         centered_N = rewards_N - stats.mean_G[inputs.group_N]
         advantages_N = centered_N
         if self.std != "none":
@@ -81,6 +82,7 @@ class Grpo(AdvantageFn):
             advantages_N = torch.where(divisor_N > 0.0, centered_N / (divisor_N + self.epsilon), 0.0)
         drops_N = base_drops(inputs)
         if self.std_threshold is not None:
+            # Of the task, also where the divisor is the batch's: what a task can teach is in its own spread.
             drops_N[inputs.used_N & (stats.std_G <= self.std_threshold)[inputs.group_N]] = DropReason.LOW_STD
         return result(inputs, advantages_N, stats.metrics(), drops_N)
 
@@ -164,6 +166,7 @@ class OpmdAdvantage(AdvantageFn):
             peak_G = peak_G.nan_to_num(neginf=0.0)
             sums_G = group_sums((scaled_N - peak_G[inputs.group_N]).exp(), inputs.group_N, inputs.num_groups)
             means_G = sums_G / stats.count_G.clamp(min=1.0)
+            # tau log mean exp(r / tau), the peak added back.
             baseline_G = self.tau * (peak_G + means_G.clamp(min=1e-300).log())
         return result(inputs, inputs.rewards_N - baseline_G[inputs.group_N], stats.metrics())
 
@@ -256,8 +259,10 @@ class BestOfN(AdvantageFn):
         """Ranks are among the used rollouts of the task."""
         drops_N, rewards_N = base_drops(inputs), inputs.rewards_N.double()
         if self.threshold is not None:
+            # First, so that a best rollout below the threshold has this reason.
             drops_N[inputs.used_N & (rewards_N < self.threshold)] = DropReason.REWARD_RANGE
         if self.best is not None:
+            # Rank 0 is the best; rows that do not count come last.
             keys_N = torch.where(inputs.used_N, -rewards_N, torch.inf)
             # Ties go by position, which is that of the rollouts here and not that of the rows.
             order_N = torch.arange(len(keys_N)) if inputs.rollout_N is None else torch.argsort(inputs.rollout_N)
@@ -270,6 +275,7 @@ class BestOfN(AdvantageFn):
 
     def without_drops(self) -> AdvantageFn:
         """The same for rollouts that were chosen: no reward is below the threshold any more."""
+        # At -inf it drops nothing, and is not None: a rule without either is refused.
         return replace(self, best=None, threshold=-torch.inf)
 
 

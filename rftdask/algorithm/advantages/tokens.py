@@ -26,6 +26,7 @@ def whiten(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
     mean = kept_NT.sum() / count
     centered_NT = torch.where(mask_NT, kept_NT - mean, 0.0)
     variance = centered_NT.square().sum() / (count - 1)
+    # 1e-8 under the root: equal values give 0, and no division by 0.
     return (centered_NT * torch.rsqrt(variance + 1e-8)).to(values_NT.dtype)
 
 
@@ -45,6 +46,7 @@ def token_result(
     """Result of a token-level function: 0 outside the used mask, row means, counters."""
     mask_NT = used_mask(inputs)
     advantages_NT = torch.where(mask_NT, advantages_NT, 0.0).to(torch.float32)
+    # For metrics and for who asks for one number a row; the loss takes the tokens' own.
     means_N = advantages_NT.sum(-1) / mask_NT.sum(-1).clamp(min=1)
     stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
     drops_N = base_drops(inputs)
@@ -255,6 +257,7 @@ class ClipV(AdvantageFn):
         # At least one, or short batches would never filter.
         most = max(int(self.max_frac * int(mask_NT.sum())), 1)
         if int(dropped_NT.sum()) > most:
+            # Flat, over the whole batch: the share is of all tokens, and not of each row's.
             ranked = excess_NT.masked_fill(~dropped_NT, -torch.inf).flatten()
             dropped_NT = torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, ranked.topk(most).indices, True)
             dropped_NT = dropped_NT.view_as(mask_NT)
@@ -266,6 +269,7 @@ def rewards_to_go(rewards_NT: Tensor, mask_NT: Tensor, gamma: float) -> Tensor:
     returns_NT = torch.zeros_like(rewards_NT, dtype=torch.float64)
     ahead_N = returns_NT.new_zeros(len(rewards_NT))
     for t in range(rewards_NT.shape[1] - 1, -1, -1):
+        # Untrained tokens neither add a reward nor discount: gamma is per trained token.
         ahead_N = torch.where(mask_NT[:, t], rewards_NT[:, t] + gamma * ahead_N, ahead_N)
         returns_NT[:, t] = ahead_N
     return returns_NT
@@ -288,6 +292,7 @@ def entropy_signal(inputs: AdvantageInputs, given_NT: Tensor | None) -> Tensor:
     """[N, T] p (H + log p) on the used mask, 0 elsewhere; given_NT: log p."""
     assert given_NT is not None and inputs.entropy_NT is not None
     mask_NT = used_mask(inputs)
+    # Before the exp: padding may hold anything, and inf * 0 is nan.
     logprobs_NT = torch.where(mask_NT, given_NT, 0.0)
     return torch.where(mask_NT, logprobs_NT.exp() * (inputs.entropy_NT + logprobs_NT), 0.0)
 

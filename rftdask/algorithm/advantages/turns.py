@@ -1,4 +1,4 @@
-"""Advantages of rollouts with several turns: each turn is a row, the task compares rollouts.
+"""Advantages of rollouts with several turns: each turn is a row here, the task compares rollouts.
 
 Knows nothing of tokens. Invariant: a rollout counts once in its task's baseline, however many turns it has.
 """
@@ -15,6 +15,7 @@ from rftdask.algorithm.advantages.base import (
     Turns,
     group_stats,
     group_sums,
+    of_rollouts,
     result,
 )
 from rftdask.algorithm.advantages.group import Grpo
@@ -32,10 +33,11 @@ class StepWiseGrpo(Grpo):
 
     advantage_name = "step_wise_grpo"
     deprecated_names = ()
+    compares_turns = True
 
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """See AdvantageFn."""
-        result = super().__call__(inputs)
+    def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
+        """GRPO's of the rollouts, each as one row, at every turn of them."""
+        result = of_rollouts(super().compute, inputs)
         if not self.enable_step_norm:
             return result
         return replace(result, advantages_N=result.advantages_N / Turns.of(inputs).count_N.clamp(min=1.0).float())
@@ -97,6 +99,7 @@ class Gigpo(AdvantageFn):
             returns_N, ahead_R = torch.zeros_like(rewards_N), rewards_N.new_zeros(turns.num_rollouts)
             for position in range(int(turns.count_N.max()) - 1 if len(rewards_N) else -1, -1, -1):
                 rows = ((turns.position_N == position) & (turns.position_N < turns.count_N)).nonzero().squeeze(-1)
+                # ahead_R: of each rollout the return of the turn behind.
                 returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
                 ahead_R[turns.rollout_N[rows]] = returns_N[rows]
             known_N = inputs.used_N & (inputs.state_N >= 0)
@@ -115,6 +118,7 @@ class Gigpo(AdvantageFn):
         """[N] value minus its group's mean (statistics over `used_N` rows), normalized; 0 where the group has one
         row."""
         stats = group_stats(values_N, group_N, used_N, num_groups)
+        # Without a norm the divisor is 1, but for epsilon.
         divisor_N = stats.std_G[group_N] if self.fnorm == "std" else torch.ones_like(values_N)
         centered_N = (values_N - stats.mean_G[group_N]) / (divisor_N + self.epsilon)
         return torch.where(stats.count_G[group_N] > 1, centered_N, 0.0), stats.metrics()

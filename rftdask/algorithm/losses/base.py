@@ -86,6 +86,7 @@ class LossInputs:
 
     def sequence_means(self, values_BT: Tensor) -> Tensor:
         """[B] means over the trained tokens of each sequence; 0 for a sequence without any."""
+        # Trained tokens alone: the width T depends on who shares the micro-batch.
         lengths_B = self.sequence_sums(torch.ones_like(values_BT))
         return self.sequence_sums(values_BT) / lengths_B.clamp(min=1.0)
 
@@ -109,6 +110,7 @@ class LossInputs:
         for name, value in {"token_weights_BT": self.token_weights_BT, **given}.items():
             fits = value.shape == shape or (name == "advantages_BT" and value.shape == (shape[0], 1))
             require(fits, f"{name} is {tuple(value.shape)}, policy_logprobs_BT {tuple(shape)}")
+        # Advantages of [B, 1] become [B, T] here, so that losses know one shape.
         given = {name: value.expand(shape) for name, value in given.items()}
         kept_BT = mask_BT.to(self.policy_logprobs_BT.dtype)
         clean: dict[str, Any] = {name: value * kept_BT for name, value in given.items()}
@@ -182,22 +184,23 @@ class PolicyLoss(ABC):
         the vocabulary, of some positions at a time; differentiable in the policy's. Of losses that use a teacher."""
         raise NotImplementedError(f"{type(self).__name__} has uses_teacher and no divergence")
 
-    def token_weights(
+    def row_weights(
         self,
-        loss_mask_BT: Tensor,
+        counts_B: Tensor,
         mode: str,
         *,
         max_tokens: int | None = None,
+        rollout_B: Tensor | None = None,
         expert_mask_B: Tensor | None = None,
         step: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Weights of the whole batch's tokens in this loss, [B, T]; see `aggregation.token_weights`.
+        """Weights in this loss of the trained tokens of each row of the whole batch, [B]; `aggregation.row_weights`.
 
         expert_mask_B: [B] bool, demonstrations. step: training step. Both are for the mixtures.
         """
         del expert_mask_B, step
-        return aggregation.token_weights(loss_mask_BT, mode, max_tokens=max_tokens, dtype=dtype)
+        return aggregation.row_weights(counts_B, mode, rollout_B=rollout_B, max_tokens=max_tokens, dtype=dtype)
 
 
 @dataclass(frozen=True)

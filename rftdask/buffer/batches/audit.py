@@ -93,6 +93,7 @@ def audit_log(
 
     present = log.shards()
     kept = {*present, *log.removed()}
+    # Of shards that are set aside only those count of which something was used: the others' rows were committed anew.
     gone = {*log.quarantined(), *filter(None, map(ShardName.try_parse, skipped))} - kept
     damaged = [name for name in gone if name.text in used]
     dropped[DAMAGED] += sum(name.num_rows - len(used[name.text]) for name in damaged)
@@ -136,6 +137,7 @@ def _num_repeats(
             continue
         for group in groups_of_shard(table, name, tasks_per_unit):
             numbers = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
+            # Rows that the ledger names are counted by what it says of them.
             if numbers.isdisjoint(used.get(name.text, ())):
                 num_rows += len(numbers) if group.position in taken else 0
                 taken.add(group.position)

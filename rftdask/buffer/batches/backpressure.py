@@ -30,6 +30,7 @@ class UnreadLimit:
 
         mean_bytes: of an experience; 0 while none is known, which lets it begin.
         """
+        # Without this the trainer might wait for a batch that the limit keeps from being filled.
         if unread < self.always:
             return True
         if self.max_experiences is not None and unread >= self.max_experiences:

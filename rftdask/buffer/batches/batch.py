@@ -1,12 +1,13 @@
 """TrainingBatch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
 
-Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i.
+Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i; K turns of all
+rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class TrainingBatch:
     prompt_lengths: np.ndarray
     """[N] int64."""
     rollout_logprobs: np.ndarray
-    """[Q] float32; zeros where nothing was sampled (supervised rows)."""
+    """[Q] float32; zeros where nothing was sampled (supervised rows, what was added between turns)."""
     loss_mask: np.ndarray
     """[Q] bool."""
     rewards: np.ndarray
@@ -40,18 +41,24 @@ class TrainingBatch:
     min_policy_versions: np.ndarray
     """[N] int64."""
     rollouts: np.ndarray
-    """[N] int64: number of the rollout that each row is a turn of, from 0."""
-    turns: np.ndarray
+    """[N] int64: number of the rollout that each row is a part of, from 0."""
+    ordinals: np.ndarray
     """[N] int64: place of the row in its rollout."""
+    num_turns: np.ndarray
+    """[N] int64, at least 1: turns of each row, whose numbers, lengths, states and rewards stand below, row by row."""
+    turns: np.ndarray
+    """[K] int64: place of the turn in its rollout."""
+    turn_lengths: np.ndarray
+    """[K] int64: response tokens from the end of the turn before to its own end; of a row they add up to R_i."""
     experts: np.ndarray
     """[N] bool: rows of a dataset, which have neither rewards nor logprobs nor a policy version."""
     uids: tuple[str, ...]
     baselines: np.ndarray | None = None
     """[N] float32: reward of the greedy rollout of the row's task; None where there are no such rollouts."""
     states: np.ndarray | None = None
-    """[N] int64: number of the environment's state before the row's turn, -1 where unknown; None: all are."""
+    """[K] int64: number of the environment's state before the turn, -1 where unknown; None: all are."""
     turn_rewards: np.ndarray | None = None
-    """[N] float32: what the turn itself earned, 0 where unknown; None: all are."""
+    """[K] float32: what the turn itself earned, 0 where unknown; None: all are."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -68,8 +75,9 @@ class TrainingBatch:
         return lengths
 
     def rollout_rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its turns; the first row's counts."""
-        # A reward stands in every turn of its rollout.
+        """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its rows; the first one's counts."""
+        # A reward stands in every row of its rollout.
+        # `unique` sorts, so rollouts come by their number, whatever the order of the rows.
         _, first = np.unique(self.rollouts[~self.experts], return_index=True)
         return self.rewards[~self.experts][first], self.groups[~self.experts][first]
 
@@ -95,12 +103,37 @@ class TrainingBatch:
         """[R_i] of every row, views."""
         return np.split(self.loss_mask, np.cumsum(self.response_lengths)[:-1])
 
+    def by_turns(self) -> TrainingBatch:
+        """Each turn as a row, with its own tokens alone, those added before it included: for what compares turns."""
+
+        def of_row(values: np.ndarray) -> np.ndarray:
+            return np.repeat(values, self.num_turns)
+
+        count = len(self.turns)
+        response = np.concatenate([t[p:] for t, p in zip(self.row_tokens(), self.prompt_lengths, strict=True)])
+        numbers = [number for turns in self.num_turns for number in range(turns)]
+        uids = [uid for uid, turns in zip(self.uids, self.num_turns, strict=True) for _ in range(turns)]
+        return replace(
+            self,
+            tokens=response,
+            lengths=self.turn_lengths,
+            prompt_lengths=np.zeros(count, np.int64),
+            **{
+                name: of_row(getattr(self, name))
+                for name in ("rewards", "groups", "temperatures", "min_policy_versions", "rollouts", "experts")
+            },
+            ordinals=self.turns,
+            num_turns=np.ones(count, np.int64),
+            uids=tuple(f"{uid}, turn {number}" for uid, number in zip(uids, numbers, strict=True)),
+            baselines=None if self.baselines is None else of_row(self.baselines),
+        )
+
 
 GROUP_KEY = ("taskset", "epoch", "task_index")
 """Columns in which the rows of a group are equal, and those of two groups are not."""
 BATCH_COLUMNS = (
     *("uid", *GROUP_KEY, "rollout", "turn", "tokens", "prompt_length", "rollout_logprobs", "loss_mask_runs"),
-    *("reward", "min_policy_version", "temperature", "env_state", "turn_reward"),
+    *("reward", "min_policy_version", "temperature", "env_state", "turn_reward", "turns"),
 )
 """Columns of the schema of experiences that a batch is made of."""
 
@@ -115,19 +148,22 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     tokens = _array(table.column("tokens"))
     lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
+    # Rows of the same taskset, epoch and task are siblings, wherever they stand.
     groups = _numbers(table, GROUP_KEY, np.zeros(len(table), np.int64))
 
     baseline_rewards = None
     if baselines is not None:
         keys = [zip(*(t.column(c).to_pylist() for c in GROUP_KEY), strict=True) for t in (baselines, table)]
+        # By name and not by number: the baselines are another table, with other codes.
         reward_of_group = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
         # nan marks a group without a baseline; filters have dropped its rows before anything is computed of it.
         baseline_rewards = np.array([reward_of_group.get(key, np.nan) for key in keys[1]], dtype=np.float32)
 
+    num_turns, turns, turn_lengths, states, turn_rewards = _turns(table, lengths - prompt_lengths)
     # Columns that most workflows leave empty are None, so that nothing is computed of them.
-    states, turn_rewards = _array(table.column("env_state")), _array(table.column("turn_reward"))
     state_numbers = rewards_of_turns = None
     if states.null_count < len(states):
+        # Codes and not texts: which states are equal is all that is asked of them.
         state_numbers = states.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     if turn_rewards.null_count < len(turn_rewards):
         rewards_of_turns = turn_rewards.fill_null(0.0).to_numpy().astype(np.float32)
@@ -143,13 +179,52 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         temperatures=table.column("temperature").to_numpy().astype(np.float32),
         min_policy_versions=table.column("min_policy_version").to_numpy().astype(np.int64),
         rollouts=_numbers(table, ("rollout",), groups),
-        turns=table.column("turn").to_numpy().astype(np.int64),
+        ordinals=table.column("turn").to_numpy().astype(np.int64),
+        num_turns=num_turns,
+        turns=turns,
+        turn_lengths=turn_lengths,
         experts=np.zeros(len(table), bool),
         uids=tuple(table.column("uid").to_pylist()),
         baselines=baseline_rewards,
         states=state_numbers,
         turn_rewards=rewards_of_turns,
     )
+
+
+def _turns(
+    table: pa.Table, response_lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, pa.Array, pa.Array]:
+    """([N] turns of each row; [K] places in the rollout; [K] lengths; [K] states; [K] rewards of the turns).
+
+    response_lengths: [N]. A row whose turns are null is one turn.
+    """
+    column = _array(table.column("turns"))
+    states, rewards = _array(table.column("env_state")), _array(table.column("turn_reward"))
+    ordinals = table.column("turn").to_numpy().astype(np.int64)
+    counts = np.asarray(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64)
+    if not counts.any():
+        return np.ones(len(table), np.int64), ordinals, response_lengths, states, rewards
+    told = column.flatten()
+    num_turns = np.maximum(counts, 1)
+    starts = np.cumsum(num_turns) - num_turns
+    # [K]: whether the turn is one that a row tells, in order; the others are whole rows.
+    is_told = np.repeat(counts > 0, num_turns)
+    first = np.zeros(len(is_told), bool)
+    first[starts] = True
+
+    def merged(of_row: np.ndarray, name: str) -> np.ndarray:
+        values = np.repeat(of_row, num_turns)
+        values[is_told] = told.field(name).to_numpy(zero_copy_only=False)
+        return values
+
+    ends = merged(response_lengths, "end")
+    # From the end before, which in the first turn of a row is its beginning.
+    lengths = ends - np.where(first, 0, np.roll(ends, 1))
+    # Object arrays for the two that may be null: they are few, and null in most runs.
+    objects = [np.array(values.to_pylist(), object) for values in (states, rewards)]
+    merged_states = pa.array(merged(objects[0], "env_state"), pa.string(), from_pandas=True)
+    merged_rewards = pa.array(merged(objects[1], "turn_reward"), pa.float32(), from_pandas=True)
+    return num_turns, merged(ordinals, "number"), lengths, merged_states, merged_rewards
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:
@@ -179,6 +254,7 @@ def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarra
         return np.ones(int(response_lengths.sum()), dtype=bool)
     lengths = np.asarray(runs.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
     # A row without runs becomes one run of its whole length.
+    # Rows without runs have no number in `lengths`; `where` is the place at which theirs is put in.
     where = np.repeat(np.cumsum(counts) - counts, counts == 0)
     lengths = np.insert(lengths, where, response_lengths[counts == 0])
     counts = np.where(counts == 0, 1, counts)
@@ -215,7 +291,10 @@ def supervised_batch(rows: Sequence[SupervisedRow], uids: Sequence[str], group_s
         temperatures=np.ones(count, np.float32),
         min_policy_versions=np.zeros(count, np.int64),
         rollouts=np.arange(count, dtype=np.int64),
+        ordinals=np.zeros(count, np.int64),
+        num_turns=np.ones(count, np.int64),
         turns=np.zeros(count, np.int64),
+        turn_lengths=responses,
         experts=np.ones(count, bool),
         uids=tuple(uids),
     )
@@ -238,7 +317,8 @@ def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
 
 
 _UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0}
-"""Values for the rows of a part that has none, such as demonstrations, where others have."""
+"""Values for the rows or turns of a part that has none, such as demonstrations, where others have."""
+_OF_TURNS = ("states", "turn_rewards")
 
 
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
@@ -248,8 +328,8 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     for name in (f.name for f in fields(TrainingBatch) if f.name != "uids"):
         values = [getattr(part, name) for part in parts]
         if name in ("groups", "rollouts"):
-            # A rollout's uid ends with its number and its turn: without them it is the same wherever the row was read.
-            # A dataset's rows have none, and no group of them is parted.
+            # A row's uid ends with the number of its rollout and its own: without them it is the same wherever the row
+            # was read. A dataset's rows have none, and no group of them is parted.
             parted = 2 if name == "groups" else 1
             keys = [
                 ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
@@ -259,6 +339,7 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
             numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
             joined[name] = np.array([numbers[key] for key in keys], dtype=np.int64)
             continue
+        # Equal states of two parts get two numbers. States are compared within a group alone, which no part shares.
         if name == "states":
             # Each part's numbers after those of the parts before it; -1 stays.
             begin = 0
@@ -271,7 +352,9 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
             joined[name] = None
             continue
         filled = [
-            np.full(len(part), _UNKNOWN[name], known.dtype) if value is None else value
+            np.full(len(part.turns if name in _OF_TURNS else part), _UNKNOWN[name], known.dtype)
+            if value is None
+            else value
             for value, part in zip(values, parts, strict=True)
         ]
         joined[name] = np.concatenate(filled)

@@ -24,6 +24,7 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
     starts = _group_starts(table)
     if not len(starts):
         return []
+    # As codes of few names: comparing numbers of whole columns at once is what keeps Python out of the rows.
     statuses = table.column("status").combine_chunks().dictionary_encode()
     names, codes = statuses.dictionary.to_pylist(), statuses.indices.to_numpy()
     good = np.isin(codes, [code for code, status in enumerate(names) if status in _TRAINABLE])
@@ -32,6 +33,7 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
     oldest = np.minimum.reduceat(np.where(good, versions, np.iinfo(np.int64).max), starts)
     num_good = np.add.reduceat(good.astype(np.int64), starts)
     ends = np.append(starts[1:], len(table))
+    # A whole unit has all its tasks in order; a part says in its name which it has.
     slots = range(len(starts)) if name.part is None else name.part.slots
     groups = []
     for slot, start, end, count, version in zip(
@@ -52,6 +54,7 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
 def _group_starts(table: pa.Table) -> np.ndarray:
     """Number of the first row of each group."""
     changes = np.zeros(len(table), bool)
+    # A slice, so that a table without rows is no special case.
     changes[:1] = True
     for name in GROUP_KEY:
         codes = table.column(name).combine_chunks().dictionary_encode().indices.to_numpy()

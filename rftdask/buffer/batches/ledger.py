@@ -81,7 +81,9 @@ class LedgerEntry:
     @classmethod
     def from_json(cls, data: bytes) -> LedgerEntry:
         """Inverse of `to_json`. Raises: ValueError, KeyError, TypeError: it is no entry, or not what was written."""
+        # The checksum first: of damage that is still JSON nothing else would tell.
         tree = load_checked(data)
+        # JSON has lists where the entry has tuples; as tuples they compare equal to what was written.
         use, drop = (tuple(Rows(r["source"], tuple(r["rows"]), r["reason"]) for r in tree[k]) for k in ("use", "drop"))
         positions = tuple((int(step), int(slot)) for step, slot in tree["positions"])
         return cls(tree["step"], tree["lineage"], use, drop, positions, tree["notes"])
@@ -193,6 +195,7 @@ class Ledger:
                 last += stride
             except NotFoundError:
                 is_beyond = True
+            # At 0 the halving has reached the end exactly.
             stride = stride // 2 if is_beyond else stride * 2
         return last
 

@@ -137,6 +137,11 @@ class LogSource(BatchSource):
         self._reader.forget_all_but(in_use)
         return self._reader.read(entry, places)
 
+    def look_ahead(self) -> None:
+        """See BatchSource; finds and reads new shards, whose groups then wait in memory."""
+        if self._looked:  # before the first look a resumed trainer may have entries to replay, which need none
+            self._index_new_shards()
+
     # ---- waiting
 
     def _wait_for_groups(self, step: int, patience_s: float) -> Selection | None:
@@ -177,6 +182,7 @@ class LogSource(BatchSource):
             now = time.monotonic()
             if now > deadline:
                 # All the groups that are there, if one of them can be trained. Not in order: a late one is next.
+                # Counted with the used ones that are cool: with replay they may fill the batch.
                 num_there = len(self._waiting) + len(self._uses.ready(step - 1, self.clock()))
                 count = 0 if rule.ordered else min(num_there, rule.groups_per_batch)
                 partial = self._select(step, count) if count else None
@@ -188,6 +194,7 @@ class LogSource(BatchSource):
                         "(buffer.trainer_input.experience_buffer.max_read_timeout)"
                     )
                 return partial
+            # After the deadline was looked at: who asks again and again must not wait for ever.
             if now - began >= patience_s:
                 raise NotYet(f"batch {step} is not there yet")
             time.sleep(min(max(_POLL_COST * (now - looked), _MIN_POLL_S), self.poll_interval_s))
@@ -238,6 +245,7 @@ class LogSource(BatchSource):
                 f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
                 f"first error: {errors[0] if errors else 'none recorded'}"
             )
+        # Every row of every group gets a line, trained or not: what no line names would count as waiting for ever.
         drop: list[Rows] = []
         for group in selection.use + selection.stale + selection.empty:
             drop.extend(Rows(group.source, rows, reason) for reason, rows in group.other_rows)
@@ -256,6 +264,7 @@ class LogSource(BatchSource):
         # After the fresh ones, and past the filter: its rows were found good when the group was fresh.
         use.extend(Rows(group.source, group.rows) for group in selection.reuse)
         if self.demonstrations is not None:
+            # Last, as in the batch: `read` puts the rollouts first, in the order of `use`.
             use.append(self.demonstrations.rows(step))
 
         notes: dict[str, float] = {}
@@ -345,6 +354,7 @@ class EntryReader:
             name = ShardName.try_parse(source)
             if name is None:
                 raise DamagedError(f"the ledger names {source!r}, which is no shard")
+            # Kept beyond the limit of memory, too: the batch at hand needs it whole.
             self._tables[source] = self.log.read(name, self.columns)
             self._num_bytes += self._tables[source].nbytes
         return self._tables[source]

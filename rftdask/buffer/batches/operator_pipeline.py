@@ -53,6 +53,7 @@ def run_pipeline(operators: Sequence[Operator], table: pa.Table) -> tuple[Experi
     current = experience_table(table)
     dropped_by = [""] * len(table)
     for operator in operators:
+        # By what changed: an operator says which rows stay, and not that it was the one.
         was = current.keep_N
         try:
             current, _ = operator(current)
@@ -100,6 +101,7 @@ def filter_experiences(
         if code != DropReason.KEPT:
             reason = f"operator {name}: {DropReason(code).name.lower()}"
             result[place] = replace(experience, status=Status.FILTERED, error=reason)
+        # As float32, the precision of the log: otherwise rounding alone would look like shaping.
         elif experience.reward is not None and reward != np.float32(experience.reward):
             metrics = {**experience.metrics, UNSHAPED_REWARD: experience.reward}
             result[place] = replace(experience, reward=float(reward), metrics=metrics)
@@ -121,6 +123,7 @@ def experience_table(table: pa.Table) -> ExperienceTable:
         rewards_N=torch.tensor(batch.rewards),
         group_N=torch.tensor(batch.groups),
         truncated_N=torch.tensor(truncated, dtype=torch.bool),
+        rollout_N=torch.tensor(batch.rollouts),
         # By name over all rows, nan where a row has no such number.
         stats={name: torch.tensor([row.get(name, float("nan")) for row in rows]) for name in names},
     )

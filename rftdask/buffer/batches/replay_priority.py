@@ -186,6 +186,7 @@ class UseCounts:
         for rows in (rows for rows in entry.use if not rows.of_dataset):
             # A group is the very rows that were trained: if a filter took others another time, that is another group.
             key = (rows.source, rows.rows)
+            # The version is read from the shard once, at the first use.
             group = self._groups.get(key) or UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
             self._groups[key] = replace(group, num_uses=group.num_uses + 1, last_used_s=at_s)
         # What is too old or used up by now stays so: the fold holds no more than may still be trained.

@@ -224,6 +224,7 @@ class SampleRule:
         """True if weights of this version may not train the group: no row of it may be trained, or it is too stale."""
         if not group.trainable_rows:
             return True
+        # By the oldest token of the group: the bound holds for every token that is trained.
         age = staleness(policy_version, group.min_policy_version)
         return self.max_staleness is not None and age > self.max_staleness
 

@@ -58,6 +58,11 @@ class BatchSource(ABC):
         It needs no entry to have been formed here. Raises: DamagedError; DataError: they are of another dataset.
         """
 
+    def look_ahead(self) -> None:  # noqa: B027  # a source that is quick has nothing to do
+        """Take up what has come since for the batches after the last entry, so that the next is made sooner; it decides
+        nothing. From any thread while no other call is under way. Raises: as `entry`, but for its time.
+        """
+
     def state_dict(self) -> dict[str, object]:
         """The state that a checkpoint keeps to go on after the last entry handed out; JSON types. Here none."""
         return {}
@@ -98,6 +103,7 @@ def with_masks(table: pa.Table, masked: np.ndarray) -> pa.Table:
     lengths = pc.subtract(pc.list_value_length(table.column("tokens")), table.column("prompt_length"))
     # The first run is trained, so it is empty, and the second is the whole response.
     whole = [[0, length] for length in lengths.to_pylist()]
+    # Only the masked rows change: what others had masked of themselves stays.
     runs = [
         own if is_masked else was for own, is_masked, was in zip(whole, masked, table[column].to_pylist(), strict=True)
     ]
@@ -179,6 +185,7 @@ class RowOrder:
 
     def at(self, place: int) -> int:
         """Row number at a place, counted from 0 through all epochs."""
+        # One order is kept, that of the epoch asked for last: places are asked for in order.
         epoch, within = divmod(place, self.num_rows)
         if self._seed is not None and epoch != self._epoch:
             self._epoch, self._order = epoch, random_order(self.num_rows, self._seed, epoch)
@@ -255,6 +262,7 @@ class DatasetSource(BatchSource):
 
     def entry(self, step: int, patience_s: float = math.inf) -> LedgerEntry | None:
         """See BatchSource; never waits: the rows of a step are known from its number."""
+        # Also a batch that follows from its number is written down first: two trainers must not both make the step.
         entry = self._fence.read(step)
         if entry is None and step <= self._num_steps:
             entry = LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
@@ -263,6 +271,7 @@ class DatasetSource(BatchSource):
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """`places`: of rows of the dataset; each gives `group_size` sequences."""
+        # The entry stands for ever, so rows of another dataset under the same numbers must not be trained for it.
         if any(rows.source != self._rows.source for rows in entry.use):
             path, was = self._ledger.path(entry.step), entry.use[0].source
             raise DataError(f"{path} was written for {was}, the dataset is {self._rows.source} now")

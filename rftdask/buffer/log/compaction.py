@@ -244,6 +244,7 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
             writer.write_table(table, row_group_size=len(table))
             if sink.tell() >= MAX_FILE_BYTES:
                 yield _finish(writer, sink, groups)
+                # A file of its own from here on; the one before is complete, and its bytes go to storage at once.
                 sink, writer, groups = io.BytesIO(), None, []
         if writer is not None:
             yield _finish(writer, sink, groups)
@@ -260,6 +261,7 @@ def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
             table = table.append_column(field, column)
         tables.append(table)
         num_rows += len(table)
+        # Kept small: a row group is the least that is read for one shard.
         if num_rows >= MIN_GROUP_ROWS:
             yield tuple(names), pa.concat_tables(tables)
             names, tables, num_rows = [], [], 0

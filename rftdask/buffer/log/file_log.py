@@ -267,6 +267,7 @@ class ParquetLog(FileLog):
                 # bucket.
                 tables = zip(small, in_order(read, small, NUM_THREADS), strict=True)
                 done += self._compacted.write(bucket, ((name, table) for name, table in tables if table is not None))
+            # Its file was verified when it was written; that was in an earlier life, and the shards go now.
             self._compacted.check(bucket, merged.intersection(shards))
             # Only what a record names, which is on storage by now. Killed here: the next pass removes the rest.
             gone = self._compacted.names(bucket, bucket).intersection(shards)
@@ -329,6 +330,7 @@ def from_lines(name: ShardName, data: bytes) -> pa.Table:
     """The rows, verified. Raises: DamagedError: they do not fit the name; DataError: another schema."""
     check_bytes(name, data)
     try:
+        # The last element is what follows the last newline, which is nothing.
         rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
         versions = {str(row["schema"]) for row in rows}
     except (ValueError, KeyError, TypeError) as error:

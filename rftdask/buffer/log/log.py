@@ -160,6 +160,7 @@ def first_open_step(storage: Storage, log: ExperienceLog) -> int:
     for step, unit in {(name.explore_step, name.unit) for name in log.quarantined() if name.explore_step <= noted}:
         # A unit with a shard in quarantine is done all the same if its groups are committed again, loose or compacted.
         loose = log.find_all(step, unit)
+        # The listing of compacted shards reads records, so it is asked only where the loose ones do not settle it.
         if not done_units(loose) and (step, unit) not in done_units([*loose, *log.compacted_shards(step, step)]):
             first = min(first, step)
     return first

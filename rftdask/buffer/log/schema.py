@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 """major.minor: a minor change adds nullable columns only; a reader refuses another major."""
-ADDED_COLUMNS = ("env_state", "turn_reward")
-"""Columns that shards of 1.0 lack; read from those, they are null."""
+ADDED_COLUMNS = ("env_state", "turn_reward", "turns")
+"""Columns that shards of 1.0 (the last one: of 1.1) lack; read from those, they are null."""
 
 
 class Status(StrEnum):
@@ -44,9 +44,39 @@ class Status(StrEnum):
         return self in (Status.OK, Status.TRUNCATED)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One call of the policy in a row that holds several: what was added before it, then what it sampled.
+
+    Example: Turn(number=1, start=14, end=20, text_start=40, text_end=61, source="tool", seed=7): the second call of its
+    rollout sampled tokens 14 to 19 of the response; what stands between the turn before and them came from a tool.
+    """
+
+    number: int
+    """Place among the calls of the rollout, from 0."""
+    start: int
+    end: int
+    """The tokens that it sampled: response tokens start to end - 1 of the row, counted from 0 behind the prompt."""
+    text_start: int
+    text_end: int
+    """The same in characters of `response_text`."""
+    source: str
+    """Role of the last message before it, such as "user" or "tool"; "": a text without roles."""
+    seed: int
+    min_policy_version: int = 0
+    max_policy_version: int = 0
+    """Oldest and newest weights that sampled a token of it."""
+    env_state: str | None = None
+    turn_reward: float | None = None
+    """As of `Experience`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Experience:
     """One trainable token sequence, or the record that a rollout gave none.
+
+    A conversation is one, as long as each prompt of the policy goes on where the turn before ended: the first prompt,
+    then all that was sampled and, not trained, all that was added between. Where a prompt does not, another begins.
 
     Example: Experience(taskset="gsm8k", epoch=0, task_index=17, rollout=3, explore_step=5, tokens=[...],
     prompt_length=40,
@@ -62,6 +92,7 @@ class Experience:
     explore_step: int
     """The explore step that ran the task, counted from 1."""
     turn: int = 0
+    """Ordinal of the row in its rollout. Up to 1.1 of the schema each call of the policy was a row."""
     attempt: int = 0
     """Which try gave this row; not part of the uid."""
     status: Status = Status.OK
@@ -70,7 +101,8 @@ class Experience:
     prompt_length: int = 0
     """P."""
     rollout_logprobs: Sequence[float] | np.ndarray = ()
-    """[R] natural-log probabilities of the response tokens under softmax(logits / temperature) when sampled."""
+    """[R] natural-log probabilities of the response tokens under softmax(logits / temperature) when sampled; 0 where a
+    token was not sampled."""
     loss_mask: Sequence[bool] | np.ndarray | None = None
     """[R] True where the token is trained; None trains all of the response."""
     reward: float | None = None
@@ -95,6 +127,9 @@ class Experience:
     """State of the environment before the turn, by any name under which equal states are equal; None: unknown."""
     turn_reward: float | None = None
     """What the turn itself earned; None: unknown. Whatever `reward` has beyond the turns' sum is the last turn's."""
+    turns: Sequence[Turn] | None = None
+    """The calls of the policy that the row holds, in their order; None: one, number `turn` of its rollout, whose tokens
+    are the whole response. A row has either these or an env_state and turn_reward of its own."""
 
     @property
     def group_id(self) -> str:
@@ -120,6 +155,28 @@ class Experience:
         )
 
     __hash__ = None  # type: ignore[assignment]  # metrics are a mapping
+
+
+def sampled_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """[start, end) of the response tokens that each turn of a row (of a table of `SCHEMA`) has sampled."""
+    if row["turns"] is None:
+        return [(0, len(row["rollout_logprobs"]))]
+    return [(turn["start"], turn["end"]) for turn in row["turns"]]
+
+
+def conversation(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a row (of a table of `SCHEMA`) says, part by part: ("prompt", ...), then of each turn what was added before
+    it, by its source ("tool", ...), and what the policy wrote ("turn 1", ...), counted through the rollout.
+    """
+    parts, end = [("prompt", row["prompt_text"])], 0
+    if row["turns"] is None:
+        return [*parts, ("response", row["response_text"])]
+    for turn in row["turns"]:
+        if turn["text_start"] > end:
+            parts.append((turn["source"] or "added", row["response_text"][end : turn["text_start"]]))
+        end = turn["text_end"]
+        parts.append((f"turn {turn['number']}", row["response_text"][turn["text_start"] : end]))
+    return parts
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -153,6 +210,21 @@ _COLUMNS = {
     "metrics": pa.map_(pa.string(), pa.float64()),
     "env_state": pa.string(),
     "turn_reward": pa.float32(),
+    # The fields of `Turn`, in its order.
+    "turns": _list_of(
+        pa.struct(
+            [
+                pa.field(name, kind, nullable=name in ADDED_COLUMNS)
+                for name, kind in {
+                    **dict.fromkeys(("number", "start", "end", "text_start", "text_end"), pa.int32()),
+                    "source": pa.string(),
+                    **dict.fromkeys(("seed", "min_policy_version", "max_policy_version"), pa.int64()),
+                    "env_state": pa.string(),
+                    "turn_reward": pa.float32(),
+                }.items()
+            ]
+        )
+    ),
 }
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=name in ("reward", *ADDED_COLUMNS)) for name, kind in _COLUMNS.items()],
@@ -201,6 +273,10 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
             raise ValueError(
                 f"experience {e.uid}: loss_mask of {len(e.loss_mask)} for {response_length} response tokens"
             )
+        if e.turns is not None and [turn.end for turn in e.turns[-1:]] != [response_length]:
+            raise ValueError(
+                f"experience {e.uid}: its last turn does not end with its {response_length} response tokens"
+            )
         if e.reward is None and e.status.trainable:
             raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
@@ -213,6 +289,9 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         "tokens": _lists([e.tokens for e in experiences], np.int32),
         "rollout_logprobs": _lists([e.rollout_logprobs for e in experiences], np.float32),
         "loss_mask_runs": _lists(masks, np.int32),
+        "turns": pa.array(
+            [None if e.turns is None else list(map(vars, e.turns)) for e in experiences], SCHEMA.field("turns").type
+        ),
         "metrics": pa.MapArray.from_arrays(
             pa.array(_offsets(metrics)),
             pa.array(list(chain.from_iterable(metrics)), metrics_type.key_type),
@@ -222,6 +301,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     }
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         if name not in columns:
+            # attrgetter and map: a loop in C, since this runs for every column of every shard.
             columns[name] = pa.array(list(map(attrgetter(name), experiences)), kind)
     schema = SCHEMA.with_metadata({**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()})
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
@@ -237,6 +317,7 @@ def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any
 
     filled = [row for row in rows if len(row)]
     try:
+        # casting="no" tells apart what can be joined as it is from what must be converted, row by row.
         values = np.concatenate(filled, dtype=dtype, casting="no") if filled else np.zeros(0, dtype)
     except TypeError:  # some are not arrays of this type
         values = np.concatenate([as_array(row) for row in filled])

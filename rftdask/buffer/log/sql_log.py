@@ -55,7 +55,8 @@ def _sql_type(kind: pa.DataType) -> sa.types.TypeEngine[Any]:
         return sa.BigInteger()
     if pa.types.is_floating(kind):
         return sa.Double()
-    return sa.LargeBinary() if pa.types.is_list(kind) else sa.Text()  # a map is JSON
+    # Maps and lists of structs are JSON.
+    return sa.LargeBinary() if pa.types.is_list(kind) and kind.value_type in _DTYPES else sa.Text()
 
 
 def _shards_table(name: str, *more: sa.schema.SchemaItem, counts: bool = False) -> sa.Table:
@@ -120,6 +121,7 @@ class SqlLog(ExperienceLog):
         self._storage = storage
         self._url = url
         self._log = ""
+        self._is_made = False  # Whether this object has seen to it that the tables have all columns.
         _ = self._engine  # now, so that a wrong URL is told before anything begins
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,6 +153,7 @@ class SqlLog(ExperienceLog):
         rows = [{**row, **place} for row in _rows_of(table, data)]
 
         def insert(connection: sa.Connection) -> None:
+            # The shard first: its unique constraint refuses a second copy before any row is written.
             number = connection.execute(_shards.insert().returning(_shards.c.id), shard).scalar_one()
             if rows:
                 connection.execute(_experiences.insert(), [{**row, "shard": number} for row in rows])
@@ -184,7 +187,10 @@ class SqlLog(ExperienceLog):
 
         def select(connection: sa.Connection) -> Sequence[Mapping[str, Any]] | None:
             number = self._number(connection, name)
-            query = sa.select(_experiences).where(_experiences.c.shard == number).order_by(_experiences.c.row)
+            # Who only reads changes no table: a column that an earlier version did not make has no values.
+            missing = set() if self._is_made else _missing(connection, _experiences)
+            columns = [column for column in _experiences.c if column not in missing]
+            query = sa.select(*columns).where(_experiences.c.shard == number).order_by(_experiences.c.row)
             return None if number is None else connection.execute(query).mappings().all()  # type: ignore[return-value]
 
         rows = self._run("read", select) if self._find_log() else None
@@ -226,6 +232,7 @@ class SqlLog(ExperienceLog):
                 connection.execute(_shards.delete().where(of_shard))
 
         if self._find_log():
+            self._make_log()
             self._run(verb, move, write=True)
 
     def quarantined(self) -> list[ShardName]:
@@ -245,6 +252,7 @@ class SqlLog(ExperienceLog):
         log = self._make_log()
 
         def write(connection: sa.Connection) -> None:
+            # Delete and insert, which every database knows alike; together they are one transaction.
             connection.execute(_seals.delete().where(_seals.c.log == log))
             connection.execute(_seals.insert(), {"log": log, "num_explore_steps": num_explore_steps})
 
@@ -263,6 +271,7 @@ class SqlLog(ExperienceLog):
     def _names(self, table: sa.Table, *where: sa.ColumnElement[bool]) -> list[ShardName]:
         if not self._find_log():
             return []
+        # A database may hold many runs; `log` is the id in this run's folder.
         query = sa.select(table).where(table.c.log == self._log, *where)
         return sorted(_name_of(row) for row in self._run("list", lambda c: c.execute(query).all()))
 
@@ -287,8 +296,10 @@ class SqlLog(ExperienceLog):
         return self._log
 
     def _make_log(self) -> str:
-        if not self._find_log():
+        if not self._is_made:
             self._run("create", _create, write=True)
+            self._is_made = True
+        if not self._find_log():
             # Two writers may both come here first: one id wins, and the other reads it below. The tables exist by then.
             self._storage.put_new(f"{self.folder}/{_MARKER}", json.dumps({"log": uuid.uuid4().hex}).encode())
         return self._find_log()
@@ -346,6 +357,16 @@ def _create(connection: sa.Connection) -> None:
     if connection.dialect.name == "postgresql":  # two that make the same table at once would both fail
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATE_LOCK)))
     _metadata.create_all(connection)
+    for table in (_experiences, _bad_experiences):
+        for column in _missing(connection, table):  # all of them may be null
+            kind = column.type.compile(connection.dialect)
+            connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind}"))
+
+
+def _missing(connection: sa.Connection, table: sa.Table) -> set[sa.Column[Any]]:
+    """The columns that a table lacks, which an earlier minor version has made."""
+    there = {column["name"] for column in sa.inspect(connection).get_columns(table.name)}
+    return {column for column in table.c if column.name not in there}
 
 
 # ---- rows and tables
@@ -373,6 +394,8 @@ def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:
             return [json.dumps(dict(pairs)) for pairs in column.to_pylist()]
         if not pa.types.is_list(column.type):
             return list(column.to_pylist())
+        if column.type.value_type not in _DTYPES:
+            return [None if value is None else json.dumps(value) for value in column.to_pylist()]
         dtype = _DTYPES[column.type.value_type]
         return [np.asarray(value.values).astype(dtype).tobytes() for value in column]
 
@@ -401,11 +424,13 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
     def from_sql(row: Mapping[str, Any], line: Mapping[str, Any] | None, field: pa.Field) -> Any:
         # A row that a column could not hold as it was has all of it in `exact`.
-        value: Any = row[field.name] if line is None else line.get(field.name)
+        value: Any = row.get(field.name) if line is None else line.get(field.name)
         if pa.types.is_map(field.type):
             return list((json.loads(value) if line is None else value).items())
         if line is None and pa.types.is_list(field.type):
-            return np.frombuffer(value, _DTYPES[field.type.value_type])
+            if field.type.value_type in _DTYPES:
+                return np.frombuffer(value, _DTYPES[field.type.value_type])
+            return None if value is None else json.loads(value)
         return value
 
     columns = {

@@ -67,6 +67,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
         with self._changed:
             if slot in self._committed or slot in self._waiting:
                 return
+            # The age is that of the oldest: a unit whose groups trickle in is still committed in time.
             if not self._waiting:
                 self._oldest_s = time.monotonic()
             self._waiting[slot] = experiences

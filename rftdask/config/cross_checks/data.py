@@ -99,8 +99,9 @@ def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
     """What is wrong with the URL of a database."""
+    # A URL that comes from a variable is known only where the run will be.
     if not names_environment(path) and not path.startswith(_DATABASES):
-        yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:////folder/file.db"
+        yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:///file.db"
 
 
 @RULES.reading("buffer.trainer_input.auxiliary_buffers")
@@ -127,6 +128,7 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
         yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number from 0 to below 1"
     buffer = config.buffer.trainer_input.auxiliary_buffers.get(config.demonstrations)
     at = f"buffer.trainer_input.auxiliary_buffers.{config.demonstrations}"
+    # Who only explores or evaluates reads no demonstrations.
     if config.mode in ("both", "train") and (buffer is None or not buffer.path):
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
 

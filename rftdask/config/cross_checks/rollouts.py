@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.rule import Rules
 from rftdask.config.error_text import show
+from rftdask.config.schema.cluster import JobConfig, count_gres
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.run import Config
 from rftdask.config.yaml_source import Problem
@@ -14,6 +15,11 @@ RULES = Rules()
 _SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 _REFUSED = (*_SPLITS, "extra_engine_args")
 """Keys that change what an engine computes on: an error where it does not follow them."""
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "repetition_penalty", "enable_thinking"),
+    *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
+)
+"""Lengths and sampling of an auxiliary model."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
 """Keys that change how fast it computes the same: a warning where it does not follow them."""
 
@@ -30,19 +36,57 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
         yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
 
 
+@RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "algorithm")
+def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
+    for path, section in config.explorer.engines():
+        of_policy = section.traits.refused_policy_args if path == "explorer.rollout_model" else {}
+        refused = {**section.traits.refused_args, **of_policy}
+        for key in refused.keys() & section.extra_engine_args.keys():
+            yield f"{path}.extra_engine_args.{key}", f"{refused[key]}; leave it out"
+    for path, section in config.explorer.engines()[1:]:
+        if section.max_model_len is not None:
+            own = section.own_model(config.model)
+            if own.max_prompt_tokens + own.max_response_tokens > section.max_model_len:
+                yield (
+                    f"{path}.max_model_len",
+                    f"{section.max_model_len} is less than a prompt of {own.max_prompt_tokens} and a response of "
+                    f"{own.max_response_tokens} tokens (its max_prompt_tokens, max_response_tokens); raise it",
+                )
+    # Those of one explorer worker are on the same GPUs; teachers are the trainer's.
+    engines = [(path, section) for path, section in config.explorer.engines() if section.traits.takes_share]
+    shares = [
+        float(section.extra_engine_args.get("gpu_memory_utilization", section.gpu_memory_utilization))
+        for _, section in engines
+    ]
+    if not config.algorithm.needs_teacher and len(engines) > 1 and sum(shares) > 1:
+        told = " + ".join(f"{share:g}" for share in shares)
+        yield (
+            f"{engines[-1][0]}.gpu_memory_utilization",
+            f"{told} of a GPU that they share; give each a part of it, together 0.95 at most "
+            f"({', '.join(path for path, _ in engines)})",
+        )
+
+
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
     if config.cluster.options and not config.cluster.takes_options:
         yield "cluster.options", f"cluster.type {config.cluster.type} has no options of its own; leave it out"
 
 
+@RULES.reading("cluster")
+def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
+    for role in ("controller", "trainer", "explorer"):
+        job: JobConfig = getattr(config.cluster.slurm, role)
+        if job.gpus_per_node and count_gres(job.gres):
+            told = f"gres asks for {job.gres}, too, and SLURM takes one of them; leave one out"
+            yield f"cluster.slurm.{role}.gpus_per_node", told
+
+
 @RULES.reading("explorer.rollout_model")
 def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
-    for key, what in (
-        ("model_path", "lengths and sampling of one engine; set the same key in section model"),
-        ("name", "auxiliary models"),
-        ("teaches", "auxiliary models"),
-    ):
+    in_model = "lengths and sampling of the policy; set the same key in section model"
+    whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
+    for key, what in {**whats, "name": "auxiliary models", "teaches": "auxiliary models"}.items():
         value = getattr(config.explorer.rollout_model, key)
         if value is not None:
             told = f"{show(value)} is not available in this release ({what}); leave it out or set null"

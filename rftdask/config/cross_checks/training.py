@@ -23,6 +23,7 @@ def _lengths_fit(config: Config) -> Iterator[Problem]:
         yield "model.max_model_len", "required, unless max_prompt_tokens and max_response_tokens are both given"
         return
     if prompt + response > total:
+        # Both at their longest must fit, or a long prompt would leave no room for its answer.
         needed = f"max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}"
         remedy = "lower one of them or raise max_model_len"
         yield "model.max_model_len", f"{needed} exceeds max_model_len {total}; {remedy}"
@@ -86,7 +87,9 @@ def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     # muon is AdamW where weights are no matrices of hidden layers; what others take, `ModelOptimizer` asks them.
     if name not in OPTIMIZERS.places or name.lower() == "muon":
         return
-    takes = replace(OPTIMIZERS, supplied=())[name].parameters or {}
+    takes = replace(OPTIMIZERS, supplied=())[name].parameters
+    if takes is None:  # PyTorch is not on this machine
+        return
     for key in ("betas", "weight_decay"):
         if key not in takes and getattr(section, key) != getattr(usual, key):
             yield f"algorithm.optimizer.{key}", f"{name} has none; leave it out"
@@ -123,17 +126,11 @@ def _prompts_have_others(config: Config) -> Iterator[Problem]:
         yield "buffer.train_batch_size", f"{why}; use 2 or more"
 
 
-@RULES.reading("trainer.use_dynamic_bsz", "trainer.micro_batch_size")
-def _passes_have_a_size(config: Config) -> Iterator[Problem]:
-    if not config.trainer.use_dynamic_bsz and config.trainer.micro_batch_size is None:
-        what = "false means that trainer.micro_batch_size says how many experiences a pass has"
-        yield "trainer.use_dynamic_bsz", f"{what}; give it or leave this out"
-
-
 @RULES.reading("trainer.ppo_mini_batch_size", "buffer.train_batch_size")
 def _mini_batches_make_a_batch(config: Config) -> Iterator[Problem]:
     size, mini = config.buffer.train_batch_size, config.trainer.ppo_mini_batch_size
     if mini is not None and size % mini:
+        # The largest divisor that is not larger, since that is nearest to what was meant.
         below = next(fits for fits in range(min(mini, size), 0, -1) if size % fits == 0)
         yield "trainer.ppo_mini_batch_size", f"{mini} does not divide buffer.train_batch_size {size}; use {below}"
 
@@ -171,6 +168,7 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
     ):
         if size > 1 and trainer.trainer_strategy == "single":
             yield key, f"{size} ranks {what}, and trainer_strategy single is one rank; use ddp or fsdp2"
+        # A number of ranks that is not given follows from the GPUs, and is checked where they are known.
         elif num_ranks is not None and num_ranks % size:
             why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is no multiple of {size}"
             yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
@@ -184,6 +182,20 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
     for other, chosen in others.items():
         if cut > 1 and chosen:
             yield "trainer.tensor_parallel_size", f"{cut} does not go with {other}"
+
+
+@RULES.reading("trainer")
+def _routers_are_heard(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    others = {
+        "ulysses_sequence_parallel_size, where each rank hears a part of a sequence": (
+            trainer.ulysses_sequence_parallel_size > 1
+        ),
+        "torch_compile, which calls routers unheard": trainer.torch_compile,
+    }
+    for other, chosen in others.items():
+        if trainer.router_aux_loss_coef and chosen:
+            yield "trainer.router_aux_loss_coef", f"{trainer.router_aux_loss_coef} does not go with {other}"
 
 
 @RULES.reading("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")

@@ -40,7 +40,8 @@ def warn(config: Config) -> Iterator[Problem]:
     for name in sorted(set(source.auxiliary_buffers) - {read}):
         yield f"buffer.trainer_input.auxiliary_buffers.{name}", f"ignored: {why}"
     interval, wanted = config.eval_interval, config.explorer.eval_interval
-    if buffer.explorer_input.eval_tasksets and interval != wanted and wanted != _EVAL_INTERVAL:
+    evaluated = buffer.explorer_input.eval_tasksets and config.mode != "train"
+    if evaluated and interval != wanted and wanted != _EVAL_INTERVAL:
         why = f"{wanted} is not a multiple of explorer_sync_interval {config.synchronizer.explorer_sync_interval}"
         yield "explorer.eval_interval", f"{why}: evaluated every {interval} steps"
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
@@ -90,8 +91,13 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
         places.append((f"{at}.eval_buffer", source.eval_buffer, of_log, "it is a dataset, not a log"))
         if source.eval_buffer.data_selector.selector_type != "sequential":
             yield f"{at}.eval_buffer.data_selector.selector_type", "ignored: an evaluation takes every row once"
-    elif config.trainer.eval_interval:
-        yield "trainer.eval_interval", "ignored: there is no buffer.trainer_input.eval_buffer to evaluate on"
+    elif config.trainer.eval_interval and not config.evaluates_training:
+        yield (
+            "trainer.eval_interval",
+            "ignored: there is neither buffer.trainer_input.eval_buffer nor, on a dataset, eval_tasksets",
+        )
+    if config.algorithm.trains_reward_model and config.buffer.explorer_input.eval_tasksets:
+        yield "buffer.explorer_input.eval_tasksets", "ignored: a reward model answers no tasks; use eval_buffer"
     for path, section, keys, why in places:
         for key in keys:
             if getattr(section, key) != default_of(ExperienceBufferConfig.model_fields[key]):

@@ -53,6 +53,9 @@ class FormatConfig(Section):
     `chosen_key` and `rejected_key`, each of which is a desirable response and an undesirable one."""
     enable_concatenated_multi_turn: bool = False
     """sft: train every assistant message of a chat in one sequence, not only the last."""
+    return_assistant_tokens_mask: bool = False
+    """sft: train what the chat template itself marks as said by the assistant, in {% generation %} blocks, of every
+    message, as the option of transformers does. A template without such blocks is an error."""
 
 
 class RolloutArgs(Section):
@@ -159,7 +162,7 @@ class ExplorerInput(Section):
     tasksets: tuple[TasksetConfig, ...] = ()
     """The training tasks, when there are several. Not both."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
-    """Tasks for evaluation."""
+    """Tasks for evaluation. Where a dataset is trained (mode train), engines for them run beside the trainer."""
     default_workflow_type: Annotated[str | None, _WORKFLOW] = None
     """Workflow of tasksets that name none. None: the explorer's simple workflow."""
     default_eval_workflow_type: Annotated[str | None, _WORKFLOW] = None

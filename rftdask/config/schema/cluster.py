@@ -4,7 +4,7 @@ import re
 from functools import partial
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from rftdask.config.base import Count, Free, Later, Named, Natural, Seconds, Section, no_items
 from rftdask.config.plugins import read_parts
@@ -25,6 +25,28 @@ def _memory(text: str) -> str:
     return text
 
 
+def count_gres(gres: str | None) -> int:
+    """GPUs in "gpu:2", "gpu:a100:4(S:0-1)", "gpu:2080ti:4", "gpu:1g.10gb:7" (parts of one) or "gres/gpu:1"; 0
+    without.
+    """
+    # A type may begin with a digit, and has a letter somewhere; gpu_mem and its kin are other resources.
+    found = re.findall(r"(?<!\w)gpu(?!\w)(?::\w*[A-Za-z][\w.-]*)?(?::(\d+))?", gres or "")
+    return sum(int(count or 1) for count in found)
+
+
+def _template(text: str) -> str:
+    import jinja2  # late: most configurations have no template
+
+    try:
+        jinja2.Environment().parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"no template of Jinja: line {error.lineno}: {error.message}") from error
+    return text
+
+
+_AFTER = r"(singleton|(after|afterany|afterok|afternotok|afterburstbuffer|aftercorr)(:\d+(_\d+)?(\+\d+)?)+)"
+
+
 class JobConfig(Section):
     """`cluster.slurm.<role>`: what each job of a role asks of SLURM."""
 
@@ -33,19 +55,45 @@ class JobConfig(Section):
     account: str | None = None
     """Account that pays."""
     gres: str | None = None
-    """Generic resources of the job, such as gpu:1."""
+    """Generic resources of each node of the job, such as gpu:1, gpu:h100:8 or gpu:1g.10gb:7."""
+    gpus_per_node: Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]+:)?[1-9]\d*$")] | None = None
+    """GPUs of each node of the job, such as 8 or h100:8, for sites that take --gpus-per-node and no --gres."""
+    exclusive: bool = False
+    """The job shares its nodes with no other, and has all of their memory."""
+    qos: str | None = None
+    """Quality of service."""
+    reservation: str | None = None
+    """Reservation whose nodes it uses."""
     constraint: str | None = None
     """Features that its node must have."""
     walltime: Annotated[str, AfterValidator(_walltime)] | None = None
     """Longest time, as SLURM writes it: 04:00:00. None: the partition's default."""
     cpus: Count = 1
-    """Cores of the job."""
+    """Cores of the job; of each rank or engine where it has several."""
     memory: Annotated[str, AfterValidator(_memory)] = "4GB"
-    """Memory of the job."""
+    """Memory of the job; of each rank or engine where it has several."""
     directives: tuple[str, ...] = ()
     """Further #SBATCH lines, without the #SBATCH."""
     prologue: tuple[str, ...] = ()
     """Lines of shell before the command: modules to load, variables, an environment to activate."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of each node."""
+        return count_gres(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
+
+
+class WorkerJobConfig(JobConfig):
+    """`cluster.slurm.trainer` and `.explorer`: jobs whose nodes have several ranks or engines each."""
+
+    nodes: Count | None = None
+    """Nodes of each job. None: one, and for a trainer as many as all of its ranks take."""
+    tasks_per_node: Count | None = None
+    """Ranks or engines on each node of a job. None: as many as its GPUs are for, or as SLURM likes without GPUs."""
+
+    def workers_per_node(self, gpus_each: int) -> int:
+        """Of workers with `gpus_each` GPUs, as far as it is said here; 0: it is not."""
+        return self.tasks_per_node or self.num_gpus // gpus_each
 
 
 class SlurmConfig(Section):
@@ -53,10 +101,24 @@ class SlurmConfig(Section):
 
     controller: JobConfig = JobConfig()
     """The one job of `rftdask submit`: scheduler, driver and the light roles. It needs no GPU."""
-    trainer: JobConfig = JobConfig()
-    """A job for each rank of the trainer."""
-    explorer: JobConfig = JobConfig()
-    """A job for each engine; good for preemptible partitions."""
+    trainer: WorkerJobConfig = WorkerJobConfig()
+    """One job for all ranks of the trainer."""
+    explorer: WorkerJobConfig = WorkerJobConfig()
+    """A job for each engine, or for as many as the GPUs of its nodes are for; good for preemptible partitions."""
+    profile: str | None = None
+    """Name of a file ~/.config/rftdask/NAME.yaml or /etc/rftdask/NAME.yaml, or the path of one, with a section
+    `cluster` that a site writes once; what the configuration says itself counts. None once it is loaded: what the file
+    says has taken its place."""
+    template: Annotated[str, AfterValidator(_template)] | None = None
+    """Jinja template of every script, which extends or replaces the one of `rftdask submit --print-templates`; or the
+    path of its file, in whose place its text is once it is loaded. None: that one."""
+    mail: str | None = None
+    """Address to which SLURM writes when a job that drives the run ends or fails."""
+    dependency: Annotated[str, Field(pattern=rf"^{_AFTER}([,?]{_AFTER})*$")] | None = None
+    """Jobs of others that the first job of a submission waits for, as --dependency of sbatch: afterok:1234."""
+    heterogeneous: bool = True
+    """Whether `rftdask submit --single-allocation` may ask for a heterogeneous job; false: one job whose nodes are all
+    alike, some for each role."""
 
 
 class ClusterConfig(Section):
@@ -67,9 +129,10 @@ class ClusterConfig(Section):
         Named("cluster", registered_clusters),
         Later("this kind of cluster", ("moab", "kubernetes", "ssh")),
     ] = "local"
-    """local: processes on this machine. local-cuda: the same, started by dask-cuda (extra gpu). slurm, pbs, lsf, sge,
-    htcondor, oar: a job for each worker, through dask-jobqueue (extra slurm). joined: workers that `rftdask join`
-    brings. existing: a Dask scheduler that is there already, see `options`."""
+    """local: processes on this machine. local-cuda: the same, started by dask-cuda (extra gpu). slurm: a job for all
+    ranks, and jobs of engines (extra slurm). pbs, lsf, sge, htcondor, oar: a job for each worker, through dask-jobqueue
+    (extra slurm). joined: workers that `rftdask join` brings. existing: a Dask scheduler that is there already, see
+    `options`."""
     options: Free = no_items()
     """existing: {address} or {scheduler_file}, and {tls_ca_file, tls_cert, tls_key} where it has TLS. pbs to oar:
     arguments for dask-jobqueue's job class, for all roles, and below `trainer` and `explorer` for one."""
@@ -77,6 +140,9 @@ class ClusterConfig(Section):
     """slurm: what the jobs of each role ask for."""
     interface: str | None = None
     """Network interface of the machine of the scheduler that the workers reach. None: the one that leads outside."""
+    python: str | None = None
+    """Batch systems: interpreter of the jobs, where that is another than the one that submits, such as of an
+    environment with the extra train. None: the one that submits."""
     private_folder: str | None = None
     """Folder that all machines see and only its owner may read, for the scheduler's address and the TLS keys. None:
     inside the run folder, or below ~/.rftdask where that is not a local path."""
@@ -91,6 +157,9 @@ class ClusterConfig(Section):
     """Number of machines to place roles on. 0: detect; slurm: those of the partition."""
     gpu_per_node: Natural = 0
     """GPUs of each machine. 0: detect, which may find none."""
+    colocate: bool | None = None
+    """Trainer and engines take turns on the same GPUs: who waits has its weights in host memory. None: where a machine
+    has fewer GPUs than all of them need. `mode: colocate` is `mode: both` with this on."""
     num_cpus: Count | None = None
     """CPU cores to share out among the roles as threads. None: all cores of the machine."""
 

@@ -1,5 +1,6 @@
 """Section `explorer`: the engines that sample, and the limits of a rollout."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from rftdask.config.base import (
     no_items,
 )
 from rftdask.config.plugins import RegisteredPart, known_part, read_parts
+from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import UserError
 
 registered_engines = partial(read_parts, "rftdask.engines", "engine_type")
@@ -44,12 +46,26 @@ class EngineTraits:
     loads can be verified."""
     repeats_bits: ClassVar[bool] = False
     """The same requests given at once give the same bits each time."""
+    leaves_device: ClassVar[bool] = False
+    """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
     takes_dora: ClassVar[bool] = True
     """It serves adapters that were trained with DoRA."""
     required_package: ClassVar[str | None] = None
     """Optional package that it imports; the extra of rftdask that installs it has the same name."""
     config_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of its section that it follows, of those that not every engine follows."""
+    takes_share: ClassVar[bool] = False
+    """It takes its share of a GPU (`gpu_memory_utilization`) as it starts, by the memory that it finds free: another
+    that does so waits until it is ready, and the shares of one GPU are 1 together at most."""
+    refused_args: ClassVar[Mapping[str, str]] = {}
+    """Names in extra_engine_args that are refused, as it is built on them, and why."""
+    refused_policy_args: ClassVar[Mapping[str, str]] = {}
+    """The same for the policy alone, whose tokens and logprobs they would change."""
+    memory_keys: ClassVar[str] = (
+        "explorer.tasks_per_batch, algorithm.repeat_times or model.max_response_tokens lower, or "
+        "explorer.rollout_model.engine_type: vllm"
+    )
+    """What to change where its GPU's memory is out, as it ends a sentence."""
     imports_ahead: ClassVar[tuple[str, ...]] = ()
     """Modules that an engine's process may have imported before its environment is known. None: it imports itself."""
 
@@ -73,7 +89,7 @@ class InferenceModelConfig(Section):
     engine_num: Count = 1
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the weights. auto: float32 on CPU, bfloat16 on GPU."""
+    """Data type of the weights, in which the trainer publishes them, too. auto: float32 on CPU, bfloat16 on GPU."""
     seed: Annotated[int, Filled("seed")] = absent()
     """Seed of the sampling; every rollout gets its own stream from it."""
     model_path: str | None = None
@@ -84,6 +100,25 @@ class InferenceModelConfig(Section):
     teaches: tuple[str, ...] | None = None
     """auxiliary_models, of several teachers: names of the tasksets and of the dataset whose rows it scores. None: of
     those that no other teaches."""
+    temperature: float | None = Field(default=None, ge=0)
+    """auxiliary_models: how it samples where workflows ask it. None, here and below: as section `model` says."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """auxiliary_models: likeliest tokens that it samples among; 1 is all."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """auxiliary_models: the same by their number; -1 is all."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """auxiliary_models: divides the logits of tokens seen before; 1 is none."""
+    enable_thinking: bool | None = None
+    """auxiliary_models: as `model.enable_thinking`, for its own chat template."""
+    min_response_tokens: Natural | None = None
+    """auxiliary_models: no end of sequence is sampled before this many tokens."""
+    max_response_tokens: Count | None = None
+    """auxiliary_models: longest response."""
+    max_prompt_tokens: Count | None = None
+    """auxiliary_models: longest prompt. None: what its own max_model_len leaves, else as section `model` says."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """auxiliary_models: prompt and response together, by which vLLM sizes its cache. None: as long as the model and its
+    cache allow."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1
@@ -101,7 +136,13 @@ class InferenceModelConfig(Section):
     enable_chunked_prefill: bool = True
     """vLLM: split long prompts."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """vLLM: share of the GPU's memory."""
+    """vLLM: share of the GPU's memory. Engines of one explorer worker share its GPUs, and 1 is all of them."""
+
+    def dtype_on(self, device: str) -> str:
+        """The data type of the weights on "cpu" or "cuda"."""
+        if self.dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.dtype
 
     @property
     def traits(self) -> type[EngineTraits]:
@@ -113,6 +154,19 @@ class InferenceModelConfig(Section):
         if not (isinstance(part, type) and issubclass(part, EngineTraits)):
             raise UserError(f"engine {self.engine_type!r} is no class of engines; see docs/extending.md")
         return part
+
+    def own_model(self, model: ModelConfig) -> ModelConfig:
+        """The lengths and sampling of an auxiliary model: its own, else the policy's `model`."""
+        response, longest = self.max_response_tokens or model.max_response_tokens, self.max_model_len
+        left = model.max_prompt_tokens if longest is None else max(1, longest - response)
+        prompt = self.max_prompt_tokens or left
+        if longest is None:
+            unchanged = (prompt, response) == (model.max_prompt_tokens, model.max_response_tokens)
+            longest = model.max_model_len if unchanged else prompt + response
+        changes = {"max_model_len": longest, "max_prompt_tokens": prompt, "max_response_tokens": response}
+        keys = ("temperature", "top_p", "top_k", "repetition_penalty", "min_response_tokens")
+        own = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return model.model_copy(update=changes | own)
 
     @property
     def num_gpus(self) -> int:
@@ -206,6 +260,11 @@ class ExplorerConfig(Section):
         """(path, section) of the policy's engines and of the auxiliary ones."""
         auxiliary = [(f"explorer.auxiliary_models[{i}]", model) for i, model in enumerate(self.auxiliary_models)]
         return [("explorer.rollout_model", self.rollout_model), *auxiliary]
+
+    @property
+    def gpus_per_worker(self) -> int:
+        """GPUs that one explorer worker works on, where there are any: as many as its largest engine takes."""
+        return max(engine.num_gpus for _, engine in self.engines())
 
     def teacher_of(self, name: str) -> int | None:
         """Number of the auxiliary model that teaches a taskset or dataset; None: none does."""

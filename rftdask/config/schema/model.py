@@ -54,6 +54,9 @@ class ModelConfig(Section):
     """Jinja chat template used in place of the tokenizer's. Wins over `chat_template_path`."""
     chat_template_path: str | None = None
     """File that holds a chat template."""
+    enable_thinking: bool | None = None
+    """Whether the chat template asks the model to think, given to it as `enable_thinking`. None: the template's own
+    default."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of training rollouts; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -27,7 +27,7 @@ MAX_TASKS_PER_UNIT = 64
 EXPERT_BUFFER = "sft_dataset"
 """Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
 
-Mode = Annotated[Literal["both", "explore", "train", "bench"], Later("this mode", ("serve", "colocate"))]
+Mode = Annotated[Literal["both", "explore", "train", "bench", "colocate"], Later("this mode", ("serve",))]
 
 
 _LONGEST_NAME = 200
@@ -119,7 +119,8 @@ class Config(Section):
     """
 
     mode: Mode = "both"
-    """both: explore and train. explore, train: one of them. bench: evaluate checkpoints."""
+    """both: explore and train. explore, train: one of them. bench: evaluate checkpoints. colocate: both, with trainer
+    and engines taking turns on the same GPUs (it is read as both with cluster.colocate)."""
     project: Name = "rftdask"
     """First part of the run's folder."""
     group: Name = ""
@@ -135,8 +136,9 @@ class Config(Section):
     """True: continue the run found in the folder. False: begin a new one beside it when the folder is not empty."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seed of everything that has none of its own."""
-    deterministic: bool = True
-    """Same configuration, same bits on CPU. False allows faster kernels."""
+    deterministic: bool | None = None
+    """Same configuration, same bits. False allows faster kernels. None: True if the trainer runs on CPUs, else False;
+    the first start writes which into run.json."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimized."""
     model: ModelConfig
@@ -161,6 +163,9 @@ class Config(Section):
     """Runs one after the other, each on the weights of the one before."""
 
     _warnings: tuple[str, ...] = PrivateAttr(())
+    _origin: str = PrivateAttr("")
+    _defaults: tuple[str, ...] = PrivateAttr(())
+    _changes: tuple[str, ...] = PrivateAttr(())
     _stages: tuple["Config", ...] = PrivateAttr(())
     _unfilled: dict[str, Any] | None = PrivateAttr(None)
 
@@ -168,6 +173,21 @@ class Config(Section):
     def warnings(self) -> tuple[str, ...]:
         """What was accepted and has no effect, or not the one expected: one line each, beginning with the key."""
         return self._warnings
+
+    @property
+    def origin(self) -> str:
+        """The system for which the file was read, if not this one, and why: "Trinity-RFT (--from trinity)"."""
+        return self._origin
+
+    @property
+    def reference_defaults(self) -> tuple[str, ...]:
+        """Defaults of that system that now stand here, and differ from ours: one line each, beginning with the key."""
+        return self._defaults
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was read otherwise than it is written: lines "- key: value" and "+ key: value", by their keys."""
+        return self._changes
 
     @property
     def is_external(self) -> bool:
@@ -199,8 +219,31 @@ class Config(Section):
         return -(-self.buffer.batch_size // self.tasks_per_unit)
 
     @property
+    def evaluates_training(self) -> bool:
+        """Whether a trainer that learns from a dataset has an explorer beside it, which evaluates what it publishes."""
+        learns_alone = self.mode == "train" and self.algorithm.schema_type != "experience"
+        # A reward model answers no tasks.
+        return (
+            learns_alone and bool(self.buffer.explorer_input.eval_tasksets) and not self.algorithm.trains_reward_model
+        )
+
+    @property
+    def has_explorer(self) -> bool:
+        """Whether this command has engines."""
+        return self.mode != "train" or self.evaluates_training
+
+    @property
+    def has_both_roles(self) -> bool:
+        """Whether this command has a trainer, and engines that follow it."""
+        return self.mode == "both" or self.evaluates_training
+
+    @property
     def eval_interval(self) -> int:
-        """Explore steps between evaluations: a multiple of the explorer's synchronization interval, at least one."""
+        """Steps between evaluations of tasks. Explore steps: a multiple of the explorer's synchronization interval, at
+        least one; beside training on a dataset train steps, 0: before the first and after the last alone.
+        """
+        if self.evaluates_training:
+            return self.trainer.eval_interval
         every = self.synchronizer.explorer_sync_interval
         return max(self.explorer.eval_interval // every, 1) * every
 

@@ -46,7 +46,9 @@ class TrainerConfig(Section):
     """Ranks of the trainer, each on a worker and a GPU of its own. None: as many as explorers leave GPUs; one on a
     CPU."""
     max_restarts: Natural = 3
-    """How often the ranks are started again, from the newest checkpoint, after one of them was lost."""
+    """How often the ranks are started again, from the newest checkpoint, after one of them was lost without a new step
+    in between. A worker that a batch system took away by itself (preempted, at its walltime) is not counted, up to 20
+    times."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass in place of keeping them: less memory, about a third more time."""
     torch_compile: bool = False
@@ -65,10 +67,14 @@ class TrainerConfig(Section):
     ppo_mini_batch_size: Count | None = None
     """Experiences of a batch that make one update, counted as `buffer.train_batch_size` is, which it divides. None: all
     of them."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Mixtures of experts: weight of the loss that keeps experts evenly used, as transformers computes it of each pass.
+    0: none."""
     save_interval: Natural = 0
     """Steps between checkpoints. 0: only after the last step."""
     eval_interval: Natural = 0
-    """Steps between evaluations on `buffer.trainer_input.eval_buffer`. 0: before the first and after the last alone."""
+    """Steps between evaluations on `buffer.trainer_input.eval_buffer`, and, where a dataset is trained, of
+    `eval_tasksets`. 0: before the first and after the last alone."""
     total_steps: Count | None = None
     """Steps to train. None: until the experiences end."""
     save_hf_checkpoint: Literal["last", "always", "never"] = "last"
@@ -79,7 +85,7 @@ class TrainerConfig(Section):
     """Older checkpoints are removed. 0: all are kept."""
     use_dynamic_bsz: bool = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
-    False: `micro_batch_size` experiences, whatever their length."""
+    False: `micro_batch_size` experiences, whatever their length; without one, a single one."""
     critic: CriticConfig = CriticConfig()
     """The value model of ppo."""
     critic_warmup: Natural = 0
@@ -100,6 +106,11 @@ class TrainerConfig(Section):
     def has_model(self) -> bool:
         """Whether the engine trains a model, which has to be there. Raises: UserError: there is no such engine."""
         return bool(trait(known_part("trainer engine", self.trainer_type, registered_train_engines()), "has_model"))
+
+    @property
+    def max_rows_per_micro_batch(self) -> int | None:
+        """Experiences in one forward and backward pass at most; None: no limit."""
+        return self.micro_batch_size or (None if self.use_dynamic_bsz else 1)
 
     @property
     def max_tokens_per_micro_batch(self) -> float:

@@ -144,6 +144,7 @@ class BlockingModel:
 
     def set_state(self, **values: Any) -> None:
         """Sent to the loop, which owns the state; returns before it is there."""
+        # Not waited for: it is a note for errors, and a loop that is busy must not hold up the workflow for it.
         self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:

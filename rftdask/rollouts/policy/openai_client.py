@@ -88,6 +88,8 @@ class Completions:
     def __init__(self, model: ChatModel, wait: Callable[[Any], Any] | None) -> None:
         self._model = model
         self._wait = wait
+        # By message, what the policy wrote: a template would write a call of a tool in its own way.
+        self._told: dict[str, str] = {}
 
     def create(self, *, messages: Sequence[Mapping[str, Any]], model: str = "policy", **parameters: Any) -> Any:
         """A ChatCompletion, or with stream=True an iterator of its chunks; both async unless the client blocks.
@@ -103,11 +105,26 @@ class Completions:
     async def _create(self, messages: list[Mapping[str, Any]], model: str, parameters: dict[str, Any]) -> Any:
         streams = bool(parameters.pop("stream", False))
         with_logprobs = bool(parameters.pop("logprobs", False))
+        # Only the logprob of the sampled token is known, so the list of others is empty in every answer.
         parameters.pop("top_logprobs", None)
+        # Before the policy is asked: what is refused costs no call.
         options = chat_options(parameters)
-        response = await self._model.chat([_plain(message) for message in messages], **options)
+        chat = [_plain(message) for message in messages]
+        chat = [self._as_sampled(message) if "tool_calls" in message else message for message in chat]
+        response = await self._model.chat(chat, **options)
         completion = as_completion(response, model, parses_tools="tools" in options, with_logprobs=with_logprobs)
+        if completion.choices[0].message.tool_calls:
+            self._told[_key(_plain(completion.choices[0].message))] = response.text
         return CompletionStream(chunks_of(completion)) if streams else completion
+
+    def _as_sampled(self, message: dict[str, Any]) -> dict[str, Any]:
+        # A message with calls of tools that the policy made, as the text that it wrote.
+        text = self._told.get(_key(message))
+        return message if text is None else {"role": "assistant", "content": text}
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    return json.dumps([message["content"], message["tool_calls"]], sort_keys=True, default=str)
 
 
 class CompletionStream:
@@ -156,6 +173,7 @@ def as_completion(response: Response, model: str, *, parses_tools: bool, with_lo
         for index, call in enumerate(parse_tool_calls(text) if parses_tools else [])
     ]
     if calls:
+        # The client sees calls in their own field, as with openai's; the tokens that are trained keep them.
         text = _TOOL_CALL.sub("", text).strip()
         # A call that was cut off by the limit stays "length", as with openai's.
         finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
@@ -223,6 +241,7 @@ def _plain(message: Any) -> dict[str, Any]:
     tool calls are an object again, because templates write them as JSON themselves.
     """
     given = message.model_dump() if isinstance(message, OpenAIObject) else dict(message)
+    # Templates read the content of every message, also of one that only calls tools.
     plain = {"content": "", **{key: value for key, value in given.items() if value is not None}}
     calls = []
     for call in plain.get("tool_calls", ()):

@@ -73,6 +73,7 @@ async def open_endpoint(model: PolicyModel) -> AsyncIterator[ChatEndpoint]:
     """Serve the model on a free port of this machine while inside. Needs the package aiohttp."""
     from aiohttp import web  # late: only workflows that need an endpoint need aiohttp
 
+    # One key for the process: programs that the workflow starts inherit it.
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     endpoint = ChatEndpoint(model)
     app = web.Application(client_max_size=64 << 20)
@@ -80,6 +81,7 @@ async def open_endpoint(model: PolicyModel) -> AsyncIterator[ChatEndpoint]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
+        # This machine alone, on a port that the kernel picks: attempts side by side do not collide.
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"

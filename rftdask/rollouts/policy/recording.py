@@ -1,8 +1,9 @@
 """RecordingModel: the policy as one attempt at a rollout sees it. Text on the workflow's side, token ids beyond.
 
 It keeps every call of the policy with the exact tokens that went in and came out, so that what is trained is what was
-sampled: text is never tokenized again. Seeds depend on the run's seed and on who asks, not on the attempt or the order
-of events. Auxiliary models are asked, not recorded.
+sampled: text is never tokenized again. A prompt whose text goes on where a call ended is that call's tokens, then those
+of what was added. So a conversation is one sequence, until a prompt does not go on so (`Branch`). Seeds depend on the
+run's seed and on who asks, not on the attempt or the order of events. Auxiliary models are asked, not recorded.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from rftdask.config.schema.model import ModelConfig
-from rftdask.data.tokenizer import Tokenizer, encode_hidden, hide_special, show_hidden, with_first_token
+from rftdask.data.tokenizer import (
+    Tokenizer,
+    encode_hidden,
+    hide_special,
+    sampled_text,
+    show_hidden,
+    with_first_token,
+)
 from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
@@ -53,6 +62,16 @@ class ServedRemote:
 Served: TypeAlias = ServedModel | ServedRemote
 
 
+class Branch(StrEnum):
+    """Why a call begins a sequence of its own, though others were before it."""
+
+    ANSWER = "answer"  # an answer is not in the prompt as it was sampled: thinking was stripped, a tool call rewritten
+    HISTORY = "history"  # what stood before an answer is not: messages were cut or summarized; or another chat began
+    FORKED = "forked"  # another call has gone on from there already, or the same prompt is asked again
+    SAMPLING = "sampling"  # the temperature, top_p or top_k is another, and a sequence has one
+    TRUNCATED = "truncated"  # the prompt lost its beginning to max_prompt_tokens
+
+
 @dataclass(frozen=True)
 class Call:
     """A call of the policy, with its answer."""
@@ -66,6 +85,17 @@ class Call:
     num_prompt_tokens: int
     num_response_tokens: int
     """Tokens of prompt and response; of a remote model, whose token ids are not known, as the service counts."""
+    extends: int | None = None
+    """Turn of the call on whose tokens this one goes on, as part of the same sequence; None: it begins one."""
+    branch: Branch | None = None
+    """Why it begins one; None: it is the first, or begins none."""
+    added_text: str = ""
+    """Of a call that goes on: the prompt's text beyond the sequence so far."""
+    source: str = ""
+    """Role of the last message of the prompt; "": a text without roles."""
+    sequence: str = ""
+    """The prompt with the answer, as a template renders them, with special tokens hidden where a text spells one: what
+    later prompts are compared with."""
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
@@ -73,6 +103,7 @@ def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
     identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
     # A hash of the identity, not a running number: it does not depend on who asked before, so a rollout draws the same
     # tokens on any worker and after any restart.
+    # Without its last bit: seeds are int64 wherever they go.
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
@@ -94,6 +125,9 @@ class RecordingModel(PolicyHandle):
         self._group_id = group_id
         self._run_seed = run_seed
         self._calls: dict[int, Call] = {}
+        # Prompts of the policy so far, as they are compared; and turns on whose tokens another call goes on.
+        self._asked: list[str] = []
+        self._extended: set[int] = set()
         self._num_turns = 0
         self._num_asked = 0
         self._closed = False
@@ -102,6 +136,18 @@ class RecordingModel(PolicyHandle):
     def calls(self) -> list[Call]:
         """Calls of the policy that were answered, in the order in which they were made."""
         return [self._calls[turn] for turn in sorted(self._calls)]
+
+    @property
+    def sequences(self) -> list[list[tuple[int, Call]]]:
+        """The calls as sequences, in the order in which these began: each call with its place in `calls`."""
+        sequence_of: dict[int, list[tuple[int, Call]]] = {}
+        for place, turn in enumerate(sorted(self._calls)):
+            call = self._calls[turn]
+            sequence = [] if call.extends is None else sequence_of[call.extends]
+            sequence.append((place, call))
+            sequence_of[turn] = sequence
+        # By identity, in order: a sequence stands there once for each of its calls.
+        return list({id(sequence): sequence for sequence in sequence_of.values()}.values())
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         """See PolicyHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
@@ -123,23 +169,47 @@ class RecordingModel(PolicyHandle):
             # A chat becomes text here, by the model's own template; from there on both kinds of questions are tokens.
             options = dict(arguments)
             if method == "chat":
+                source = str(options["messages"][-1].get("role", ""))
                 prompt, hidden = _render(model.tokenizer, options)
-                tokens = encode_hidden(model.tokenizer, prompt, hidden)
             else:
-                prompt, hidden = options.pop("prompt"), {}
-                tokens = _encode_raw(model.tokenizer, prompt)
-            return await self._generate(name, model, show_hidden(prompt, hidden), tokens, options)
+                source, prompt, hidden = "", options.pop("prompt"), {}
+            return await self._generate(name, model, source, prompt, hidden, options)
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
     async def _generate(
-        self, name: str, model: ServedModel, prompt: str, prompt_tokens: list[int], sampling: Mapping[str, Any]
+        self,
+        name: str,
+        model: ServedModel,
+        source: str,
+        prompt: str,
+        hidden: Mapping[str, str],
+        sampling: Mapping[str, Any],
     ) -> Response:
+        # source: role of the last message, "" for a text; prompt, hidden: as `_render` gives them.
         turn, seed = self._next_turn(name)
-        tokens, truncated = _limited(model, prompt_tokens)
+        parent = self._parent(prompt) if name == POLICY else None
+        # Special tokens that stood in a message are text again: only the template may write real ones.
+        if parent is not None:
+            before = self._calls[parent]
+            added = prompt[len(before.sequence) :]
+            kept = (*before.request.prompt_tokens, *before.generation.tokens)
+            tokens = [*kept, *encode_hidden(model.tokenizer, added, hidden)]
+        elif source:
+            tokens = encode_hidden(model.tokenizer, prompt, hidden)
+        else:
+            tokens = _encode_raw(model.tokenizer, prompt)
+        tokens, truncated = _limited(model, tokens)
         if not tokens:
             raise ValueError("the prompt is empty")
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
+        branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
+        extends = parent if branch is None else None
+        # Before it is answered: which of two calls side by side goes on must not depend on which is answered first.
+        if name == POLICY:
+            self._asked.append(prompt)
+        if extends is not None:
+            self._extended.add(extends)
         generation = await model.queue.generate(self._key, turn, request)
         response = Response(
             text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
@@ -149,10 +219,43 @@ class RecordingModel(PolicyHandle):
             finish_reason=generation.finish_reason,
         )
         if name == POLICY:
-            counts = len(request.prompt_tokens), len(generation.tokens)
             # By turn and not appended: a workflow may ask several things at once, and they are answered in any order.
-            self._calls[turn] = Call(prompt, truncated, request, generation, response, *counts)
+            self._calls[turn] = Call(
+                show_hidden(prompt, hidden),
+                truncated,
+                request,
+                generation,
+                response,
+                len(request.prompt_tokens),
+                len(generation.tokens),
+                extends,
+                branch,
+                "" if extends is None else show_hidden(added, hidden),
+                source,
+                prompt + sampled_text(model.tokenizer, generation.tokens),
+            )
         return response
+
+    def _parent(self, prompt: str) -> int | None:
+        """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt; None: of none."""
+        longest_first = sorted(self._calls, key=lambda turn: (-len(self._calls[turn].sequence), turn))
+        return next((turn for turn in longest_first if prompt.startswith(self._calls[turn].sequence)), None)
+
+    def _branch(self, parent: int | None, prompt: str, sampling: SamplingParams, truncated: bool) -> Branch | None:
+        """Why a call does not go on where `parent` ended; None: it does, or there was none before."""
+        if parent is not None:
+            before = self._calls[parent].request.sampling
+            if parent in self._extended:
+                return Branch.FORKED
+            if truncated:
+                return Branch.TRUNCATED
+            same = all(getattr(before, name) == getattr(sampling, name) for name in ("temperature", "top_p", "top_k"))
+            return None if same else Branch.SAMPLING
+        if not self._asked:
+            return None
+        if prompt in self._asked:
+            return Branch.FORKED
+        return Branch.ANSWER if any(map(prompt.startswith, self._asked)) else Branch.HISTORY
 
     async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
         if method == "logprobs":

@@ -86,6 +86,7 @@ class RemoteModel:
         self._name = name
         self._max_retries = max_retries
         self._where = f"model {name!r} of the service at ${service.base_url_env}"
+        # A bound of our own: a service that a whole unit asks at once may refuse most of it (429).
         self._places = asyncio.Semaphore(max_concurrent)
         import openai  # late: it takes most of a second, and is installed where it is needed
 
@@ -131,6 +132,7 @@ class RemoteModel:
         except APIStatusError as error:
             told = f"{self._where} refuses us: {_one_line(error)}"
             if error.status_code in _REFUSALS:
+                # Kept: later requests fail at once with it, and do not ask a service that will refuse them, too.
                 self.failure = UserError(f"{told}; check its name, address and key")
                 raise self.failure from None
             raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
@@ -155,6 +157,7 @@ def _written(call: ChatCompletionMessageFunctionToolCall) -> str:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
+        # It stays the text that it is: whether a broken call is a mistake is for the workflow to say.
         arguments = call.function.arguments
     return f"<tool_call>{json.dumps({'name': call.function.name, 'arguments': arguments})}</tool_call>"
 

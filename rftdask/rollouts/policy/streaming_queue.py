@@ -91,6 +91,7 @@ class StreamingQueue(RequestQueue):
         self._outbox = []
         for (_, answer), future in zip(asked, sent, strict=True):
             self._under_way[answer] = future
+            # The engine sets its futures from another thread; wrapped, they call back on this loop.
             asyncio.wrap_future(future).add_done_callback(partial(self._answered, answer))
             answer.add_done_callback(self._left)
         if self._timer is None:
@@ -109,6 +110,7 @@ class StreamingQueue(RequestQueue):
 
     def _left(self, answer: asyncio.Future[Generation]) -> None:
         self._count()
+        # Also of an answered one: so every way out of waiting goes through here.
         self._under_way.pop(answer).cancel()  # which of what was answered does nothing
 
     def _count(self) -> None:

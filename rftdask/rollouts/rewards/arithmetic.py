@@ -26,6 +26,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of `text` and its integers from left to right. Raises: ExpressionError."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"expression of {len(text)} characters; at most {MAX_LENGTH}")
+    # A parser of our own and no eval: the text is the policy's.
     parser = _Parser(_tokens(text.strip()))
     value = parser.expression(0)
     if parser.peek():

@@ -152,6 +152,7 @@ def same_answer(answer: str, truth: str) -> bool:
     left, right = _normalize(answer), _normalize(final_answer(truth) if boxed is None else boxed)
     if not left or not right:
         return False
+    # First as texts: equal expressions need not be numbers.
     if left.replace(" ", "") == right.replace(" ", ""):
         return True
     left_number, right_number = _number(left), _number(right)
@@ -199,6 +200,7 @@ def _number(text: str) -> Fraction | None:
         return None if bottom == 0 else Fraction(-top if ratio[1] == "-" else top, bottom)
     # 18 of "18 dollars" and of "She earns 18 a day"; none of "2x", "3 or 4" and "2^3".
     matches = list(_NUMBER.finditer(text))
+    # Of two numbers nobody can say which one is the answer.
     if len(matches) != 1:
         return None
     before, after = text[: matches[0].start()], text[matches[0].end() :]

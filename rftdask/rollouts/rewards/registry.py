@@ -66,6 +66,7 @@ def compute_reward(
     # Defaults are the workflow's for its own reward function; another function need not take them.
     arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
     function = get_reward(name)
+    # Asked of the function: the length in tokens is known to the workflow alone, and few rewards want it.
     if getattr(function, "needs_num_tokens", False):
         if isinstance(response, str):
             raise ValueError(f"reward function {name} needs the response's tokens; give it the Response, not its text")

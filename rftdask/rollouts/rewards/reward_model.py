@@ -37,6 +37,7 @@ def reward_model(response: str, truth: str, task: Task, model_path: str, device:
     with _ONE_AT_A_TIME, torch.no_grad():
         model, tokenizer = _load(model_path, device)
         max_tokens = getattr(model.config, "max_position_embeddings", 1 << 20)
+        # By the reader that training uses, so that the model sees what it was trained on.
         [(tokens, *_)] = SftRows(RowsDataset([[row]], ""), tokenizer, columns, max_tokens).read([0])
         return float(model(torch.tensor([tokens], device=device)).logits[0, 0])
 

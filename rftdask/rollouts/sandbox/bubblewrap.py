@@ -54,6 +54,7 @@ def check_bubblewrap(section: SandboxConfig) -> None:
         return
     if section.mode == "never":
         raise UserError(f"{_KEY}: explorer.sandbox.mode never runs nothing in a sandbox; use auto or always")
+    # Tried out, since whether namespaces are allowed is told by no setting one could read.
     command = [*bwrap_command((), network=section.bubblewrap_network), "true"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)

@@ -96,6 +96,7 @@ def _serve(control_fd: int) -> None:
         load_plugin_folders(spec.plugin_dirs)
         for module in spec.modules:
             __import__(module)
+        # Resolved once here, so that forks find them resolved, and a wrong name is told before any rollout.
         for name in spec.workflows:
             find_workflow(name)
         for name in spec.rewards:
@@ -297,10 +298,12 @@ class _Attempt:
         self.send(messages.Hello(os.getpid()))
         run = await self._receive()
         assert isinstance(run, messages.Run), "nothing has been asked yet"
+        # Beside the attempt, which may have several questions open at once.
         pump = asyncio.create_task(self._pump())
         outcome = await self._attempt(run)
         with contextlib.suppress(Exception):  # a workflow may have closed it
             sys.stdout.flush()
+        # The last thing it does: the worker kills it when this has arrived.
         self.send(outcome)
         await pump  # until this process is killed
 

@@ -161,4 +161,5 @@ class Failed:
 ToFork: TypeAlias = Run | Answer
 TO_FORK: Codec[ToFork] = Codec(Run, Answer)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
+# Of plain values alone: a fork runs code of others, and a pickle of theirs would run in the worker.
 FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)

@@ -80,6 +80,7 @@ class ForkServer:
         path = tuple(path or os.getcwd() for path in sys.path)
         read = (*path, *spec.plugin_dirs, os.getcwd())
         wrapped = bwrap_command(read, network=spec.network) if spec.bubblewrap else ()
+        # SEQPACKET: a message is one packet with its descriptors, so nothing has to be framed.
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
         with far:
@@ -160,6 +161,7 @@ class ForkServer:
             os.close(output)
             raise
         finally:
+            # The fork has its own copies; while one is open here the end of the stream would never be seen.
             far.close()
             os.close(far_output)
         return near, output
@@ -275,6 +277,7 @@ class _Process:
         self._tail = b""
         self._reason = ""
         os.set_blocking(output_fd, False)
+        # Read all the time: a process that prints into a full pipe would stop.
         self._loop.add_reader(output_fd, self._read_output)
 
     @classmethod
@@ -332,6 +335,7 @@ class _Process:
         try:
             value = await model.ask(question.model, question.method, question.arguments)
         except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
+            # By name: exceptions do not travel, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))
         else:
             response = value if isinstance(value, Response) else None

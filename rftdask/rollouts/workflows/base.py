@@ -7,11 +7,12 @@ A workflow is an async function, or an object with an async `run`:
         answer = await model.chat(task.messages)
         return 1.0 if task.truth in answer.text else 0.0
 
-Every call of `model.chat` or `model.generate` is recorded with its exact tokens and becomes one experience that gets
-the workflow's reward. A workflow with an environment tells what each call saw and earned, too: see `Reward.steps` and,
-for a whole one, `grid.py`. A workflow knows nothing of engines, storage, groups or retries. Workflows from elsewhere
-run in processes of their own (see sandbox.py), where they may block, and may be plain functions; a workflow that is
-declared `in_process` shares the event loop with all others, so it must not block.
+Every call of `model.chat` or `model.generate` is recorded with its exact tokens. Calls of which each goes on where the
+one before ended become one experience, another begins where one does not, and all get the workflow's reward. A workflow
+with an environment tells what each call saw and earned, too: see `Reward.steps` and, for a whole one, `grid.py`. A
+workflow knows nothing of engines, storage, groups or retries. Workflows from elsewhere run in processes of their own
+(see sandbox.py), where they may block, and may be plain functions; a workflow that is declared `in_process` shares the
+event loop with all others, so it must not block.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def as_reward(result: Any) -> Reward:
     if isinstance(result, Reward):
         return result
     if isinstance(result, list | tuple) and result and all(isinstance(step, Step) for step in result):
+        # A step without a reward of its own adds nothing.
         return Reward(sum(step.reward or 0.0 for step in result), steps=tuple(result))
     return Reward(result)
 

@@ -37,6 +37,7 @@ async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
     answer = (await ask(task, model, MATH_SYSTEM_PROMPT)).text
     with model.timer("reward"):
         question = _GRADE.format(question=_question(task), answer=answer)
+        # A word may be several tokens, whose logprobs add up to its own.
         yes, no = [sum(await judge.logprobs(question, options[word])) for word in ("yes", "no")]
     metrics = {"accuracy": float(same_answer(extract_answer(answer), task.truth))} if task.truth else {}
     # softmax over the two words alone; the exponent is bounded, so that exp does not overflow.
@@ -62,6 +63,7 @@ async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
         asked = [{"role": "user", "content": prompt}]
         # Greedy: the same answer gets the same verdict.
         said = await judge.chat(asked, max_tokens=options["max_judge_tokens"], temperature=0.0)
+        # Raises where a verdict is missing: half a verdict would be a reward that nobody gave.
         met = parse_verdicts(said.text, len(rubric))
     total = sum(weight for _, weight in rubric)
     earned = sum(weight for (_, weight), is_met in zip(rubric, met, strict=True) if is_met)

@@ -55,6 +55,7 @@ class MultiTurnWorkflow:
         try:
             await self.start(task, model)
             for number in range(max_turns):
+                # A failure or timeout then says at which turn.
                 model.set_state(turn=number)
                 if not await self.turn(task, model, number):
                     break

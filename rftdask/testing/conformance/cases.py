@@ -212,6 +212,7 @@ def advantages_of(
         inputs = AdvantageInputs(
             rewards_N=batch.rewards,
             group_N=batch.groups,
+            lengths_N=batch.mask.sum(-1),
             loss_mask_NT=batch.mask,
             values_NT=batch.values,
             rollout_logprobs_NT=batch.old,

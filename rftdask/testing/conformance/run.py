@@ -70,6 +70,7 @@ def _compare(peer: str, version: str, case: Case, num_seeds: int) -> Row:
 def _difference(case: Case, batch: Batch) -> float:
     ours, theirs = case.ours(batch), case.theirs(batch)
     errors = [_relative(ours, theirs)] if case.compare_value else []
+    # Two losses may agree in value and pull in different directions.
     if theirs.requires_grad:
         gradients = [torch.autograd.grad(side, batch.policy)[0] * batch.mask for side in (ours, theirs)]
         errors.append(_relative(*gradients))
@@ -78,7 +79,9 @@ def _difference(case: Case, batch: Batch) -> float:
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
     ours, theirs = ours.detach().double(), theirs.detach().double()
+    # Relative to the largest, and to 1 at least: of values near 0 a relative error says nothing.
     scale = torch.clamp(theirs.abs().max(), min=1.0)
+    # NaN compares as not larger, and would pass for agreement.
     return float(((ours - theirs).abs() / scale).max().nan_to_num(nan=torch.inf))
 
 

@@ -25,7 +25,7 @@ def cases() -> list[Case]:
             loss: Tensor = module(**given, response_mask=b.float_mask)[0]
             return loss
 
-        kind = name if name in ("gspo", "dpo", "sft") else "grpo"
+        kind = "sft" if name.startswith("sft") else name if name in ("gspo", "dpo") else "grpo"
         ours = loss_of(kind, policy_loss_fn=name, policy_loss_fn_args=args)
         # Its means add 1e-8 to the denominator. Where it differs, it does so by far more.
         return Case(what, ours, theirs, kinds, differs=differs, tolerance_64=1e-10 if differs else 1e-7)
@@ -65,6 +65,9 @@ def cases() -> list[Case]:
         rec("two-side", "advantage", "forward-kl"),
         rec("ring", "none", "none"),
         case("sft loss", "sft", (*NOT_EXTREME, "extreme")),
+        case("sft_is loss", "sft_is"),
+        case("sft_phi loss", "sft_phi"),
+        case("sft_phi loss, nothing above 0.5", "sft_phi", cutoff_prob=0.5),
         case("ppo loss, sequence masking", "ppo", enable_sequence_masking=True),
         case("gspo loss", "gspo", ("padded", "holes", "short")),
         case("sapo loss", "sapo", differs=detached),

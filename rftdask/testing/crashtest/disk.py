@@ -11,13 +11,19 @@ import errno
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
+from rftdask.storage.base import Data
 from rftdask.storage.local import Posix
 
+Call = ParamSpec("Call")
+Result = TypeVar("Result")
 _NUMBERS = itertools.count(1)
 """Inodes of folders and descriptors of files: never used twice, so nothing is taken for what was there before it."""
 
@@ -53,20 +59,37 @@ def _apply(names: dict[str, _Node], change: dict[str, _Node | None]) -> None:
             names[name] = node
 
 
+def _alone(
+    call: Callable[Concatenate[SimulatedDisk, Call], Result],
+) -> Callable[Concatenate[SimulatedDisk, Call], Result]:
+    """One thread at a time: also while `before_change` looks at the disk, which shows it between two calls."""
+
+    @wraps(call)
+    def alone(disk: SimulatedDisk, /, *args: Call.args, **kwargs: Call.kwargs) -> Result:
+        with disk.lock:
+            return call(disk, *args, **kwargs)
+
+    return alone
+
+
 class SimulatedDisk(Posix):
-    """`LocalStorage("/run", SimulatedDisk())`; `sync_files`, `sync_folders`: False makes the calls do nothing."""
+    """`LocalStorage("/run", SimulatedDisk())`; `sync_files`, `sync_folders`: False makes the calls do nothing. It is
+    used from threads.
+    """
 
     def __init__(self, *, sync_files: bool = True, sync_folders: bool = True) -> None:
         self.sync_files = sync_files
         self.sync_folders = sync_folders
         self.before_change: Callable[[str, str], None] = lambda call, path: None
         """Called with the name of a call and its path before it changes anything; may raise."""
+        self.lock = threading.RLock()
         self._root = _Folder()
         self._open: dict[int, _File] = {}
 
     def copy(self) -> SimulatedDisk:
         """The disk as it is, without the files that are open."""
         disk = SimulatedDisk(sync_files=self.sync_files, sync_folders=self.sync_folders)
+        # What is open is not copied: a power loss closes everything.
         disk._root = deepcopy(self._root)  # a file with two names stays one file
         return disk
 
@@ -83,6 +106,7 @@ class SimulatedDisk(Posix):
             if isinstance(node, _File):
                 if node.data != node.synced and rng.random() >= share_kept:
                     cut = rng.randrange(len(node.data) + 1)
+                    # A file system may have grown the file before it wrote the blocks.
                     whole_length_but_zeros = node.data[:cut] + bytes(len(node.data) - cut)
                     node.data = rng.choice((node.synced, node.data[:cut], whole_length_but_zeros))
                 node.synced = node.data
@@ -101,6 +125,7 @@ class SimulatedDisk(Posix):
 
     # ---- the calls that change it
 
+    @_alone
     def create(self, path: str) -> int:
         """The name is visible at once, and durable after `sync_folder`."""
         self.before_change("create", path)
@@ -112,21 +137,25 @@ class SimulatedDisk(Posix):
         self._open[number := next(_NUMBERS)] = file
         return number
 
-    def write(self, descriptor: int, data: bytes) -> None:
+    @_alone
+    def write(self, descriptor: int, data: Data) -> None:
         """Appends; readers see it at once."""
         self.before_change("write", "")
         self._open[descriptor].data += data  # visible to readers at once, durable only after `sync`
 
+    @_alone
     def sync(self, descriptor: int) -> None:
         """From now on a power loss leaves these bytes, under whatever name survives."""
         self.before_change("sync", "")
         if self.sync_files:
             self._open[descriptor].synced = self._open[descriptor].data
 
+    @_alone
     def close(self, descriptor: int) -> None:
         """Forgets the descriptor; makes nothing durable."""
         del self._open[descriptor]
 
+    @_alone
     def rename(self, source: str, target: str) -> None:
         """One change of both names: after a power loss both are as before or both as after."""
         self.before_change("rename", target)
@@ -136,8 +165,10 @@ class SimulatedDisk(Posix):
         if isinstance(folder.names.get(os.path.basename(target)), _Folder):
             raise _error(errno.EISDIR, target)
         assert os.path.dirname(source) == os.path.dirname(target), "storage renames within a folder only"
+        # In one change, as rename(2) promises: no crash leaves both names or none.
         folder.change({name: None, os.path.basename(target): folder.names[name]})
 
+    @_alone
     def link(self, source: str, target: str) -> None:
         """Two names of one file, which share its bytes and their durability."""
         self.before_change("link", target)
@@ -146,6 +177,7 @@ class SimulatedDisk(Posix):
             raise _error(errno.EEXIST, target)
         folder.change({name: self._node(source)})
 
+    @_alone
     def unlink(self, path: str) -> None:
         """Raises: FileNotFoundError: there is no file of that name."""
         self.before_change("unlink", path)
@@ -154,6 +186,7 @@ class SimulatedDisk(Posix):
             raise _error(errno.ENOENT, path)
         folder.change({name: None})
 
+    @_alone
     def make_folder(self, path: str) -> None:
         """Raises: FileExistsError; FileNotFoundError: its parent is not there."""
         self.before_change("make folder", path)
@@ -162,6 +195,7 @@ class SimulatedDisk(Posix):
             raise _error(errno.EEXIST, path)
         folder.change({name: _Folder()})
 
+    @_alone
     def remove_tree(self, path: str) -> None:
         """The deepest first, each a change of its own: a power loss may leave any part."""
         node = self._node(path)
@@ -171,6 +205,7 @@ class SimulatedDisk(Posix):
         folder, name = self._place(path)
         folder.change({name: None})
 
+    @_alone
     def sync_folder(self, path: str) -> int:
         """Makes all names in it durable; returns the number of the folder, which stands for its inode."""
         self.before_change("sync folder", path)
@@ -189,6 +224,11 @@ class SimulatedDisk(Posix):
             raise _error(errno.EISDIR, path)
         return node.data
 
+    def read_part(self, path: str, start: int, size: int) -> bytes:
+        """As `read`."""
+        return self.read(path)[start : start + size]
+
+    @_alone
     def scan(self, path: str) -> list[tuple[str, bool]]:
         """Sorted by nobody, as by the system."""
         return [(name, isinstance(node, _Folder)) for name, node in self._folder(path).names.items()]

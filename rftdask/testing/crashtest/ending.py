@@ -112,6 +112,7 @@ def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
     last, problems = plan.num_steps, []
     batches: dict[int, str] = {}
     for step, digest in witness.steps_trained():
+        # A killed trainer makes its last steps again, each with the batch that the ledger has for it.
         if batches.setdefault(step, digest) != digest:
             problems.append(f"step {step} was trained with two different batches")
     if plan.ordered and batches != usual:

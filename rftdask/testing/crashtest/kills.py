@@ -108,6 +108,7 @@ def stop_everywhere(folder: Path, plan: Plan, seed: int, *, every: int = 1) -> F
     for number in sorted({*range(0, len(places), every), len(places) - 1}):
         life_folder = folder / f"place-{number + 1}"
         life_folder.mkdir(parents=True)
+        # In a file: what the killed life has seen is to outlive it.
         witness = Witness(life_folder / "witness.txt")
         counter = PlaceCounter(life_folder, places[number], kill_myself)
         storages = partial(_storage, life_folder, counter)

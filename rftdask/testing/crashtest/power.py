@@ -63,6 +63,7 @@ def lose_power(
 def _is_whole(storage: LocalStorage, path: str) -> bool:
     name = ShardName.try_parse(path.rpartition("/")[2])
     try:
+        # By the checksum in its name, as a reader does it.
         return name is not None and zlib.crc32(storage.get(path)) == name.crc32
     except NotFoundError:
         return False

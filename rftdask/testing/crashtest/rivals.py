@@ -61,6 +61,7 @@ def _meet(plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness) -> tu
         run_all(lambda: memory, plan, parts, witness, seed + 1)
 
     counter = PlaceCounter("", place, rival)
+    # Both work on one memory; the first sees it through the counter, which lets the rival run at the place.
     held = wrap(FaultyStorage(memory, counter.at_verb))
     was_fenced = False
     try:
@@ -71,4 +72,5 @@ def _meet(plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness) -> tu
         pass  # what it was about to read is gone: the other one has tidied up
     if not counter.has_acted:
         return was_fenced, Ending(["the first trainer never came to this place"])
+    # Whoever came last, the run must end as if it had been alone.
     return was_fenced, go_on(lambda: memory, plan, witness, seed + 2)

@@ -90,7 +90,7 @@ PROTECTIONS: dict[str, Callable[[int], Figures]] = {
         wrap=lambda storage: CheckThenWrite(storage, lambda *call: None),
     ),
     "checksums of shards": lambda every: damage_files(
-        Plan(6), 0, num_flips=16, kinds="shard", parts=Parts(log=TrustingLog), every=max(1, every // 6)
+        Plan(6), 0, num_flips=32, kinds="shard", parts=Parts(log=TrustingLog), every=max(1, every // 6)
     ),
     "the ledger before training": lambda every: lose_power(
         _WITHOUT, range(3), where="create .*/ledger/.*", parts=Parts(ledger=LateLedger)

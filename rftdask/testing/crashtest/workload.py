@@ -72,6 +72,7 @@ class Plan:
         first = (explore_step - 1) * self.tasks_per_step + unit * self.tasks_per_unit
         made = []
         for task, rollout in itertools.product(range(first, first + self.tasks_per_unit), range(self.repeat_times)):
+            # Every fifth group is sampled by the first weights, so that some are stale when their turn comes.
             version = 0 if task % 5 == 4 else task // self.groups_per_batch
             make = functools.partial(
                 Experience,
@@ -86,6 +87,7 @@ class Plan:
             if (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10:
                 made.append(make(status=Status.FAILED, error="planned"))
                 continue
+            # The content follows from the place, so that any copy of a row is known to be right or wrong.
             digest = hashlib.sha256(f"{task}/{rollout}".encode()).digest()
             made.append(
                 make(
@@ -253,6 +255,7 @@ def train(
             max_read_timeout_s=_MAX_READ_TIMEOUT_S,
             poll_interval_s=0.005,
         ),
+        # Few, so that every run also removes some.
         Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
         storage,
         _NoMetrics(),
@@ -260,6 +263,7 @@ def train(
         total_steps=None,
         lineage=MAIN_LINEAGE,
         max_weights_to_keep=3,
+        # After each step: publishing is one more place to be killed at.
         publish_due=lambda step, published: True,
         should_stop=should_stop,
         emit=lambda event: None,

@@ -12,6 +12,7 @@ from typing import ClassVar
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config
+from rftdask.storage.base import Data
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
 
@@ -43,9 +44,10 @@ class TrainEngine(ABC):
         return {}
 
     @abstractmethod
-    def weights(self) -> Mapping[str, bytes]:
-        """What explorers load, file name -> bytes: the policy's state dict in safetensors format, tied tensors once; or
-        its adapters, where they alone are trained.
+    def weights(self) -> Mapping[str, Data]:
+        """What explorers load, file name -> bytes: the policy's state dict in safetensors format, tied tensors once, in
+        the data type in which engines compute; or its adapters, where they alone are trained. A copy: it is written
+        while the next step changes the weights. Called by all ranks; rank 0 has the files.
         """
 
     def fingerprint(self) -> Fingerprint | None:
@@ -53,14 +55,20 @@ class TrainEngine(ABC):
         return None
 
     @abstractmethod
-    def state_files(self) -> dict[str, bytes]:
+    def state_files(self) -> Mapping[str, Data]:
         """Files from which `load_state_files` restores policy, optimizer and random state, to the bit; a rank gets what
-        it is to write. Called by all ranks.
+        it is to write, which is a copy. Called by all ranks.
         """
 
     @abstractmethod
-    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+    def load_state_files(self, files: Mapping[str, Data]) -> None:
         """Restore from what all ranks wrote, however many they were. Called by all ranks."""
+
+    def leave_device(self) -> None:  # noqa: B027 (an engine may have nothing on a device)
+        """Free the memory of the device until `return_to_device`, while engines have it. No step is under way."""
+
+    def return_to_device(self) -> None:  # noqa: B027
+        """Go on where `leave_device` was called, to the bit."""
 
     @abstractmethod
     def export_files(self) -> Mapping[str, bytes]:

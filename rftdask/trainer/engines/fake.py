@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.storage.base import Data
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 
@@ -47,9 +48,9 @@ class FakeTrainEngine(TrainEngine):
         """The digest alone: there is neither optimizer nor random state."""
         return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
-    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+    def load_state_files(self, files: Mapping[str, Data]) -> None:
         """Go on with the digest of a checkpoint."""
-        self._digest = load(files[CHECKPOINT_MODEL_FILE])["digest"].tobytes()
+        self._digest = load(bytes(files[CHECKPOINT_MODEL_FILE]))["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
         """As `weights`; no model, so no folder that transformers would read."""

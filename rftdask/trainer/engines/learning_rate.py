@@ -23,6 +23,7 @@ def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable
             raise ValueError("lr_warmup_steps_ratio needs a known number of steps: set trainer.total_steps")
         warmup = int(section.lr_warmup_steps_ratio * (total_steps or 0))
     if name in ("constant", "constant_with_warmup"):
+        # With a warm-up update 1 has rate 0, as with transformers, whose schedulers count from 0.
         return lambda step: lr * min(1.0, (step - 1) / warmup) if warmup else lr
     # Late: its module imports half of transformers, and most runs have a constant rate.
     from transformers.optimization import get_scheduler
@@ -35,6 +36,7 @@ def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable
     # A scheduler takes what it needs of an optimizer, and nothing is ever stepped.
     weightless = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     try:
+        # Only its function of the step: a scheduler that is stepped would be a state to save.
         shape = get_scheduler(name, weightless, warmup, total_steps, arguments).lr_lambdas[0]
     except (TypeError, ValueError) as error:
         if total_steps is None:

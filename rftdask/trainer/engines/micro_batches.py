@@ -4,8 +4,8 @@ given to models as tensors.
 It knows neither models nor losses. How rows are dealt follows from their lengths, which all ranks know, so that they
 agree without a word.
 
-Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response of the batch; U units,
-which are neighbors in the batch that are never parted: pairs of rows, or single ones.
+Letters: N rows of the batch; Q response tokens of all of them; B rows of a micro-batch; T response tokens of the
+longest of those rows; U units, which are neighbors in the batch that are never parted: pairs of rows, or single ones.
 """
 
 from __future__ import annotations
@@ -25,22 +25,34 @@ from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 
 
-class PaddedRows:
-    """The response side of a batch padded to [N, T], and its token side packed one micro-batch at a time.
+class BatchRows:
+    """The response side of a batch, a number for each response token and none beyond, row after row: [Q]. Some rows of
+    it are padded to the longest of them when a pass needs them, and their tokens are packed.
 
-    No model computes a padded position: [N, T] holds one number per response token.
+    Example, of responses of 2 and 1 tokens: rows.part(values_Q, [1, 0]) == [[values_Q[2], 0], values_Q[:2]]
     """
 
     def __init__(self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None) -> None:
         """sequence: as of `pack_rows`."""
         self._batch, self._device, self._sequence = batch, device, sequence
         self._tokens = batch.row_tokens()
-        self.rollout_logprobs_NT = pad(batch.row_logprobs(), np.float32).to(device)
-        self.loss_mask_NT = pad(batch.row_masks(), np.bool_).to(device)
+        self._lengths = np.asarray(batch.response_lengths, np.int64)
+        # [N] places in Q at which the rows begin: the sum of the lengths before each.
+        self._starts = self._lengths.cumsum() - self._lengths
+        # On the device once a batch; what a pass needs of them is indexed there.
+        self.rollout_logprobs_Q = _tensor(np.asarray(batch.rollout_logprobs, np.float32)).to(device)
+        self.loss_mask_Q = _tensor(np.asarray(batch.loss_mask, np.bool_)).to(device)
         self.experts_N = _tensor(batch.experts).to(device)
+        self.rollouts_N = _tensor(batch.rollouts).to(device)
         self.rewards_N = _tensor(batch.rewards).to(device)
         self.kl_baseline: float | None = None
         """As of `LossInputs`; made by who has the models."""
+
+    def by_turns(self) -> BatchRows:
+        """The same response tokens with each turn as a row; these rows if each is one turn."""
+        if len(self._batch.turns) == len(self._batch):
+            return self
+        return BatchRows(self._batch.by_turns(), self._device)
 
     def uids(self, members: np.ndarray) -> list[str]:
         """The names of some rows."""
@@ -50,6 +62,43 @@ class PaddedRows:
         """[N] bool: whether a row is one of these."""
         return torch.from_numpy(np.isin(np.arange(len(self._batch)), members)).to(self._device)
 
+    def places(self, members: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+        """([B, T] int64 places in Q of the tokens of some rows, any where there is none; [B, T] bool, whether there is
+        one), on `device`; T is the longest response of these rows."""
+        # Made on the host, which knows the lengths: asked of a GPU, each pass would wait for its own forward pass.
+        lengths_B, starts_B = self._lengths[members], self._starts[members]
+        column_T = np.arange(lengths_B.max(initial=0))
+        there_BT = column_T < lengths_B[:, None]
+        place_BT = np.where(there_BT, starts_B[:, None] + column_T, 0)
+        return torch.from_numpy(place_BT).to(device), torch.from_numpy(there_BT).to(device)
+
+    def part(self, values_Q: Tensor, members: np.ndarray) -> Tensor:
+        """[B, T] of some rows, 0 beyond their ends."""
+        place_BT, there_BT = self.places(members, values_Q.device)
+        return values_Q[place_BT].masked_fill(~there_BT, 0)
+
+    def padded(self, values_Q: Tensor) -> Tensor:
+        """[N, T] of all rows on the CPU, for what wants the whole batch side by side."""
+        return self.part(values_Q.cpu(), np.arange(len(self._batch)))
+
+    def packed(self, values_NT: Tensor) -> Tensor:
+        """[Q] of what is said of all rows side by side."""
+        there_NT = torch.arange(values_NT.shape[1]) < torch.from_numpy(self._lengths)[:, None]
+        return values_NT[there_NT].to(self._device)
+
+    def of_tokens(self, values_N: Tensor) -> Tensor:
+        """[Q] what is said of each token's row."""
+        lengths_N = torch.from_numpy(self._lengths).to(values_N.device)
+        return values_N.repeat_interleave(lengths_N, output_size=int(self._lengths.sum()))
+
+    def counts(self) -> Tensor:
+        """[N] int64 trained tokens of each row."""
+        # [Q + 1], with a 0 in front: the count of a row is the difference between its end
+        # and its start, also of an empty one.
+        ends_Q = torch.nn.functional.pad(self.loss_mask_Q.cumsum(0), (1, 0))
+        starts_N = torch.from_numpy(self._starts).to(self._device)
+        return ends_Q[starts_N + torch.from_numpy(self._lengths).to(self._device)] - ends_Q[starts_N]
+
     def model_inputs(self, members: np.ndarray) -> dict[str, PackedRows]:
         """The token side of some rows, as `token_logprobs` takes it."""
         tokens = [self._tokens[i] for i in members]
@@ -58,44 +107,42 @@ class PaddedRows:
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
-        """[N, T], or [N, T, K], float32 of what `score` says of every response token, given `model_inputs` of one part
-        at a time."""
+        """[Q], or [Q, K], float32 of what `score` says of every response token, given `model_inputs` of one part at a
+        time."""
         # Rows that are in no part stay 0, so that the sum over the ranks has each row once.
-        values_NT = torch.zeros_like(self.rollout_logprobs_NT)
+        values_Q = torch.zeros_like(self.rollout_logprobs_Q)
         for members in parts:
             values_BT = score(**self.model_inputs(members))
-            if values_NT.ndim < values_BT.ndim:
-                values_NT = values_NT.new_zeros((*values_NT.shape, *values_BT.shape[2:]))
-            # A part is as wide as its own longest response; beyond it the rows have no tokens.
-            values_NT[torch.from_numpy(members).to(self._device), : values_BT.shape[1]] = values_BT
-        return values_NT
+            if values_Q.ndim < values_BT.ndim - 1:
+                # The first part tells how many numbers a token has: [Q] -> [Q, K].
+                values_Q = values_Q.new_zeros((*values_Q.shape, *values_BT.shape[2:]))
+            place_BT, there_BT = self.places(members, self._device)
+            values_Q[place_BT[there_BT]] = values_BT[there_BT]
+        return values_Q
 
-    def advantage_inputs(self, step: int) -> AdvantageInputs:
-        """What the rows themselves say, on the CPU; what models say of them is to be added."""
-        batch, mask_NT = self._batch, self.loss_mask_NT.cpu()
+    def advantage_inputs(self, step: int, *, with_tokens: bool = True) -> AdvantageInputs:
+        """What the rows themselves say, on the CPU; what models say of them is to be added. Only of a batch `by_turns`
+        they have states and rewards of turns.
+
+        with_tokens: with what is said of tokens, [N, T], where the longest response is as much as all.
+        """
+        batch = self._batch
+        are_turns = len(batch.turns) == len(batch)
         return AdvantageInputs(
             rewards_N=_tensor(batch.rewards),
             group_N=_tensor(batch.groups),
-            lengths_N=mask_NT.sum(-1),
+            lengths_N=self.counts().cpu(),
             expert_mask_N=_tensor(batch.experts),
             rollout_N=_tensor(batch.rollouts),
-            turn_N=_tensor(batch.turns),
-            state_N=None if batch.states is None else _tensor(batch.states),
-            turn_rewards_N=None if batch.turn_rewards is None else _tensor(batch.turn_rewards),
+            turn_N=_tensor(batch.ordinals),
+            state_N=_tensor(batch.states) if are_turns and batch.states is not None else None,
+            turn_rewards_N=_tensor(batch.turn_rewards) if are_turns and batch.turn_rewards is not None else None,
             baseline_rewards_N=None if batch.baselines is None else _tensor(batch.baselines),
-            loss_mask_NT=mask_NT,
-            rollout_logprobs_NT=self.rollout_logprobs_NT.cpu(),
+            loss_mask_NT=self.padded(self.loss_mask_Q) if with_tokens else None,
+            rollout_logprobs_NT=self.padded(self.rollout_logprobs_Q) if with_tokens else None,
             step=step,
             uids=batch.uids,
         )
-
-
-def pad(rows: list[np.ndarray], dtype: type) -> Tensor:
-    """[rows, longest] zeros after each row's end."""
-    padded: np.ndarray = np.zeros((len(rows), max((len(row) for row in rows), default=0)), dtype)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return torch.from_numpy(padded)
 
 
 def _tensor(values: np.ndarray) -> Tensor:
@@ -117,8 +164,8 @@ class Passes:
     filler: np.ndarray
     """The rows of an idle pass: few and short."""
 
-    def scored(self, rows: PaddedRows, score: Callable[..., Tensor]) -> Tensor:
-        """[N, T] float32 of what `score` says of every response token of the batch; without gradients."""
+    def scored(self, rows: BatchRows, score: Callable[..., Tensor]) -> Tensor:
+        """[Q] float32 of what `score` says of every response token of the batch; without gradients."""
         idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
         values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
         # What several ranks computed alike is counted once.
@@ -128,9 +175,11 @@ class Passes:
         """The sums of all passes of all ranks, by name."""
         return self.ranks.add_metrics(dict(sums) if self.counts else {})
 
-    def idle_backward(self, rows: PaddedRows, score: Callable[..., Tensor]) -> None:
+    def idle_backward(self, rows: BatchRows, score: Callable[..., Tensor]) -> None:
         """The idle passes of an update: forward and backward, gradient 0."""
         for _ in range(self.num_idle):
+            # Times 0 and not left out: the backward pass has to run, for its exchanges
+            # with ranks that have more passes.
             (score(**rows.model_inputs(self.filler)) * 0.0).sum().backward()
 
 
@@ -144,6 +193,7 @@ def mini_batches(experts_N: np.ndarray, count: int, *, unit: int, seed: int, epo
     """
     order = random_order(len(experts_N) // unit, seed, epoch)
     # Dealt like cards, demonstrations last: sizes differ by a unit at most, and so do shares.
+    # Stable, so that both kinds stay shuffled among themselves.
     order = order[np.argsort(experts_N[::unit][order], kind="stable")]
     return [rows_of_units(np.sort(order[part::count]), unit) for part in range(min(count, len(order)))]
 
@@ -208,6 +258,7 @@ def micro_batches(
     max_units = num_units if max_rows is None else max(1, max_rows // unit)
     # A lower bound on the number of passes by rows and by tokens; packing them may take more.
     fewest = max(1, math.ceil(num_units / max(1, max_units)), math.ceil(tokens_U.sum() / max_tokens))
+    # A generator: mostly the first try fits.
     tries = (deal(costs_U, number, tokens_U, max_tokens, max_units) for number in range(fewest, num_units))
     # The first number of passes into which all fit; at the worst each unit alone.
     parts = next(filter(None, tries), [np.array([unit]) for unit in range(num_units)])
@@ -231,6 +282,7 @@ def deal(
     # Greedy, the dearest first: near the optimum, and, ties going by number, the same on every rank.
     for unit in np.argsort(-costs_U, kind="stable"):
         tokens = 0 if tokens_U is None else tokens_U[unit]
+        # An empty part takes any unit, also one beyond the limits: it has to be computed somewhere.
         fits_P = (units_P == 0) | ((tokens_P + tokens <= max_tokens) & (units_P < max_units))
         if not fits_P.any():
             return []
@@ -253,4 +305,5 @@ def unit_costs(lengths_N: np.ndarray, hidden_size: int, unit: int = 1) -> np.nda
 
 def rows_of_units(units: np.ndarray, unit: int) -> np.ndarray:
     """Row numbers of these units."""
+    # [U, 1] + [unit] -> [U, unit] -> [U * unit]: unit u is rows u * unit, u * unit + 1, ...
     return np.asarray((units[:, None] * unit + np.arange(unit)).reshape(-1))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from rftdask.config.plugins import find_part
 from rftdask.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from rftdask.errors import RoleError, UserError
+from rftdask.storage.base import Data
 from rftdask.trainer.engines.learning_rate import learning_rate
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
@@ -55,6 +56,7 @@ class ModelOptimizer:
         self._parameters = sorted(self._trained.values(), key=lambda parameter: isinstance(parameter, DTensor))
         self._num_skipped_in_a_row = 0
         self._optimizers = list(_optimizers(model, self._trained, section, plugin_dirs))
+        # What the configuration gives a new optimizer, too: only what differs from it is saved.
         self._began = self._group_state()
 
     def step(self, update: int, step: int) -> dict[str, float]:
@@ -63,6 +65,7 @@ class ModelOptimizer:
 
         Raises: RoleError: too many of them in a row.
         """
+        # Summed first: the norm to clip is that of the batch's gradient, and not of a rank's share.
         self._strategy.reduce(self._parameters)
         norm = self._strategy.clip(self._parameters, self._max_norm)
         lr = self._rate(update)
@@ -80,7 +83,13 @@ class ModelOptimizer:
             )
         return {**({"grad_norm": norm} if finite else {}), "lr": lr, "num_skipped_steps": float(not finite)}
 
-    def state_files(self, name: str) -> dict[str, bytes]:
+    def tensors(self) -> Iterator[Tensor]:
+        """Its state as it lies in memory, but for the parameters."""
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (tensor for value in state.values() for tensor in _flat("", value).values())
+
+    def state_files(self, name: str) -> dict[str, Data]:
         """Its state by names of parameters, as `save_tensors` does. Called by all ranks.
 
         Raises: UserError: the optimizer keeps something that is no tensor and no number.
@@ -96,7 +105,7 @@ class ModelOptimizer:
                 tensors |= _flat(f"{parameter}/{key}", value)
         return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded)
 
-    def load_state_files(self, name: str, files: Mapping[str, bytes]) -> None:
+    def load_state_files(self, name: str, files: Mapping[str, Data]) -> None:
         """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it; the weights may change
         in the sign of a zero, so they are loaded after it. Called by all ranks.
 
@@ -138,6 +147,7 @@ class ModelOptimizer:
                         group[key] = self._began[full_name]
         saved.load(tensors)
         for state, key, tensor in numbers:
+            # Plain numbers were read into tensors of their own, since only tensors can be filled in place.
             state[key] = type(state[key])(tensor.item())
         self._num_skipped_in_a_row = int(num_skipped)
 
@@ -169,6 +179,7 @@ class ModelOptimizer:
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
+            # None and not 0: the memory is free during the next forward pass.
             parameter.grad = None
 
 
@@ -200,6 +211,7 @@ def _optimizers(
         yield _optimizer(section.optimizer_type, model, trained, section, plugin_dirs)
         return
     # Layers are numbered: embeddings, the output layer and a head of a critic stand outside of them.
+    # Muon makes the update of a matrix orthogonal, which means nothing for a vector or a table of rows.
     hidden = {n: p for n, p in trained.items() if p.ndim == 2 and any(part.isdigit() for part in n.split("."))}
     if hidden:
         yield _optimizer("muon", model, hidden, section, plugin_dirs)
@@ -231,6 +243,7 @@ def _optimizer(
     for parameter in parameters.values():
         # Norms and biases are vectors. To pull them or rare rows of an embedding to 0 fits nothing better.
         decays = section.decay_all_weights or (parameter.ndim > 1 and id(parameter) not in tables)
+        # Spread and whole weights in groups of their own: one call of PyTorch steps only tensors of one kind.
         groups.setdefault((isinstance(parameter, DTensor), decays), []).append(parameter)
     listed = [
         {"params": part, **({} if decays or "weight_decay" not in takes else {"weight_decay": 0.0})}

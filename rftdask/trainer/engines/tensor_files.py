@@ -1,4 +1,5 @@
-"""Tensor files: tensors, whole or spread over ranks, saved and loaded as safetensors by `torch.distributed.checkpoint`.
+"""Tensor files: tensors, whole or spread over ranks, as safetensors: their wholes as one file in host memory, for who
+loads them whole (`stage_tensors`), or saved and loaded by `torch.distributed.checkpoint`.
 
 PyTorch plans who writes what, of what several ranks hold one alone, and which part of which file a rank is to read. Its
 planners are given bytes by name here, where they expect a file system. Nothing is known of models, nor where files go.
@@ -12,14 +13,15 @@ wrote, to the bit; the same tensors on as many ranks give the same bytes.
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -30,22 +32,88 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from rftdask.errors import RftError, RoleError
+from rftdask.storage.base import Data
+from rftdask.trainer.engines.strategies.base import full
 from rftdask.trainer.ranks import Ranks
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """In the head of a file: JSON {name: {"saved_offsets": [first row, first column, ...]}}. The names are PyTorch's."""
 
 _ENDING = ".safetensors"
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+"""By the names in the heads of files."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spread: bool) -> dict[str, bytes]:
+def stage_tensors(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> memoryview:
+    """The wholes of `tensors` as a safetensors file in host memory: a copy, which no later step changes, made in one
+    pass over them. Called by all ranks; of no bytes on those other than 0.
+
+    Args: dtype: of those of floating point in the file; None: each as it is.
+    """
+    kinds = {
+        name: (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        for name, tensor in tensors.items()
+    }
+    on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+    # "pt" is what transformers looks for before it reads a file.
+    file, places = _lay_out(kinds if ranks.is_rank0 else {}, {"format": "pt"}, pinned=on_gpu)
+    for name, tensor in tensors.items():
+        # Narrow before it travels, over the ranks or off the device: half the bytes. In host memory the copy converts.
+        narrow = tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else tensor.to(kinds[name][0])
+        whole = full(narrow)  # a call of all ranks where a tensor is spread
+        if ranks.is_rank0:
+            places[name].copy_(whole, non_blocking=True)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return file if ranks.is_rank0 else memoryview(b"")
+
+
+def _lay_out(
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str], *, pinned: bool = False
+) -> tuple[memoryview, dict[str, Tensor]]:
+    """Host memory that is a safetensors file with its head written, and in it the places of the tensors, to be filled.
+
+    Args: kinds: dtype and shape by name; of one dtype, the bytes are those of safetensors' own writer.
+    """
+    begins, end, head = dict[str, int](), 0, dict[str, Any](__metadata__=dict(metadata))
+    # The widest first, so that each begins at a multiple of its own size.
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        begins[name], end = end, end + dtype.itemsize * math.prod(shape)
+        head[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [begins[name], end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    if pinned:  # of which PyTorch keeps what was given back: pinning takes longer than the copy
+        memory = torch.empty(start + end, dtype=torch.uint8, pin_memory=True)
+    else:
+        pages = mmap.mmap(-1, start + end)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # New memory comes page by page, which for small pages takes five times as long as the copy into it.
+            with suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    file = memory.numpy().data
+    file[:start] = len(text).to_bytes(8, "little") + text
+    places = {}
+    for name, (dtype, shape) in kinds.items():
+        begin = start + begins[name]
+        places[name] = memory[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view([*shape])
+    return file, places
+
+
+def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spread: bool) -> dict[str, Data]:
     """Tensors as files, of which each rank gets what it is to write. Called by all ranks, with the same names.
 
     Args:
@@ -64,8 +132,17 @@ def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spre
     return writer.files
 
 
-_Look = tuple[str, bool, list[tuple[str, str, list[int], list[int]]]]
-"""A file, whether its head says where tensors begin, and of each tensor: name, dtype, offsets, sizes. JSON types."""
+_Look = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
+"""A file, whether its head says where tensors begin, and of each tensor: name, dtype, offsets, sizes, and the byte of
+the file at which it begins. JSON types."""
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """Files of which a part can be read without the rest."""
+
+    def part(self, name: str, start: int, stop: int) -> bytes:
+        """These bytes of a file."""
 
 
 class _NoFolder:
@@ -97,21 +174,24 @@ class SavedTensors(_NoFolder, StorageReader):
         saved.load(tensors)
     """
 
-    def __init__(self, name: str, files: Mapping[str, bytes], ranks: Ranks) -> None:
-        """Looks into the files. Called by all ranks.
+    def __init__(self, name: str, files: Mapping[str, Data], ranks: Ranks) -> None:
+        """Looks into the heads of the files. Called by all ranks.
 
+        files: if they are `InParts`, of each file a rank reads nothing but what it fills.
         Raises: RoleError: they are not there, or parts whose place in the whole is not known.
         """
         self._name, self._files, self._ranks = name, files, ranks
-        self._held: tuple[str, dict[str, Tensor]] = ("", {})
+        self._held: tuple[str, Data] = ("", b"")
         stem = re.escape(name.removesuffix(_ENDING))
         pattern = rf"{stem}(-\d+)?{re.escape(_ENDING)}"
+        # By length, then by name: rank 10 comes after rank 9.
         own = sorted((file for file in files if re.fullmatch(pattern, file)), key=lambda file: (len(file), file))
         if not own:
             raise RoleError(f"the checkpoint has no {name}")
-        # Each rank looks into some of them, its own if as many ranks wrote: to know a part of a file is to read it all.
+        # Each rank looks into some of them, its own if as many ranks wrote.
         looks = ranks.all_gather([self._look(file) for file in own[ranks.rank :: ranks.size]])
-        self._file_of: dict[MetadataIndex, str] = {}
+        self._places: dict[MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
+        """Of a part of a tensor: its file, dtype and sizes, and the byte at which it begins."""
         self._tensors: dict[str, TensorStorageMetadata] = {}
         for file, placed, chunks in (look for part in looks for look in part):
             if not placed and len(own) > 1:
@@ -119,14 +199,15 @@ class SavedTensors(_NoFolder, StorageReader):
                     f"{file} of the checkpoint has parts of tensors and no {_SHARDING} in its head, so another version "
                     "of rftdask wrote it; begin a new run with what `rftdask convert` makes of it"
                 )
-            for key, dtype, offsets, sizes in chunks:
+            for key, dtype_name, offsets, sizes, begin in chunks:
+                dtype = _DTYPES[dtype_name]
                 # The whole reaches as far as the part that ends last.
                 ends = torch.Size(start + size for start, size in zip(offsets, sizes, strict=True))
-                empty = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), ends, [])
+                empty = TensorStorageMetadata(TensorProperties(dtype), ends, [])
                 known = self._tensors.setdefault(key, empty)
                 known.size = torch.Size(map(max, known.size, ends))
                 known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                self._file_of[MetadataIndex(key, offsets)] = file
+                self._places[MetadataIndex(key, offsets)] = (file, dtype, sizes, begin)
 
     @property
     def names(self) -> Collection[str]:
@@ -156,7 +237,7 @@ class SavedTensors(_NoFolder, StorageReader):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _in_our_words(f"{self._name} of the checkpoint does not fit the model"):
             load_checkpoint(into, storage_reader=self, planner=planner, process_group=self._ranks.group)
-        self._held = ("", {})
+        self._held = ("", b"")
 
     # ---- what PyTorch calls
 
@@ -165,18 +246,21 @@ class SavedTensors(_NoFolder, StorageReader):
         return Metadata(dict(self._tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what this rank asked for, file by file, the one that is in memory first."""
-        # A file is parsed once, whatever is asked of it: parsing one reads all of it.
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._file_of[item.storage_index], []).append(item)
-        for file in sorted(by_file, key=lambda file: (file != self._held[0], file)):
-            tensors = self._read(file)
-            for item in by_file[file]:
-                box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                target = planner.resolve_tensor(item)
-                target.copy_(tensors[item.storage_index.fqn][box])
-                planner.commit_tensor(item, target)
+        """Fill what this rank asked for, tensor by tensor, the file that is in memory first."""
+        items = [(self._places[item.storage_index], item) for item in plan.items]
+        items.sort(key=lambda item: (item[0][0] != self._held[0], item[0][0], item[0][3]))
+        for (file, dtype, sizes, begin), item in items:
+            box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
+            target = planner.resolve_tensor(item)
+            if target.numel():
+                # Whole rows: they lie one after another, and of weights that are spread a rank has some rows.
+                row = math.prod(sizes[1:]) * dtype.itemsize
+                first, last = (box[0].start, box[0].stop) if box else (0, 1)
+                # A copy that can be written to: torch warns of memory that cannot.
+                data = bytearray(self._bytes(file, begin + first * row, begin + last * row))
+                rows = torch.frombuffer(data, dtype=dtype).view([last - first, *sizes[1:]] if box else [])
+                target.copy_(rows[(slice(None), *box[1:])] if box else rows)
+            planner.commit_tensor(item, target)
         return _done(None)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -184,24 +268,26 @@ class SavedTensors(_NoFolder, StorageReader):
 
     # ----
 
-    def _read(self, file: str) -> dict[str, Tensor]:
-        """The tensors of a file; one is kept, in case that it is the next too."""
+    def _bytes(self, file: str, start: int, stop: int) -> Data:
+        """A part of a file; a file that can only be read whole is kept, in case that the next part is of it, too."""
+        if isinstance(self._files, InParts):
+            return self._files.part(file, start, stop)
         if self._held[0] != file:
-            self._held = ("", {})  # both at once may be too much
-            self._held = (file, load(self._files[file]))
-        return self._held[1]
+            self._held = ("", b"")  # both at once may be too much
+            self._held = (file, self._files[file])
+        return self._held[1][start:stop]
 
     def _look(self, file: str) -> _Look:
-        """What is in a file."""
-        data = self._files[file]
-        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-        placed = json.loads(head[_SHARDING]) if _SHARDING in head else None
-        self._held = (file, load(data))
+        """What is in a file, by its head: 8 bytes of its length, then JSON."""
+        size = int.from_bytes(self._bytes(file, 0, 8), "little")
+        head = json.loads(bytes(self._bytes(file, 8, 8 + size)))
+        more = head.pop("__metadata__", {})
+        placed = json.loads(more[_SHARDING]) if _SHARDING in more else None
         # A file without places in its head holds whole tensors, each beginning at 0.
         chunks = []
-        for name, tensor in self._held[1].items():
-            offsets = [0] * tensor.dim() if placed is None else list(placed[name][_OFFSETS])
-            chunks.append((name, str(tensor.dtype).removeprefix("torch."), offsets, list(tensor.shape)))
+        for name, told in head.items():
+            offsets = [0] * len(told["shape"]) if placed is None else list(placed[name][_OFFSETS])
+            chunks.append((name, told["dtype"], offsets, told["shape"], 8 + size + told["data_offsets"][0]))
         return file, placed is not None, chunks
 
 
@@ -210,7 +296,7 @@ class _Writer(_NoFolder, StorageWriter):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.files: dict[str, bytes] = {}
+        self.files: dict[str, Data] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Make this rank's file of the parts that the plan gives it."""
@@ -219,11 +305,17 @@ class _Writer(_NoFolder, StorageWriter):
         for item in plan.items:
             tensor, index = planner.resolve_data(item), item.index
             assert isinstance(tensor, Tensor) and index.offset is not None and index.fqn not in tensors
-            tensors[index.fqn] = tensor.detach().cpu().contiguous()
+            tensors[index.fqn] = tensor.detach()
             offsets[index.fqn] = {_OFFSETS: list(index.offset)}
         if tensors:
-            # One entry: the library writes several in any order, and the same state should give the same bytes.
-            self.files[self._name] = save(tensors, {_SHARDING: json.dumps(offsets, sort_keys=True)})
+            kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+            pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
+            file, places = _lay_out(kinds, {_SHARDING: json.dumps(offsets, sort_keys=True)}, pinned=pinned)
+            for key, tensor in tensors.items():
+                places[key].copy_(tensor, non_blocking=True)
+            if pinned:
+                torch.cuda.synchronize()
+            self.files[self._name] = file
         return _done([])  # what was written is for `finish` alone
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -249,6 +341,7 @@ def _in_our_words(what: str) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:  # no Exception by its base
+            # Of the lowest rank that failed, so that all ranks raise the same.
             rank, (cause, _) = min(error.failures.items())
             if isinstance(cause, RftError):
                 raise cause from error

@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
@@ -30,6 +31,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, mismatched
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError
+from rftdask.models.host_copy import HostCopy
 from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -38,26 +40,32 @@ from rftdask.models.lora import (
     begin,
     load_adapter,
     merged,
+    needs_weights,
     without_adapters,
 )
+from rftdask.processes.gpus import use_device
+from rftdask.storage.base import Data
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.micro_batches import PaddedRows, Passes, mini_batches, plan_passes
+from rftdask.trainer.engines.micro_batches import BatchRows, Passes, mini_batches, plan_passes
 from rftdask.trainer.engines.optimizer import ModelOptimizer
+from rftdask.trainer.engines.router_loss import RouterLoss
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.strategies.tensor import TensorParallel
-from rftdask.trainer.engines.tensor_files import SavedTensors
+from rftdask.trainer.engines.tensor_files import SavedTensors, stage_tensors
 from rftdask.trainer.model import (
     TeacherStates,
+    check_model,
+    compute_wide,
     dtype_at_rest,
     entropy_signals,
     export_hf,
+    frozen_dtype,
     load_policy,
     predicting_states,
     row_scores,
-    state_bytes,
     token_logprobs,
     turn_off_dropout,
 )
@@ -101,7 +109,7 @@ class TorchEngine(TrainEngine):
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
         """See TrainEngine; the strategy is the one that the section and the number of ranks ask for."""
-        trainer, device = config.trainer, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        trainer, device = config.trainer, torch.device(use_device())
         # One rank; or whole copies; or, below, weights in parts. At most one of these, by the checks of the config.
         strategy: Strategy = Strategy(ranks) if ranks.size == 1 else DDP(ranks)
         if (size := trainer.tensor_parallel_size) > 1:
@@ -134,15 +142,21 @@ class TorchEngine(TrainEngine):
         self._ranks, self._sequence = self._strategy.ranks, sequence
         # Adapters are drawn when they are made, on every rank the same.
         torch.manual_seed(config.seed)
-        torch.use_deterministic_algorithms(config.deterministic)
+        # Then an operation without a form that repeats its bits is an error, and no silent difference.
+        torch.use_deterministic_algorithms(device == "cpu" if config.deterministic is None else config.deterministic)
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
         self._algorithm = algorithm.without_drops()
-        self._needs = () if algorithm.advantage_fn is None else algorithm.advantage_fn.needs
+        advantage = self._algorithm.advantage_fn
+        self._needs = () if advantage is None else advantage.needs
+        self._reads_tokens = algorithm.kl_penalty_fn.is_active or (
+            advantage is not None and (advantage.token_level or any(name.endswith("_NT") for name in self._needs))
+        )
+        # A pair (chosen, rejected) is one term of the loss: both rows must be in the same pass.
         self._unit = 2 if algorithm.schema == "dpo" else 1  # rows that are never parted
         self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
         trusted = config.model.trust_remote_code
-        # In float32, whatever the files have: these are the weights that the optimizer moves.
+        # In float32, whatever the files have: these are the weights that the optimizer moves. Others: `_load_base`.
         self._load = partial(
             load_policy,
             dtype="float32",
@@ -151,9 +165,16 @@ class TorchEngine(TrainEngine):
             num_splits=self._num_splits,
             scalar_head=algorithm.policy_loss_fn.scores_sequences,
         )
-        self._model, self._tokenizer = self._load(self._path)
-        self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
         self._lora = config.model.lora_configs[0] if config.model.lora_configs else None
+        self._model, self._tokenizer = (
+            self._load(self._path, mesh=self._strategy.mesh)
+            if self._lora is None
+            else self._load_base(self._path, self._lora)
+        )
+        # Of what engines load: that in which they compute, where it is narrower than the trainer's float32.
+        engine_dtype = config.explorer.rollout_model.dtype_on(device)
+        self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
+        self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
         self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
         # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
         self._adapter = {} if self._lora is None else adapter_names(self._model)
@@ -164,11 +185,15 @@ class TorchEngine(TrainEngine):
             turn_off_dropout(self._model)
         if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        coef = self._trainer.router_aux_loss_coef
+        self._router_loss = RouterLoss(self._model, coef) if coef else None
+        # Sharded after adapters are in place, and before the optimizer sees the parameters.
+        self._policy = self._prepared(self._model)
         if self._trainer.torch_compile:
             for layer in layers_of(self._model, self._model._no_split_modules or ()):
+                # Each layer and not the whole: they are alike, so one compilation serves all of
+                # them. Lengths differ in every pass.
                 layer.compile(dynamic=True)
-        # Sharded after adapters and compiled layers are in place, and before the optimizer sees the parameters.
-        self._policy = self._prepared(self._model)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
         per_step = self._trainer.ppo_epochs * config.num_mini_batches
         total_updates = None if total_steps is None else total_steps * per_step
@@ -177,14 +202,19 @@ class TorchEngine(TrainEngine):
         self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
         folders = config.explorer.plugin_dirs
         self._optimizer = ModelOptimizer(self._model, optimizer, grad_clip, self._strategy, total_updates, folders)
+        self._frozen: list[Scorer] = []
+        """Reference and teachers."""
+        self._host_copy: HostCopy | None = None
         self._reference = self._load_reference() if algorithm.use_reference else None
         models = config.explorer.auxiliary_models if algorithm.use_teacher else ()
         self._teachers = [self._load_frozen(model.model_path or "") for model in models]
         self._critic: Critic | None = None
         if algorithm.use_critic:
-            body, _ = self._load(config.model.critic_model_path or self._path)
+            body, _ = self._load(config.model.critic_model_path or self._path, mesh=self._strategy.mesh)
             turn_off_dropout(body)  # values are compared with those before the update
-            self._critic = Critic(body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders)
+            self._critic = Critic(
+                body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders, self._num_splits
+            )
         # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
@@ -194,7 +224,7 @@ class TorchEngine(TrainEngine):
         """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
-        rows = PaddedRows(batch, device, self._sequence)
+        rows = BatchRows(batch, device, self._sequence)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
@@ -208,32 +238,43 @@ class TorchEngine(TrainEngine):
             if algorithm.policy_loss_fn.uses_kl_baseline:
                 rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
             metrics: dict[str, float] = {}
-            advantages_NT, returns_NT = None, None
+            advantages: Callable[[np.ndarray], Tensor] | None = None
+            returns_Q: Tensor | None = None
             if algorithm.advantage_fn is not None:
-                advantages_NT, returns_NT, metrics = self._advantages(rows, scores, step)
+                advantages, returns_Q, metrics = self._advantages(rows, scores, step)
             for number, members in self._mini_batches(batch, step):
+                # One mini-batch is the whole batch: its passes are planned already.
                 passes = whole if len(members) == len(batch) else self._plan(batch, members)
-                mask_NT = rows.loss_mask_NT & rows.among(members)[:, None]
+                # Tokens of the other mini-batches weigh nothing in this update.
+                counts_N = rows.counts() * rows.among(members)
                 of_update: dict[str, float] = {}
+                # Until its critic has learned what returns look like, advantages are noise to the policy.
                 if self._critic is None or step > self._trainer.critic_warmup:
                     # One denominator for the whole mini-batch: the gradients of passes and ranks then add up to its
                     # own.
-                    weights_NT = algorithm.token_weights(
-                        mask_NT,
+                    weights_N = algorithm.row_weights(
+                        counts_N,
                         max_tokens=self._config.model.max_response_tokens,
                         expert_mask_B=rows.experts_N,
+                        rollout_B=rows.rollouts_N,
                         step=step,
                     )
                     sums: dict[str, Tensor] = {}
                     # Gradients are added pass by pass; nothing moves before `ModelOptimizer.step`.
                     for teacher, taught in self._taught(batch, members, passes):
                         for part in taught.own:
-                            inputs = self._loss_inputs(rows, part, teacher, weights_NT, scores, advantages_NT)
+                            with nullcontext() if self._router_loss is None else self._router_loss.listening():
+                                inputs = self._loss_inputs(rows, part, teacher, weights_N, scores, advantages)
                             loss, more = algorithm.compute_loss(inputs)
+                            if self._router_loss is not None:
+                                # By tokens: the terms of all passes and ranks then add up to a mean over the update.
+                                term = self._router_loss.term(batch.lengths[part].sum() / batch.lengths[members].sum())
+                                loss, more = loss + term, more | {"router_aux_loss": term.detach()}
                             loss.backward()
                             # Before the first update alone: after it the weights differ from what sampled by more.
                             if algorithm.schema == "experience" and not updates:
                                 more |= _mismatch(inputs)
+                            # Tensors still: a float of each would wait for the device in every pass.
                             for name, value in more.items():
                                 sums[name] = sums[name] + value if name in sums else value
                         # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient
@@ -245,17 +286,21 @@ class TorchEngine(TrainEngine):
                     # means.
                     of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
                     if "mismatch_kl" in of_update:
+                        # Both are sums over all passes by now, so this is the mean over tokens.
                         of_update["mismatch_kl"] /= max(of_update.pop("mismatch_tokens"), 1.0)
                     of_update |= self._optimizer.step(number, step)
                 if self._critic is not None:
-                    assert returns_NT is not None
+                    assert returns_Q is not None
+                    mask_Q = rows.loss_mask_Q & rows.of_tokens(rows.among(members))
                     of_update |= self._critic.update(
-                        rows, passes, mask_NT, scores["values_NT"], returns_NT, update=number, step=step
+                        rows, passes, mask_Q, scores["values_NT"], returns_Q, update=number, step=step
                     )
                 updates.append(of_update)
         metrics |= _over_updates(updates)
         if "kl" in metrics:
             # For the step after this one, from numbers that are the same on all ranks.
+            # The loss term is weighed by tokens; divided by their weights it is a mean
+            # KL, which the controller aims at.
             measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
             self._kl_coefs[0] = algorithm.kl_loss_fn.next_coef(float(self._kl_coefs[0]), measured, len(batch))
         if "kl_penalty" in metrics:
@@ -270,20 +315,21 @@ class TorchEngine(TrainEngine):
         totals, total = defaultdict[str, float](float), 0.0
         self._model.eval()
         for batch in batches:
-            rows, passes = PaddedRows(batch, device, self._sequence), self._plan(batch, np.arange(len(batch)))
+            rows, passes = BatchRows(batch, device, self._sequence), self._plan(batch, np.arange(len(batch)))
             sums = defaultdict[str, float](float)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 scores = self._scores(batch, rows, passes)
                 if algorithm.policy_loss_fn.uses_kl_baseline:
                     rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
-                weights_NT = algorithm.token_weights(
-                    rows.loss_mask_NT,
+                weights_N = algorithm.row_weights(
+                    rows.counts(),
                     max_tokens=self._config.model.max_response_tokens,
                     expert_mask_B=rows.experts_N,
+                    rollout_B=rows.rollouts_N,
                 )
                 for teacher, taught in self._taught(batch, np.arange(len(batch)), passes):
                     for part in taught.own:
-                        inputs = self._loss_inputs(rows, part, teacher, weights_NT, scores, None)
+                        inputs = self._loss_inputs(rows, part, teacher, weights_N, scores, None)
                         for name, value in algorithm.compute_loss(inputs)[1].items():
                             sums[name] += float(value)
                     for _ in range(taught.num_idle):  # the exchanges of ranks with more passes take all
@@ -311,7 +357,7 @@ class TorchEngine(TrainEngine):
             self._ranks,
             hidden_size=self._model.config.get_text_config().hidden_size,
             max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
-            max_rows=self._trainer.micro_batch_size,
+            max_rows=self._trainer.max_rows_per_micro_batch,
             unit=self._unit,
             together=self._strategy.passes_together,
             group=self._sequence or self._strategy.group,
@@ -330,34 +376,52 @@ class TorchEngine(TrainEngine):
     def _kl_baseline(self, batch: TrainingBatch) -> float:
         """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
         where responses are to other prompts."""
-        rows, passes = PaddedRows(batch, self._device, self._sequence), self._plan(batch, np.arange(len(batch)))
+        rows, passes = BatchRows(batch, self._device, self._sequence), self._plan(batch, np.arange(len(batch)))
         assert self._reference is not None, "a loss with a KL baseline has a reference"
-        policy_NT, ref_NT = (
+        policy_Q, ref_Q = (
             passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
             for model in (self._policy, self._reference)
         )
-        return max(0.0, float(((policy_NT - ref_NT) * rows.loss_mask_NT).sum(-1).mean()))
+        return max(0.0, float(rows.padded((policy_Q - ref_Q) * rows.loss_mask_Q).sum(-1).mean()))
 
     def _advantages(
-        self, rows: PaddedRows, scores: Mapping[str, Tensor], step: int
-    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        """[N, T] (or [N, 1]) advantages, [N, T] targets of a critic, and metrics. Takes tokens that the advantage
-        function takes out of the loss out of `rows`.
+        self, rows: BatchRows, scores: Mapping[str, Tensor], step: int
+    ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
+        """Advantages of some rows, [B, T], or [B, 1] where a row has one number; [Q] targets of a critic, and metrics.
+        Takes tokens that the advantage function takes out of the loss out of `rows`.
         """
-        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree.
-        more_inputs: dict[str, Any] = {name: value.cpu() for name, value in scores.items()}
-        given = replace(rows.advantage_inputs(step), **more_inputs)
+        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree. Side by
+        # side only where the function looks at tokens.
+        with_tokens = self._reads_tokens
+        function = self._algorithm.advantage_fn
+        # The same tokens in the same order, cut into turns or into rows.
+        seen = rows.by_turns() if function is not None and function.compares_turns else rows
+        more_inputs: dict[str, Any] = {name: seen.padded(v) for name, v in scores.items() if with_tokens}
+        given = replace(seen.advantage_inputs(step, with_tokens=with_tokens), **more_inputs)
         result = self._algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
         # Before the weights of the tokens are made: a token that was taken out is in no denominator.
         if result.keep_NT is not None:
-            rows.loss_mask_NT &= result.keep_NT.to(self._device)
-        advantages_NT = result.advantages_N[:, None] if result.advantages_NT is None else result.advantages_NT
-        returns_NT = None if result.returns_NT is None else result.returns_NT.to(self._device)
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        return advantages_NT.to(self._device), returns_NT, metrics
+            rows.loss_mask_Q &= seen.packed(result.keep_NT)
+        if result.advantages_NT is None and seen is rows:
+            advantages_N1 = result.advantages_N.to(self._device)[:, None]
 
-    def _scores(self, batch: TrainingBatch, rows: PaddedRows, passes: Passes) -> dict[str, Tensor]:
-        """[N, T] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
+            def advantages(members: np.ndarray) -> Tensor:
+                # [B, 1], which spreads over the tokens of a row by itself.
+                return advantages_N1[torch.from_numpy(members).to(self._device)]
+
+        else:
+            per_token_Q = (
+                seen.of_tokens(result.advantages_N.to(self._device))
+                if result.advantages_NT is None
+                else seen.packed(result.advantages_NT)
+            )
+            advantages = partial(rows.part, per_token_Q)
+        returns_Q = None if result.returns_NT is None else seen.packed(result.returns_NT)
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        return advantages, returns_Q, metrics
+
+    def _scores(self, batch: TrainingBatch, rows: BatchRows, passes: Passes) -> dict[str, Tensor]:
+        """[Q] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
         for; by the names that `AdvantageInputs` has for it."""
         scores: dict[str, Tensor] = {}
         if (reference := self._reference) is not None:
@@ -368,9 +432,9 @@ class TorchEngine(TrainEngine):
             each = [part.scored(rows, lambda model=model, **inputs: model(**inputs)[0]) for model, part in taught]
             scores["teacher_logprobs_NT"] = sum(each[1:], each[0])
         if "necs_NT" in self._needs:
-            three_NT3 = passes.scored(rows, partial(entropy_signals, self._policy))
+            three_Q3 = passes.scored(rows, partial(entropy_signals, self._policy))
             names = ("policy_logprobs_NT", "entropy_NT", "necs_NT")
-            scores |= dict(zip(names, three_NT3.unbind(-1), strict=True))
+            scores |= dict(zip(names, three_Q3.unbind(-1), strict=True))
         elif "entropy_NT" in self._needs:
             scores["entropy_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
         if self._keeps_proximal and "policy_logprobs_NT" not in scores:
@@ -387,45 +451,46 @@ class TorchEngine(TrainEngine):
             assert teacher is not None, "an algorithm with a teacher has loaded it"
             with torch.no_grad():
                 states_QH = teacher(**inputs, states_alone=True)
+            # Not logits but what they are made of: [Q, V] of the teacher for a whole micro-batch would not fit.
             causal: Any = teacher.model
             states = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
         logprobs_BT, more = self._policy(**inputs, with_entropy=use_entropy, teacher=states)
         if states is None:
             return logprobs_BT, more, None
+        # [B, T, 2] -> two of [B, T].
         divergence_BT, entropy_BT = more.unbind(-1)
         return logprobs_BT, entropy_BT if use_entropy else None, divergence_BT
 
     def _loss_inputs(
         self,
-        rows: PaddedRows,
+        rows: BatchRows,
         members: np.ndarray,
         teacher: Scorer | None,
-        weights_NT: Tensor,
+        weights_N: Tensor,
         scores: Mapping[str, Tensor],
-        advantages_NT: Tensor | None,
+        advantages: Callable[[np.ndarray], Tensor] | None,
     ) -> LossInputs:
         """One forward pass of the policy, and of the batch what belongs to its rows."""
         part = torch.from_numpy(members).to(self._device)
         policy_BT, entropy_BT, divergence_BT = self._update_scores(teacher, **rows.model_inputs(members))
-        # A micro-batch is as wide as its own longest response, the tensors of the batch as its longest of all.
-        width = policy_BT.shape[1]
+        mask_BT = rows.part(rows.loss_mask_Q, members)
         current_BT = policy_BT.detach()
         proximal_BT = None
         if self._keeps_proximal:
-            proximal_BT = scores["policy_logprobs_NT"][part, :width]
+            proximal_BT = rows.part(scores["policy_logprobs_NT"], members)
         elif not self._config.algorithm.bypass_old_logprobs:
             proximal_BT = current_BT  # of the only update: the weights before it are the current ones
-        ref_NT = scores.get("ref_logprobs_NT")
-        sampled_BT = rows.rollout_logprobs_NT[part, :width]
-        if advantages_NT is not None:  # [N, 1] where a row has one number; a batch may have no response token at all
-            advantages_NT = advantages_NT[part, : max(1, min(width, advantages_NT.shape[1]))]
+        ref_Q = scores.get("ref_logprobs_NT")
         return LossInputs(
             policy_logprobs_BT=policy_BT,
-            rollout_logprobs_BT=sampled_BT if self._algorithm.schema == "experience" else current_BT,
-            loss_mask_BT=rows.loss_mask_NT[part, :width],
-            token_weights_BT=weights_NT[part, :width],
-            advantages_BT=advantages_NT,
-            ref_logprobs_BT=None if ref_NT is None else ref_NT[part, :width],
+            # Without gradient: in the place of recorded logprobs it makes every ratio 1, the gradient that of log p.
+            rollout_logprobs_BT=(
+                rows.part(rows.rollout_logprobs_Q, members) if self._algorithm.schema == "experience" else current_BT
+            ),
+            loss_mask_BT=mask_BT,
+            token_weights_BT=mask_BT * weights_N[part][:, None],
+            advantages_BT=None if advantages is None else advantages(members),
+            ref_logprobs_BT=None if ref_Q is None else rows.part(ref_Q, members),
             entropy_BT=entropy_BT,
             divergence_BT=divergence_BT,
             expert_mask_B=rows.experts_N[part],
@@ -436,21 +501,28 @@ class TorchEngine(TrainEngine):
             uids=rows.uids(members),
         )
 
-    def weights(self) -> Mapping[str, bytes]:
-        """See TrainEngine; bytes on rank 0 alone. Adapters keep the names of PEFT's file."""
-        # All ranks make this call, since bringing spread weights together takes each of them; rank 0 has the result.
-        tensors = self._strategy.full_state(self._model, self._adapter or None)
+    def weights(self) -> Mapping[str, Data]:
+        """See TrainEngine. Adapters keep the names of PEFT's file, and their data type."""
+        return self._staged(self._published_dtype)
+
+    def _staged(self, dtype: torch.dtype | None) -> dict[str, Data]:
+        """The weights that are trained, as the files that engines take. Called by all ranks; rank 0 has them."""
+        state = distinct_state(self._model)
+        if self._adapter:
+            state, dtype = {self._adapter[name]: state[name] for name in state if name in self._adapter}, None
+        file = stage_tensors(state, self._ranks, dtype)
         if not self._ranks.is_rank0:
             return {}
         if not self._adapter:
-            return {MODEL_FILE: state_bytes(tensors)}
-        files = {self._adapter[name]: tensor for name, tensor in tensors.items()}
+            return {MODEL_FILE: file}
         settings = json.dumps(self._adapter_settings, indent=1, sort_keys=True).encode()
-        return {ADAPTER_FILE: state_bytes(files), ADAPTER_CONFIG_FILE: settings}
+        return {ADAPTER_FILE: file, ADAPTER_CONFIG_FILE: settings}
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:
-        """In float32 also where training multiplies in bfloat16, unless the strategy brings weights together so."""
+        """In float32 also where training multiplies in bfloat16, unless the strategy brings weights together so. Its
+        data type is the narrower one of these weights and of what engines load.
+        """
         sequences = fixed_sequences(self._model.config.get_text_config().vocab_size)
         rows = pack_rows(
             [np.array(sequence) for sequence in sequences],
@@ -466,31 +538,60 @@ class TorchEngine(TrainEngine):
         # Where weights are brought together in bfloat16 their rounding is in the logprobs, and the engine is told so.
         bfloat16 = self._strategy.sharded and self._device.type == "cuda"
         logprobs = tuple(tuple(row) for row in logprobs_BT.cpu().tolist())
-        return Fingerprint(sequences, logprobs, "bfloat16" if bfloat16 else "float32")
+        dtype = torch.bfloat16 if bfloat16 else self._published_dtype
+        return Fingerprint(sequences, logprobs, str(dtype).removeprefix("torch."))
 
-    def state_files(self) -> dict[str, bytes]:
+    def state_files(self) -> Mapping[str, Data]:
         """See TrainEngine; weights and coefficients by rank 0, the optimizer's state by all ranks."""
         files = self._optimizer.state_files(_OPTIMIZER)
         if self._critic is not None:
             files |= self._critic.state_files()
-        for name, data in self.weights().items():
+        for name, data in self._staged(None).items():  # as the optimizer moves them
             files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}" if self._adapter else CHECKPOINT_MODEL_FILE] = data
         if self._ranks.is_rank0:
             files[_COEFS] = save({"kl": self._kl_coefs})
         return files
 
-    def load_state_files(self, files: Mapping[str, bytes]) -> None:
+    def load_state_files(self, files: Mapping[str, Data]) -> None:
         """See TrainEngine. Raises: RoleError: the files are of another model or version."""
         name, own = CHECKPOINT_MODEL_FILE, distinct_state(self._model)
         if self._adapter:
             name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
+            # The checkpoint has PEFT's names, and the loader fills tensors by name, in place.
             own = {self._adapter[n]: tensor for n, tensor in own.items() if n in self._adapter}
+        # Before the weights: making the optimizer's state takes a step of rate 0, which may turn the sign of a zero.
         self._optimizer.load_state_files(_OPTIMIZER, files)
         SavedTensors(name, files, self._ranks).load(own)
         if self._critic is not None:
             self._critic.load_state_files(files)
         # What an adaptive controller has learned so far; else the coefficients of the config.
-        self._kl_coefs = load(files[_COEFS])["kl"]
+        self._kl_coefs = load(bytes(files[_COEFS]))["kl"]
+
+    def leave_device(self) -> None:
+        """See TrainEngine; weights, gradients, frozen models and the state of optimizers go to host memory."""
+        for module in self._modules():
+            self._strategy.put_apart(module)
+        self._host_copy = HostCopy(self._tensors(), self._device)
+
+    def return_to_device(self) -> None:
+        """See TrainEngine."""
+        if self._host_copy is not None:
+            self._host_copy.back()
+            self._host_copy = None
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that stays on the device from step to step."""
+        for module in self._modules():
+            for parameter in module.parameters():
+                yield from (parameter, *(() if parameter.grad is None else (parameter.grad,)))
+            yield from module.buffers()
+        yield from self._optimizer.tensors()
+        if self._critic is not None:
+            yield from self._critic.optimizer.tensors()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        """The policy, frozen models and the critic."""
+        return [self._policy, *self._frozen, *([] if self._critic is None else [self._critic.model])]
 
     def export_files(self) -> Mapping[str, bytes]:
         """See TrainEngine; adapters merged into a copy of the model, and all of it in the data type of the model's
@@ -502,6 +603,7 @@ class TorchEngine(TrainEngine):
         model = self._model
         if self._adapter:
             # Merged into weights of its own: the sum could not be taken out of the policy's again to the bit.
+            # Read again and not copied: the model here may be spread over ranks.
             model, _ = self._load(self._path, device="cpu", num_splits=1)
             add_adapter(model, self._adapter_settings | {"inference_mode": False})
             load_adapter(model, {self._adapter[name]: tensor for name, tensor in tensors.items()}, "the trainer")
@@ -524,7 +626,7 @@ class TorchEngine(TrainEngine):
         return without
 
     def _load_frozen(self, model_path: str, lora: LoraConfig | None = None) -> Scorer:
-        model, _ = self._load(model_path)
+        model, _ = self._load_base(model_path, lora)
         if lora is not None:
             begin(model, lora)
         ours, theirs = self._model.config.vocab_size, model.config.vocab_size
@@ -534,12 +636,27 @@ class TorchEngine(TrainEngine):
                 "only a model of the same tokens can score its responses"
             )
         model.eval().requires_grad_(False)
-        return self._prepared(model)
+        self._frozen.append(self._prepared(model))
+        return self._frozen[-1]
+
+    def _load_base(self, model_path: str, lora: LoraConfig | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A model whose own weights are not trained, so that they stay as their files have them."""
+        whole = lora is not None and needs_weights(lora)  # adapters that begin with what weights say
+        # Cut layers are left in float32: they have functions of their own around every call.
+        narrow = not whole and not isinstance(self._strategy, TensorParallel)
+        narrow &= self._strategy.mesh is not None or not self._trainer.torch_compile  # nor are those of compiled calls
+        dtype = frozen_dtype(model_path) if narrow else "float32"
+        return self._load(model_path, dtype=dtype, mesh=None if whole else self._strategy.mesh)
 
     def _prepared(self, model: PreTrainedModel) -> Scorer:
         # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
-        scorer = (RowScorer if self._algorithm.policy_loss_fn.scores_sequences else Scorer)(model)
+        scores_sequences = self._algorithm.policy_loss_fn.scores_sequences
+        scorer = (RowScorer if scores_sequences else Scorer)(model)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
+        if self._strategy.mesh is None:
+            compute_wide(model)
+        else:  # weights are made wide as they are brought together
+            self._strategy.within(scorer, lambda: check_model(model, self._num_splits, has_logits=not scores_sequences))
         return scorer
 
 
@@ -572,6 +689,7 @@ def _mismatch(inputs: LossInputs) -> dict[str, Tensor]:
     mask_BT = inputs.loss_mask_BT
     if inputs.expert_mask_B is not None:
         mask_BT = mask_BT & ~inputs.expert_mask_B[:, None]
+    # Clamped, because exp of one wild token would hide all others in the sum.
     gap_BT = (inputs.policy_logprobs_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "mismatch_kl": (torch.expm1(gap_BT) - gap_BT).masked_fill(~mask_BT, 0.0).sum(),

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.aggregation import token_weights
+from rftdask.algorithm.aggregation import row_weights
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.config.schema.algorithm import registered_parts
 from tests.numerics import shifted_seed
 
 Numbers = Sequence[float]
+
+
+def token_weights(mask_BT: Tensor, mode: str, **given: Any) -> Tensor:
+    """[B, T] of `row_weights`."""
+    return mask_BT * row_weights(mask_BT.sum(-1), mode, **given)[:, None]
 
 
 def load_all(key: str) -> dict[str, Any]:

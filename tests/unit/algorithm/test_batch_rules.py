@@ -86,6 +86,31 @@ def test_pass_rates_are_the_means_of_the_kept_rollouts() -> None:
     assert (metrics["pass_rate_mean"], metrics["pass_rate_valid_frac"]) == (0.75, 0.5)
 
 
+def test_a_rollout_counts_once_in_its_task_whatever_its_turns() -> None:
+    # Task 0: a solved rollout of three turns, the first of them dropped, and a failed one; task 1: a lone one of two.
+    rows = table([1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1], rollout_N=torch.tensor([0, 0, 0, 1, 2, 2]))
+    rows, _ = rows.dropping(torch.tensor([True, False, False, False, False, False]), DropReason.REWARD_RANGE)
+    assert rows.counted_N.tolist() == [False, True, False, True, True, False]
+    assert pass_rates(rows)[1].tolist() == [0.5, 1.0]
+    # Over rows the spread of task 0 would be 0.47, and task 1 would have two rollouts.
+    assert kept(make_operator("reward_std_filter", {"threshold": 0.48})(rows)) == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert kept(make_operator("reward_std_filter", {"threshold": -1.0})(rows)) == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_operators_run_in_order_over_what_is_still_kept() -> None:
     rows = table([-5, 1, 1, 0, 1], [0, 0, 0, 1, 1])
     positive, metrics = make_operator("reward_filter", {"threshold": 0.0})(rows)

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from rftdask.algorithm.aggregation import token_weights
+from rftdask.algorithm.aggregation import row_weights
 from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.losses.preference.dpo import Dpo
@@ -159,7 +159,8 @@ def test_geometric_mask_keeps_or_drops_whole_sequences() -> None:
 
 def masked_mean(values: list[list[float]], lengths: list[int], mode: str, max_tokens: int | None = None) -> float:
     mask = torch.arange(len(values[0]))[None] < torch.tensor(lengths)[:, None]
-    return float((rows(values) * token_weights(mask, mode, max_tokens=max_tokens, dtype=torch.float64)).sum())
+    weights = row_weights(mask.sum(-1), mode, max_tokens=max_tokens, dtype=torch.float64)
+    return float((rows(values) * mask * weights[:, None]).sum())
 
 
 def test_aggregations() -> None:

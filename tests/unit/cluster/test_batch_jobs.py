@@ -3,6 +3,7 @@
 - a role has as many jobs as were asked for: what ended is replaced, the newest are cancelled first;
 - jobs that end again and again before their worker has joined are counted, and one that joined ends the count;
 - layouts that a partition cannot hold are refused with the arithmetic;
+- ranks are one job of whole nodes, engines as many jobs as their GPUs make; GPUs that nobody would use are refused;
 - what a job asks for is what the config says, and a controller's script is the one shown;
 - a controller ends with a checkpoint when it is told to, and is queued again near its walltime or if it was killed.
 """
@@ -24,17 +25,42 @@ import psutil
 import pytest
 from distributed.security import Security
 
-from rftdask.cluster.base import find_cluster, plan_jobs
-from rftdask.cluster.jobs import CANCELLED_FILE, JobRecord, jobs_file, note_workers, plan_change, read_jobs, write_jobs
+from rftdask.cluster.base import find_cluster
+from rftdask.cluster.jobs import (
+    CANCELLED_FILE,
+    RETURNS_FILE,
+    JobRecord,
+    jobs_file,
+    note_workers,
+    plan_change,
+    read_jobs,
+    write_jobs,
+)
+from rftdask.cluster.layout import plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import Capacity, check_fit, count_gres, directives, limit, megabytes
+from rftdask.cluster.slurm import (
+    Capacity,
+    JobShape,
+    check_fit,
+    directives,
+    forget_job,
+    hours,
+    is_at_limit,
+    is_mistake,
+    limit,
+    megabytes,
+    never_runs,
+    shape_of,
+    submit,
+)
 from rftdask.cluster.slurm_cluster import SlurmCluster
 from rftdask.cluster.slurm_script import driver_shell
 from rftdask.commands.submit import allocation_script, controller_text, offline_scripts
-from rftdask.config import Config, load_config
-from rftdask.config.schema.cluster import JobConfig
-from rftdask.errors import UserError
+from rftdask.config import Config, load_config, replace
+from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
+from rftdask.errors import ConfigError, RoleError, UserError
 from rftdask.storage import open_storage
+from tests.integration.run_cases import call_cli
 
 
 def job(number: int, joined: bool = False) -> JobRecord:
@@ -67,11 +93,81 @@ def test_a_role_has_as_many_jobs_as_were_asked_for() -> None:
     assert (fewer.lost, fewer.cancel, fewer.num_new) == ((), (jobs[1], jobs[2]), 0)
 
 
+@pytest.mark.parametrize(("asked", "num_jobs"), [(0, 0), (3, 1), (8, 1), (15, 1), (16, 2)])
+def test_jobs_of_several_workers_are_no_more_than_were_asked_for_but_for_the_first(asked: int, num_jobs: int) -> None:
+    jobs = [job(number) for number in range(3)]
+    assert plan_change([], frozenset(), asked, 0, per_job=8).num_new == num_jobs
+    assert plan_change(jobs, frozenset("012"), asked, 0, per_job=8).cancel == tuple(jobs[num_jobs:])
+
+
 def test_jobs_that_end_before_their_worker_joined_are_counted_until_one_joins() -> None:
     assert plan_change([job(1)], frozenset(), 1, 2).num_failed_starts == 3
     assert plan_change([job(1, joined=True)], frozenset(), 1, 2).num_failed_starts == 0
     assert plan_change([job(1), job(2, joined=True)], frozenset({"2"}), 2, 2).num_failed_starts == 0
     assert plan_change([job(1)], frozenset({"1"}), 1, 2).num_failed_starts == 2
+
+
+def test_jobs_that_the_batch_system_ended_say_nothing_of_whether_workers_can_start() -> None:
+    assert plan_change([job(1), job(2)], frozenset(), 2, 0, frozenset({"1"})).num_failed_starts == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        ("Resources", False),
+        ("Priority", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("QOSMaxGRESPerUser", False),
+        ("AssocGrpGRES", False),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", False),
+        ("BeginTime", False),
+        ("PartitionTimeLimit", True),
+        ("PartitionNodeLimit", True),
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("AssocMaxCpuPerJobLimit", True),
+        ("QOSMaxGRESPerJob", True),
+        ("QOSMinGRES", True),
+    ],
+)
+def test_waiting_for_room_is_told_from_waiting_for_ever(reason: str, never: bool) -> None:
+    assert never_runs(f"PENDING ({reason})") == never
+    assert not never_runs("RUNNING") and not never_runs("PENDING")
+
+
+def test_a_limit_of_submitted_jobs_is_told_from_a_mistake() -> None:
+    assert is_at_limit(
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job ..."
+    )
+    assert is_at_limit("error: AssocMaxSubmitJobLimit")
+    assert is_at_limit("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)")
+    mistakes = (
+        "sbatch: error: invalid partition specified: gpus",
+        "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+        "sbatch: error: Memory specification can not be satisfied",
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+    )
+    assert all(is_mistake(error) and not is_at_limit(error) for error in mistakes)
+    assert not is_mistake("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+
+
+def test_the_number_of_a_job_is_found_below_what_a_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho Welcome to this machine, 2 things are new\necho '4711;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert submit("script.sh") == "4711"
+    sbatch.write_text("#!/bin/sh\necho 'refused: your quota of 7 is used up'\n")
+    with pytest.raises(RoleError, match="named no job; it said: refused: your quota"):
+        submit("script.sh")
+
+
+def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ("SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SLURMD_NODENAME")
+    kept = ("SLURM_CONF", "SBATCH_ACCOUNT")
+    for name in (*told, *kept):
+        monkeypatch.setenv(name, "1")
+    forget_job()
+    assert not set(told) & set(os.environ) and set(kept) <= set(os.environ)
 
 
 def test_a_worker_that_left_is_missed_since_then() -> None:
@@ -95,24 +191,108 @@ def test_the_list_of_jobs_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gres", "count"),
-    [(None, 0), ("gpu", 1), ("gpu:2", 2), ("gpu:a100:4(S:0-1)", 4), ("gres/gpu:1", 1), ("(null)", 0), ("lustre:1", 0)],
+    [
+        (None, 0),
+        ("gpu", 1),
+        ("gpu:2", 2),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gres/gpu:1", 1),
+        ("(null)", 0),
+        ("lustre:1", 0),
+        ("gpu:2080ti:4", 4),
+        ("gpu:1g.10gb:7", 7),
+        ("gpu:3g.20gb:2,gpu:2g.10gb:1", 3),
+        ("gpu:a100:1,gpu:a100_3g.20gb:2", 3),
+        ("gpu:8,gpu_mem:640G", 8),
+    ],
 )
 def test_gpus_of_generic_resources(gres: str | None, count: int) -> None:
     assert count_gres(gres) == count
 
 
 def test_jobs_that_a_partition_cannot_hold_are_refused_with_the_arithmetic() -> None:
-    jobs = {"trainer": JobConfig(gres="gpu:2", cpus=4), "explorer": JobConfig(gres="gpu:1", cpus=4)}
+    jobs = {"trainer": WorkerJobConfig(gres="gpu:2", cpus=4), "explorer": WorkerJobConfig(gres="gpu:1", cpus=4)}
     there = dict.fromkeys(jobs, Capacity("main", num_nodes=4, cpus=16, gpus=2))
-    check_fit({"trainer": 3, "explorer": 2}, jobs, there)
+
+    def shapes(ranks: int, engines: int) -> dict[str, JobShape]:
+        return {role: shape_of(role, jobs[role], n, 1) for role, n in (("trainer", ranks), ("explorer", engines))}
+
+    check_fit(shapes(6, 2), jobs, there)
     with pytest.raises(
         UserError, match=r"3 trainer x 2 \+ 3 explorer x 1 = 9 GPUs, and partition main has 4 nodes x 2 = 8"
     ):
-        check_fit({"trainer": 3, "explorer": 3}, jobs, there)
-    with pytest.raises(UserError, match=r"slurm.trainer: a job asks for 2 GPUs, and no node of .* has more than 1"):
-        check_fit({"trainer": 1}, jobs, dict.fromkeys(jobs, limit(there["trainer"], 0, 1)))
+        check_fit(shapes(6, 3), jobs, there)
+    with pytest.raises(UserError, match=r"slurm.trainer: a job asks for 2 GPUs of a node, and no node of .* than 1"):
+        check_fit(shapes(2, 0), jobs, dict.fromkeys(jobs, limit(there["trainer"], 0, 1)))
+    with pytest.raises(UserError, match=r"a job of 5 nodes with 2 workers each, and partition main has 4 nodes with 2"):
+        check_fit(shapes(10, 0), jobs, there)
+    jobs["explorer"] = WorkerJobConfig(gres="gpu:1", exclusive=True)
+    with pytest.raises(UserError, match=r"2 trainer x 2 \+ 3 explorer x 2 = 10 GPUs"):
+        check_fit(shapes(4, 3), jobs, there)
     apart = {**there, "explorer": Capacity("spot", 4, 16, 2)}
-    check_fit({"trainer": 4, "explorer": 8}, jobs, apart)
+    check_fit(shapes(8, 4), jobs, apart)
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "workers", "gpus_each", "shape"),
+    [
+        ("trainer", {"gres": "gpu:h100:8"}, 16, 1, JobShape(1, 2, 8)),
+        ("trainer", {"gpus_per_node": "h100:4"}, 4, 1, JobShape(1, 1, 4)),
+        ("trainer", {"gres": "gpu:1g.10gb:7"}, 7, 1, JobShape(1, 1, 7)),
+        ("trainer", {"gres": "gpu:1"}, 3, 1, JobShape(1, 3, 1)),
+        ("trainer", {}, 3, 1, JobShape(1, 0, 3)),
+        ("trainer", {"nodes": 2}, 4, 1, JobShape(1, 2, 2)),
+        ("trainer", {"exclusive": True, "tasks_per_node": 3}, 6, 1, JobShape(1, 2, 3)),  # a site without GRES
+        ("explorer", {}, 3, 1, JobShape(3, 0, 1)),
+        ("explorer", {"gres": "gpu:1"}, 3, 1, JobShape(3, 1, 1)),
+        ("explorer", {"gres": "gpu:8"}, 16, 1, JobShape(2, 1, 8)),
+        ("explorer", {"gres": "gpu:8"}, 4, 4, JobShape(2, 1, 2)),
+        ("explorer", {"gres": "gpu:8", "nodes": 2}, 4, 8, JobShape(2, 2, 1)),
+        ("explorer", {"gres": "gpu:8"}, 0, 1, JobShape(0, 0, 1)),
+    ],
+)
+def test_ranks_are_one_job_and_engines_as_many_as_their_gpus_make(
+    role: str, asked: dict[str, Any], workers: int, gpus_each: int, shape: JobShape
+) -> None:
+    assert shape_of(role, WorkerJobConfig(**asked), workers, gpus_each) == shape
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "workers", "gpus_each", "told"),
+    [
+        (
+            "trainer",
+            {"gres": "gpu:h100:8"},
+            1,
+            1,
+            r"1 rank \(trainer.num_ranks\), and a job of 1 node x 8 has 8 \(cluster.slurm.trainer.gres is gpu:h100:8.*"
+            "set trainer.num_ranks to 8, or ask for less",
+        ),
+        (
+            "trainer",
+            {"gres": "gpu:8", "tasks_per_node": 1},
+            1,
+            1,
+            "1 rank with 1 GPU each .* use 1 of a node; ask for 1",
+        ),
+        ("explorer", {"gres": "gpu:8"}, 12, 1, "12 engines .* a job of 1 node x 8 has 8 .*engine_num to 16"),
+        ("explorer", {"gres": "gpu:8"}, 2, 3, "gres is gpu:8, and 2 engines with 3 GPUs each .* use 6 of a node"),
+        ("explorer", {"gres": "gpu:1"}, 1, 4, "an engine works on 4 GPUs .*; set gpu:4"),
+    ],
+)
+def test_gpus_that_nobody_would_use_are_refused_by_name(
+    role: str, asked: dict[str, Any], workers: int, gpus_each: int, told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        shape_of(role, WorkerJobConfig(**asked), workers, gpus_each)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [("1-12:00:00", 36.0), ("08:00:00", 8.0), ("30:00", 0.5), ("2-0", 48.0), ("infinite", float("inf"))],
+)
+def test_the_hours_of_a_time_limit(told: str, expected: float) -> None:
+    assert hours(told) == expected
 
 
 def test_more_nodes_than_there_are_are_refused() -> None:
@@ -128,6 +308,9 @@ def test_a_trainer_takes_the_gpus_that_are_left_of_a_given_number(tmp_path: Path
     names = [(worker.name, worker.threads) for worker in layout.workers]
     assert names == [*((f"trainer-{i}", 2) for i in range(5)), *((f"explorer-{i}", 1) for i in range(3))]
     assert len(plan_jobs([config], {"trainer": 2, "explorer": 1}).workers) == 1 + 3
+    whole = configured(tmp_path, "cluster.slurm.trainer.gres=gpu:h100:4", "explorer.rollout_model.engine_num=3")
+    assert plan_jobs([whole], {"trainer": 2, "explorer": 1}).num_workers("trainer") == 4
+    assert plan_jobs([whole], {"trainer": 2, "explorer": 1}, num_gpus=16).num_workers("trainer") == 12  # whole nodes
 
 
 # ---- what scripts say
@@ -135,11 +318,14 @@ def test_a_trainer_takes_the_gpus_that_are_left_of_a_given_number(tmp_path: Path
 
 def test_every_key_of_a_role_becomes_a_directive() -> None:
     asked = JobConfig(
-        partition="spot", account="me", gres="gpu:1", constraint="a100", walltime="1:00", directives=("--nice",)
+        **{"partition": "spot", "account": "me", "gres": "gpu:1", "constraint": "a100", "walltime": "1:00"},
+        **{"qos": "long", "reservation": "course", "directives": ("--nice",)},
     )
     assert directives(asked) == [
         "--partition=spot",
         "--account=me",
+        "--qos=long",
+        "--reservation=course",
         "--gres=gpu:1",
         "--constraint=a100",
         "--time=1:00",
@@ -152,22 +338,33 @@ def test_every_key_of_a_role_becomes_a_directive() -> None:
 
 def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None:
     config = configured(tmp_path, "cluster.slurm.trainer.prologue=[module load cuda]", "cluster.interface=ib0")
-    options = SlurmCluster.job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log")
-    script = SlurmCluster.load_job_class()(**options).job_script()
+    script = SlurmCluster.job_script(config, "trainer", 1, "trainer-0", private(config), tmp_path / "log")
     for text in (
+        "#SBATCH --job-name=rftdask-trainer-0-try\n",
         "#SBATCH --gres=gpu:1\n",
         "#SBATCH --cpus-per-task=2\n",
         "#SBATCH --requeue\n",
         "#SBATCH --open-mode=append\n",
         "\nmodule load cuda\n",
         "--resources trainer=1 ",
-        "--name trainer-0-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0} ",
+        '--name "trainer-0-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" ',
         f"--tls-key {tmp_path}/runs/rftdask/try/control/private/key.pem ",
         "--interface ib0 ",
-        f"\nexec {shlex.quote(sys.executable)} -m distributed.cli.dask_worker ",  # whom SLURM tells to end
+        f"\nexec {shlex.quote(sys.executable)} -m rftdask.cluster.join ",  # whom SLURM tells to end
     ):
         assert text in script
-    assert "#SBATCH -t" not in script  # the partition's default
+    assert "#SBATCH --time" not in script  # the partition's default
+    assert "srun" not in script
+
+
+def test_a_job_of_several_ranks_starts_one_worker_for_each_which_sees_all_gpus_of_its_node(tmp_path: Path) -> None:
+    keys = ("gres=null", "gpus_per_node=h100:8", "exclusive=true", "cpus=12")
+    config = configured(tmp_path, *(f"cluster.slurm.trainer.{key}" for key in keys))
+    script = SlurmCluster.job_script(config, "trainer", 16, "trainer-0", private(config), tmp_path / "log")
+    asked = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12", "--gpus-per-node=h100:8")
+    assert all(f"#SBATCH {option}\n" in script for option in (*asked, "--exclusive", "--mem=0"))
+    start = "exec srun --kill-on-bad-exit=1 --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 --mpi=none "
+    assert f"\n{start}{sys.executable} -m rftdask.cluster.join " in script
 
 
 @pytest.mark.parametrize("system", ["pbs", "lsf", "sge", "oar", "htcondor"])
@@ -194,13 +391,95 @@ def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:
         assert f"#SBATCH {line}\n" in text
 
 
+WRAPPED = """{% extends "job.sh" %}
+{% block command %}
+{{ srun }} {{ "apptainer exec --nv /images/rft.sif " if role != "controller" }}{{ command }}
+{% endblock %}
+{% block prologue %}
+ulimit -n 65536
+{{ super() }}
+{%- endblock %}
+"""
+
+
+def test_a_template_of_the_site_wraps_the_commands_of_every_script(tmp_path: Path) -> None:
+    config = configured(
+        tmp_path,
+        "trainer.num_ranks=2",
+        "cluster.slurm.trainer.prologue=[module load apptainer]",
+        "cluster.python=python3",
+    )
+    config = replace(config, {"cluster.slurm.template": WRAPPED})
+    worker = SlurmCluster.job_script(config, "trainer", 2, "trainer-0", private(config), tmp_path / "log")
+    assert "\nulimit -n 65536\nmodule load apptainer\nexec srun " in worker
+    assert " apptainer exec --nv /images/rft.sif python3 -m rftdask.cluster.join " in worker
+    storage = open_storage(config.checkpoint_job_dir)
+    assert "\npython3 -m rftdask run " in controller_text(config, private(config), storage)
+    layout = plan_jobs([config], {"trainer": 2, "explorer": 1})
+    parts = (
+        allocation_script(config, layout, private(config), storage),
+        *offline_scripts(config, private(config), storage, 1, 1),
+    )
+    for script, wrapped in zip(parts, (2, 2, 1), strict=True):  # both roles; who helps, twice; who trains
+        assert script.text.count("apptainer exec --nv /images/rft.sif python3 -m rftdask ") == wrapped, script.name
+        assert "\nulimit -n 65536\n" in script.text and "{" not in script.text.split("may_return")[0]
+
+
+def test_the_template_is_printed_with_that_of_the_site(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(replace(configured(tmp_path), {"cluster.slurm.template": WRAPPED}).to_yaml())
+    told = call_cli("submit", str(file), "--print-templates")
+    assert told.code == 0 and "{% block command %}{{ srun }} {{ command }}{% endblock %}" in told.out, told
+    assert told.out.rstrip().endswith(WRAPPED.rstrip())
+
+
+def test_a_template_that_fails_is_told_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.slurm.template: .*line 1: unexpected '}'"):
+        replace(configured(tmp_path), {"cluster.slurm.template": "{{ command }\n"})
+    config = replace(configured(tmp_path), {"cluster.slurm.template": "{{ image }} {{ command }}"})
+    with pytest.raises(UserError, match=r"cluster.slurm.template: UndefinedError: 'image' is undefined"):
+        controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
+
+
+def test_who_is_written_to_is_told_the_end_of_what_drives_the_run(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cluster.slurm.mail=me@example.org")
+    storage = open_storage(config.checkpoint_job_dir)
+    asked = "#SBATCH --mail-user=me@example.org\n#SBATCH --mail-type=END,FAIL\n"
+    assert asked in controller_text(config, private(config), storage)
+    assert all(asked in script.text for script in offline_scripts(config, private(config), storage, 2, 1))
+    assert "mail" not in SlurmCluster.job_script(config, "trainer", 1, "trainer-0", private(config), tmp_path)
+    with pytest.raises(ConfigError, match=r"cluster\.slurm\.dependency"):
+        configured(tmp_path, "cluster.slurm.dependency=later")
+    assert configured(tmp_path, "cluster.slurm.dependency='afterok:12:13,afterany:7_1'").cluster.slurm.dependency
+
+
 def test_one_allocation_has_a_part_for_each_role(tmp_path: Path) -> None:
     config = configured(tmp_path, "explorer.rollout_model.engine_num=3", "cluster.slurm.explorer.gres=gpu:1")
     layout = plan_jobs([config], {"trainer": 2, "explorer": 1})
     text = allocation_script(config, layout, private(config), open_storage(config.checkpoint_job_dir)).text
-    assert text.count("#SBATCH hetjob") == 2
-    assert "#SBATCH --ntasks=3\n" in text and "#SBATCH --gpus-per-task=1\n" in text
-    assert "srun --het-group=1 --ntasks=1 " in text and "srun --het-group=2 --ntasks=3 " in text
+    assert text.count("#SBATCH hetjob") == 2 and text.count("#SBATCH --gres=gpu:1\n") == 2
+    steps = [line.split(" --output=")[0] for line in text.splitlines() if line.startswith("exec srun ")]
+    assert steps == [f"exec srun --het-group={part} --kill-on-bad-exit=0" for part in (1, 2)]
+    assert " --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=1 " in text
+
+
+def test_one_allocation_of_nodes_that_are_alike_gives_each_role_nodes_of_its_own(tmp_path: Path) -> None:
+    explorer = "cluster.slurm.explorer={gres: 'gpu:h100:4', cpus: 4, memory: 32GiB, exclusive: true}"
+    trainer = "cluster.slurm.trainer={gres: 'gpu:h100:4', cpus: 6, memory: 16GiB}"
+    keys = ("cluster.slurm.heterogeneous=false", "explorer.rollout_model.engine_num=8", trainer, explorer)
+    config = configured(tmp_path, *keys, "cluster.slurm.controller.partition=main")
+    storage = open_storage(config.checkpoint_job_dir)
+    text = allocation_script(config, plan_jobs([config], {"trainer": 6, "explorer": 4}), private(config), storage).text
+    assert "hetjob" not in text and "--het-group" not in text
+    asked = ("--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=24", "--mem=0", "--gres=gpu:h100:4")
+    assert all(f"#SBATCH {option}\n" in text for option in (*asked, "--exclusive", "--partition=main")), text
+    steps = [line for line in text.splitlines() if line.startswith("exec srun ")]
+    for line, at, options in zip(steps, (0, 1), ("nodes=1 --ntasks=4", "nodes=2 --ntasks=8"), strict=True):
+        cores = "6" if at == 0 else "4"
+        assert f"--relative={at} " in line and f"--{options} --ntasks-per-node=4 --cpus-per-task={cores} " in line
+    other = configured(tmp_path, *keys, "cluster.slurm.explorer.gres=gpu:h100:8", "explorer.rollout_model.engine_num=8")
+    with pytest.raises(UserError, match=r"nodes that are all alike .* and GPUs differ: .*gpu:h100:4.*gpu:h100:8"):
+        allocation_script(other, plan_jobs([other], {"trainer": 6, "explorer": 4}), private(other), storage)
 
 
 def test_an_offline_chain_divides_the_steps_into_rounds(tmp_path: Path) -> None:
@@ -215,8 +494,56 @@ def test_an_offline_chain_divides_the_steps_into_rounds(tmp_path: Path) -> None:
     ]
     assert "buffer.total_steps=4 " in scripts[1].text and "buffer.total_steps=9 " in scripts[3].text
     assert "#SBATCH --array=0-2\n" in scripts[0].text
+    whole = configured(tmp_path, "cluster.slurm.explorer.gres=gpu:4")
+    explore = offline_scripts(whole, private(whole), open_storage(whole.checkpoint_job_dir), 1, 3)[0].text
+    assert "explorer.rollout_model.engine_num=12 " in explore and explore.count("srun --nodes=1 --ntasks=4 ") == 2
     with pytest.raises(UserError, match="into 10 rounds, and there are 9"):
         offline_scripts(config, private(config), open_storage(config.checkpoint_job_dir), 10, 1)
+
+
+SITES = {
+    "whole-nodes": (
+        ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gres=gpu:h100:8", "--exclusive", "--mem=0"),
+        ("--nodes=1", "--ntasks=8", "--gres=gpu:h100:8"),
+        "exec srun --kill-on-bad-exit=1 --nodes=2 --ntasks=16 ",
+    ),
+    "submit-limits": (
+        ("--nodes=1", "--ntasks=4", "--gpus-per-node=a100:4"),
+        ("--nodes=1", "--ntasks=4", "--gpus-per-node=a100:4"),
+        "exec srun ",
+    ),
+    "no-hetjobs": (("--ntasks-per-node=4", "--exclusive"), ("--ntasks-per-node=1", "--cpus-per-task=64"), "exec srun "),
+    "no-requeue": (("--requeue", "--no-requeue"), ("--nodes=1", "--ntasks=1", "--no-requeue"), "exec srun "),
+    "containers": (
+        ("--ntasks=4", "--gres=gpu:4"),
+        ("--ntasks=1", "--gres=gpu:1"),
+        "--mpi=none apptainer exec --nv --bind /scratch /images/rftdask.sif python3 -m rftdask.cluster.join ",
+    ),
+}
+"""What the jobs of trainer and explorer ask for, and what the trainer's runs; each is a file of config/slurm."""
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_file_of_each_kind_of_site_gives_whole_scripts(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RFTDASK_RUNS", str(tmp_path))
+    folder = Path(__file__).parents[3] / "config" / "slurm"
+    assert {file.stem for file in folder.glob("*.yaml")} == set(SITES)
+    config = load_config(folder / f"{site}.yaml")
+    layout, storage = plan_jobs([config], {"trainer": 1, "explorer": 1}), open_storage(config.checkpoint_job_dir)
+    *asked, start = SITES[site]
+    for role, options in zip(("trainer", "explorer"), asked, strict=True):
+        count = layout.num_workers(role)
+        script = SlurmCluster.job_script(config, role, count, f"{role}-0", private(config), tmp_path)
+        assert all(f"#SBATCH {option}\n" in script for option in options), script
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+        assert role == "explorer" or start in script
+    controller = controller_text(config, private(config), storage)
+    assert f"\n{shlex.quote(sys.executable)} -m rftdask run " in controller
+    if site == "no-hetjobs":
+        one = allocation_script(config, layout, private(config), storage).text
+        assert "#SBATCH --nodes=3\n" in one and "#SBATCH hetjob" not in one and "#SBATCH --cpus-per-task=64\n" in one
 
 
 DRIVER = """
@@ -242,7 +569,8 @@ time.sleep(60)
 def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
     tmp_path: Path, sent: signal.Signals, to_driver: bool, cancelled: bool, code: int, requeued: bool
 ) -> None:
-    commands = {"scontrol": f'echo "$@" >{tmp_path}/requeued', "sleep": ":"}  # in the place of SLURM's
+    # In the place of SLURM's.
+    commands = {"scontrol": f'echo "$@" >{tmp_path}/requeued', "scancel": f"touch {tmp_path}/scancelled", "sleep": ":"}
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -260,6 +588,9 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
         os.kill(target, sent)
         assert controller.wait(60) == code
     assert (tmp_path / "requeued").exists() == requeued
+    assert (tmp_path / "scancelled").exists() == (cancelled and code == 130)
+    # Near the walltime its driver is told that it comes back, so that the jobs of its workers stay.
+    assert (tmp_path / RETURNS_FILE).exists() == (sent is signal.SIGUSR1 and not cancelled)
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
@@ -336,11 +667,11 @@ def test_exploring_and_training_as_two_commands_have_a_scheduler_each(tmp_path: 
 def test_loading_a_batch_system_leaves_ctrl_c_to_the_driver_and_works_in_a_thread() -> None:
     code = """
 import signal, threading
-from rftdask.cluster.slurm_cluster import SlurmCluster
+from rftdask.cluster.jobqueue import PbsCluster
 
 before = signal.getsignal(signal.SIGINT)
 loaded = []
-thread = threading.Thread(target=lambda: loaded.append(SlurmCluster.load_job_class()))
+thread = threading.Thread(target=lambda: loaded.append(PbsCluster.load_job_class()))
 thread.start()
 thread.join()
 assert loaded and signal.getsignal(signal.SIGINT) is before

@@ -6,9 +6,24 @@ from __future__ import annotations
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, count_gpus, num_ranks, plan_jobs, plan_layout, scaled, visible_gpus
+from rftdask.cluster.layout import (
+    Layout,
+    WorkerPlan,
+    count_gpus,
+    num_ranks,
+    plan_jobs,
+    plan_layout,
+    plan_machines,
+    scaled,
+)
 from rftdask.config import Config, load_config
+from rftdask.config.schema.explorer import EngineTraits
 from rftdask.errors import UserError
+from rftdask.processes.gpus import visible_gpus
+
+
+class Stays(EngineTraits):
+    """An engine of somebody's that says nothing of leaving a GPU."""
 
 
 def stage(engines: int, *overrides: str) -> Config:
@@ -41,15 +56,100 @@ def test_an_engine_on_several_gpus_has_all_of_them_to_itself() -> None:
     workers = plan_layout([stage(2, *split)], 64, num_gpus=8).workers
     assert [worker.num_gpus for worker in workers] == [1, 1, 1, 1, 2, 2]
     assert [worker.gpu for worker in workers] == [0, 1, 2, 3, 4, 6]
+    apart = ("trainer.num_ranks=1", "cluster.colocate=false")
     with pytest.raises(UserError, match=r"4 explorers .* with 2 GPUs each .* = 9 GPUs.* lower engine_num to 3"):
-        plan_layout([stage(4, *split, "trainer.num_ranks=1")], 64, num_gpus=8)
+        plan_layout([stage(4, *split, *apart)], 64, num_gpus=8)
 
 
 def test_more_roles_than_gpus_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(
         UserError, match=r"1 trainer \+ 8 explorers .* = 9 processes .* 8 GPUs .* lower engine_num to 7"
     ):
-        plan_layout([stage(8)], 64, num_gpus=8)
+        plan_layout([stage(8, "cluster.colocate=false")], 64, num_gpus=8)
+    with pytest.raises(UserError, match=r"1 trainer \+ 1 explorers .* = 2 GPUs, .* 1 GPUs .* mode colocate"):
+        plan_layout([stage(1, "cluster.colocate=false")], 64, num_gpus=1)
+
+
+def places(layout: Layout) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
+    return [(worker.name, worker.gpu, worker.num_gpus, worker.shares) for worker in layout.workers]
+
+
+def test_one_gpu_is_shared_by_turns() -> None:
+    layout = plan_layout([stage(1)], 16, num_gpus=1)
+    assert places(layout) == [("trainer-0", 0, 1, (0,)), ("explorer-0", 0, 1, (0,))]
+    assert {worker.threads for worker in layout.workers} == {16}  # who waits needs no cores
+    assert layout.describe() == "1 rank on GPU 0, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"
+    assert not plan_layout([stage(1)], 16, num_gpus=2).colocated
+    assert plan_layout([stage(1, "mode=colocate")], 16, num_gpus=2).num_workers("trainer") == 2
+
+
+def test_gpus_are_shared_by_as_many_ranks_and_engines() -> None:
+    layout = plan_layout([stage(8)], 64, num_gpus=8)
+    assert [worker.shares for worker in layout.workers] == [(i,) for i in (*range(8), *range(8))]
+    assert layout.describe() == "8 ranks on GPUs 0-7, 8 engines on GPUs 0-7; they take turns on GPUs 0-7 (colocate)"
+    # An engine that works on several waits for all of its ranks; who shares no GPU waits for nobody.
+    split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
+    mixed = plan_layout([stage(4, *split, "trainer.num_ranks=3")], 64, num_gpus=8)
+    assert places(mixed)[3:] == [
+        ("explorer-0", 0, 2, (0, 1)),
+        ("explorer-1", 2, 2, (2,)),
+        ("explorer-2", 4, 2, ()),
+        ("explorer-3", 6, 2, ()),
+    ]
+    # One of them is lost: the next one has its place, under another name.
+    again = scaled([w for w in mixed.workers if w.name != "explorer-0"], mixed, "explorer", 4, num_gpus=8, unused=7)
+    assert places(Layout(tuple(again)))[-1] == ("explorer-7", 0, 2, (0, 1))
+    with pytest.raises(UserError, match=r"1 trainer \+ 9 explorers .*colocate\) = 9 GPUs.* lower engine_num to 8"):
+        plan_layout([stage(9, "trainer.num_ranks=1")], 64, num_gpus=8)
+    with pytest.raises(UserError, match=r"9 trainer \+ 1 explorers .*colocate\) = 9 GPUs.* lower num_ranks to 8"):
+        plan_layout([stage(1, "trainer.num_ranks=9")], 64, num_gpus=8)
+
+
+def test_a_dataset_is_trained_beside_an_engine_where_there_are_tasks_to_evaluate() -> None:
+    dataset = ("mode=train", "algorithm={algorithm_type: sft}", "buffer.trainer_input.experience_buffer.path=d.jsonl")
+    tasks = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
+    assert plan_layout([stage(1, *dataset)], 2).num_workers("explorer") == 0
+    assert plan_layout([stage(1, *dataset, tasks)], 2).num_workers("explorer") == 1
+    assert plan_layout([stage(1, "mode=train", tasks)], 2).num_workers("explorer") == 0, (
+        "of a log: who explores evaluates"
+    )
+    with pytest.raises(UserError, match=r"a trainer on a dataset waits for nobody.* leave out .*eval_tasksets"):
+        plan_layout([stage(1, *dataset, tasks)], 16, num_gpus=1)
+
+
+def test_cores_can_be_shared_by_turns_too() -> None:
+    layout = plan_layout([stage(2, "mode=colocate", "trainer.num_ranks=2")], 2)
+    assert [worker.shares for worker in layout.workers] == [(0,), (1,), (0,), (1,)]
+    assert layout.describe() == "2 ranks, 2 engines; they take turns on what each machine has (colocate)"
+
+
+def test_an_engine_that_cannot_leave_its_gpu_shares_none() -> None:
+    own = "explorer.rollout_model.engine_type=test_layout.Stays"
+    with pytest.raises(UserError, match=r"explorer.rollout_model.engine_type .*Stays.* cannot leave its GPU"):
+        plan_layout([stage(1, own)], 16, num_gpus=1)
+
+
+def test_a_run_can_be_planned_for_machines_that_are_elsewhere() -> None:
+    assert plan_machines(stage(6, "cluster.gpu_per_node=8", "trainer.num_ranks=2")).describe() == (
+        "2 ranks on GPUs 0-1, 6 engines on GPUs 2-7"
+    )
+    four = ("cluster.node_num=4", "cluster.gpu_per_node=8")
+    assert plan_machines(stage(16, *four, "cluster.type=joined")).describe() == "16 ranks, 16 engines"
+    with pytest.raises(UserError, match=r"cluster.node_num is 4, and cluster.type local is one machine"):
+        plan_machines(stage(16, *four))
+    with pytest.raises(UserError, match=r"1 trainer \+ 32 explorers .* = 33 GPUs, and there are 32 .*engine_num to 31"):
+        plan_machines(stage(32, *four, "cluster.type=joined"))
+    split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=16")
+    with pytest.raises(UserError, match=r"an engine works on 16 GPUs .* and a machine has 8"):
+        plan_machines(stage(1, *four, *split, "cluster.type=joined"))
+    # Turns are taken by the processes of a machine, whoever started their workers there.
+    assert plan_machines(stage(32, *four, "cluster.type=joined", "mode=colocate")).describe() == (
+        "32 ranks, 32 engines; they take turns on what each machine has (colocate)"
+    )
+    with pytest.raises(UserError, match=r"1 trainer \+ 33 explorers .* turns .* = 33 GPUs.*engine_num to 32"):
+        plan_machines(stage(33, *four, "cluster.type=joined", "mode=colocate", "trainer.num_ranks=1"))
+    with pytest.raises(UserError, match=r"cluster.colocate: cluster.type slurm has jobs of their own"):
+        plan_machines(stage(1, *four, "cluster.type=slurm", "mode=colocate"))
 
 
 def test_gpus_are_those_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

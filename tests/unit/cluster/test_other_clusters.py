@@ -1,7 +1,7 @@
 """Promises of clusters that others start.
 
 - the workers of an existing cluster get roles only if none has one, and too few are refused with the arithmetic;
-- dask-cuda is asked for one worker for each GPU, with the layout's names and resources, and for nothing that takes GPU
+- dask-cuda is asked for the workers of the layout, with their names, resources and GPUs, and for nothing that takes GPU
   memory. Its class is a stand-in here, whose arguments are those of dask-cuda 26.10: no test has run it on a GPU;
 - a cluster that closes slowly, as when a worker is just starting on a busy machine, does not fail the run that ended.
 """
@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from rftdask.cluster.base import Layout, WorkerPlan, close_in_turn, control_workers
+from rftdask.cluster.base import close_in_turn, control_workers
 from rftdask.cluster.cuda import LocalCudaCluster, placed
 from rftdask.cluster.existing import ExistingCluster, assign
+from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.config import load_config
 from rftdask.errors import UserError
+from rftdask.processes.turns import VARIABLE
 
 LAYOUT = Layout(
     (
@@ -77,16 +79,22 @@ class StandIn:
 
     def __init__(self, CUDA_VISIBLE_DEVICES: list[str], n_workers: int, **options: Any) -> None:
         self.options = options
-        self.devices = CUDA_VISIBLE_DEVICES
+        self.cuda_visible_devices = CUDA_VISIBLE_DEVICES
         self.worker_spec: dict[Any, Any] = {}
         for _ in range(n_workers):
             self.worker_spec.update(self.new_worker_spec())
 
     def new_worker_spec(self) -> dict[Any, Any]:
-        device = min(set(self.devices) - set(self.worker_spec))
-        at = self.devices.index(device)
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[at:] + self.devices[:at])}
-        own = {"preload": ["dask_cuda.initialize"], "preload_argv": ["--create-cuda-context"], "env": env}
+        devices = self.cuda_visible_devices
+        device = min(set(devices) - set(self.worker_spec))
+        at = devices.index(device)
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[at:] + devices[:at])}
+        own = {
+            "preload": ["dask_cuda.initialize"],
+            "preload_argv": ["--create-cuda-context"],
+            "env": env,
+            "near": device,
+        }
         return {device: {"cls": object, "options": copy.deepcopy(own)}}
 
 
@@ -95,16 +103,34 @@ def test_dask_cuda_places_each_role_on_a_gpu_of_its_own() -> None:
     options = [spec["options"] for spec in made.worker_spec.values()]
     assert [each["name"] for each in options] == ["trainer-0", "trainer-1", "explorer-0"]
     assert [each["resources"] for each in options] == [{"trainer": 1, "control": 1}, {"trainer": 1}, {"explorer": 1}]
-    assert [each["env"]["CUDA_VISIBLE_DEVICES"][0] for each in options] == ["0", "1", "2"]
+    assert [each["env"]["CUDA_VISIBLE_DEVICES"] for each in options] == ["0", "1", "2"]
+    assert [each["near"] for each in options] == ["0", "1", "2"]
     # Never dask-cuda's own; and trainers outlast a SIGTERM that reaches all processes at once.
     assert [each["preload"] for each in options] == [[MODULE]] * 3
     assert [each["env"][GRACE_VARIABLE] for each in options] == ["30.0", "30.0", "0"]
 
 
-def test_fewer_gpus_than_roles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(UserError, match="one worker for each GPU: 3 are needed, and 2 GPUs can be seen"):
-        LocalCudaCluster(LAYOUT, base=StandIn)
+def test_dask_cuda_places_roles_that_share_gpus_and_engines_of_several() -> None:
+    shared = Layout(
+        (
+            WorkerPlan("trainer-0", ("trainer", "control"), 1, gpu=0, shares=(0,)),
+            WorkerPlan("trainer-1", ("trainer",), 1, gpu=1, shares=(1,)),
+            WorkerPlan("explorer-0", ("explorer",), 1, gpu=0, num_gpus=2, shares=(0, 1)),
+        )
+    )
+    made = placed(StandIn, shared, "/turns")(CUDA_VISIBLE_DEVICES=["5", "6"], n_workers=3)
+    env = [spec["options"]["env"] for spec in made.worker_spec.values()]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["5", "6", "5,6"]
+    assert [each[VARIABLE] for each in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
+    alone = Layout((WorkerPlan("explorer-0", ("explorer",), 1, gpu=0), WorkerPlan("control-0", ("control",), 1)))
+    made = placed(StandIn, alone)(CUDA_VISIBLE_DEVICES=["5"], n_workers=2)
+    assert [spec["options"]["env"]["CUDA_VISIBLE_DEVICES"] for spec in made.worker_spec.values()] == ["5", ""]
+
+
+def test_dask_cuda_without_gpus_is_refused() -> None:
+    without = Layout((WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0", ("explorer",), 1)))
+    with pytest.raises(UserError, match="local-cuda needs GPUs, and none can be seen here"):
+        LocalCudaCluster(without, base=StandIn)
 
 
 class Slow:

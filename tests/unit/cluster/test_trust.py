@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rftdask.cluster.base import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 
 PLANS = (WorkerPlan("trainer-0", (TRAINER_RESOURCE, "control"), 1), WorkerPlan("explorer-0", (EXPLORER_RESOURCE,), 1))

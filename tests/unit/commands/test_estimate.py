@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from benchmarks import sizes
 from rftdask.cli import app
+from rftdask.cluster.layout import plan_layout
 from rftdask.commands.estimate import (
     GB,
     TrainSizes,
     activation_bytes,
+    check_host,
     engine_parts,
     estimate,
     gpu_bytes,
+    load_bytes,
     logit_bytes,
     train_parts,
     train_sizes,
+    vllm_parts,
 )
 from rftdask.config import load_config
 from rftdask.config.schema.model import LoraConfig
@@ -34,7 +40,10 @@ from rftdask.models.lora import adapter_names, begin
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 from rftdask.trainer import model as trainer_model
 from rftdask.trainer.attention import pack_if_equal
+from rftdask.trainer.engines.optimizer import ModelOptimizer
+from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.ranks import Ranks
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
 FAMILIES = {
@@ -194,17 +203,158 @@ def test_the_sizes_of_a_pass_follow_from_the_config(saved: tuple[Any, ModelShape
         "trainer.max_token_len_per_gpu=100": 100,
         "trainer.max_token_len_per_gpu=10": 64,  # a longer experience goes alone
         "trainer.micro_batch_size=3": 192,
+        "trainer.use_dynamic_bsz=false": 64,  # one experience, whatever its length
         "trainer.ulysses_sequence_parallel_size=2": 4 * 8 * 32,  # a half of every experience
         "trainer.save_interval=0": 4 * 8 * 64,  # a whole batch is less than the default
     }
     for setting, tokens in cases.items():
-        assert train_sizes(make_config(folder, setting), shape).tokens == tokens, setting
+        assert train_sizes(make_config(folder, "trainer.num_ranks=2", setting), shape).tokens == tokens, setting
     lora = train_sizes(make_config(folder, "model.lora_configs=[{lora_rank: 2}]"), shape)
     assert lora.trained == shape.lora_parameters(LoraConfig(lora_rank=2))
-    assert lora.num_frozen == 0
-    assert train_sizes(make_config(folder), shape).num_frozen == 1
+    assert lora.frozen == ()
+    assert train_sizes(make_config(folder), shape).frozen == (shape,)
     roles = [each.role for each in estimate(make_config(folder), shape)]
-    assert roles == ["trainer", "explorer"]
+    assert roles == ["trainer", "explorer", "host of a machine"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("adamw",),
+        ("adam", "amsgrad=true"),
+        ("sgd",),
+        ("sgd", "momentum=0.9"),
+        ("adagrad",),
+        ("rmsprop", "centered=true", "momentum=0.9"),
+        ("adamax",),
+        ("adadelta",),
+        ("asgd",),
+        ("rprop",),
+        ("nadam",),
+        ("radam",),
+        ("adafactor",),
+        ("muon",),
+    ],
+    ids=" ".join,
+)
+def test_the_state_of_an_optimizer_is_exact(saved: tuple[Any, ModelShape, Path], settings: tuple[str, ...]) -> None:
+    model, shape, folder = saved
+    at = "algorithm.optimizer.optimizer_"
+    config = make_config(folder, f"{at}type={settings[0]}", *(f"{at}args.{setting}" for setting in settings[1:]))
+    optimizer = ModelOptimizer(model, config.algorithm.optimizer, 1.0, Strategy(Ranks()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1, 1)
+    # Without what is counted once for a tensor: its steps, and factors of a rate.
+    states = [value for _, state in optimizer._states() for value in state.values() if isinstance(value, torch.Tensor)]
+    measured = sum(value.nbytes for value in states if value.numel() > 1)
+    parts = {part.name: part.num_bytes for part in train_parts(shape, train_sizes(config, shape))}
+    assert parts.get("optimizer", 0) == measured
+
+
+def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> None:
+    small, large = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
+    distilled = make_config(
+        tmp_path,
+        f"model.model_path={small}",
+        "algorithm.algorithm_type=on_policy_distill",
+        f"explorer.auxiliary_models=[{{model_path: {large}}}]",
+    )
+    found = {part.name: part for part in estimate(distilled)[0].parts}
+    assert found["frozen models"].num_bytes >= 2 * read_shape(large).num_parameters
+    critic = make_config(
+        tmp_path, f"model.model_path={large}", "algorithm.algorithm_type=ppo", f"model.critic_model_path={small}"
+    )
+    gradients = next(part for part in estimate(critic)[0].parts if part.name == "gradients")
+    assert gradients.num_bytes == 4 * (read_shape(large).num_parameters + read_shape(small).num_parameters)
+    judged = make_config(
+        tmp_path, f"model.model_path={small}", f"explorer.auxiliary_models=[{{model_path: {large}, name: judge}}]"
+    )
+    weights = [part for part in estimate(judged)[1].parts if part.name == "weights"]
+    assert [part.num_bytes for part in weights] == [2 * read_shape(name).num_parameters for name in (small, large)]
+
+
+def test_what_a_rank_loads_has_to_fit() -> None:
+    shape, teacher = read_shape("Qwen/Qwen3-32B"), read_shape("Qwen/Qwen3-8B")
+    table = 151_936 * 5120
+    cut = TrainSizes(tokens=1000, num_ranks=64, sharded=True)
+    assert load_bytes(shape, cut) == pytest.approx(4 * (1.2 * shape.num_parameters / 64 + table))
+    assert load_bytes(shape, replace(cut, sharded=False)) == 4 * shape.num_parameters
+    assert load_bytes(shape, replace(cut, sharded=False, trained=10**6)) == 2 * shape.num_parameters
+    taught = load_bytes(read_shape("Qwen/Qwen3-0.6B"), replace(cut, sharded=False, frozen=(teacher,)))
+    assert taught == 2 * teacher.num_parameters + 4 * 596_049_920
+    experts = read_shape("Qwen/Qwen3-30B-A3B")  # 128 of them: 256 ranks would have none of some
+    assert load_bytes(experts, replace(cut, num_ranks=256)) > 4 * experts.num_expert_parameters
+    engines = "explorer.rollout_model.engine_num=8"
+    config = sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines, "trainer.trainer_strategy=ddp")
+    trainer, _, host = estimate(config, memory_bytes=80 * GB)
+    assert "a rank holds 131.0 GB while it loads; take fsdp2" in trainer.problem
+    assert host.total_bytes > 8 * 4 * shape.num_parameters
+    assert estimate(sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines), memory_bytes=80 * GB)[0].problem == ""
+
+
+def test_a_deterministic_backward_pass_counts_its_copies() -> None:
+    shape = read_shape("Qwen/Qwen3-0.6B")  # 16 heads: 132 / 16 = 8.25 times the gradient of the queries
+
+    def attention(deterministic: bool) -> float:
+        parts = train_parts(shape, TrainSizes(tokens=1000, deterministic=deterministic))
+        return next(part.num_bytes for part in parts if part.name == "attention")
+
+    assert attention(False) == 4 * 1000 * 16 * 128
+    assert attention(True) == 9 * attention(False)
+
+
+class TestVllm:
+    """By the rules of vLLM 0.32: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, config/model.py."""
+
+    def parts(self, model: str, *settings: str, memory: float | None = 80 * GB) -> tuple[dict[str, float], str]:
+        section = [f"explorer.rollout_model.{setting}" for setting in ("engine_type=vllm", *settings)]
+        engine = make_config(Path(model), *section).explorer.rollout_model
+        parts, problem = vllm_parts(read_shape(model), engine, 4096, 2, memory)
+        return {part.name: part.num_bytes for part in parts}, problem
+
+    def test_all_of_a_share_is_used_and_the_cache_is_what_is_left(self) -> None:
+        parts, problem = self.parts("Qwen/Qwen3-0.6B", "gpu_memory_utilization=0.5")
+        assert sum(parts.values()) == pytest.approx(40 * GB)
+        assert parts["weights"] == 2 * 596_049_920
+        assert problem == ""
+
+    def test_a_cache_that_holds_no_longest_sequence_does_not_start(self) -> None:
+        assert "raise tensor_parallel_size" in self.parts("Qwen/Qwen3-32B")[1]
+        assert self.parts("Qwen/Qwen3-32B", "tensor_parallel_size=2")[1] == ""
+
+    def test_the_least_is_one_sequence_and_a_block_that_is_never_used(self) -> None:
+        # 28 layers, keys and values, 8 heads of 128, 2 bytes.
+        parts, _ = self.parts("Qwen/Qwen3-0.6B", memory=None)
+        assert parts["KV cache"] == 28 * 2 * 8 * 128 * 2 * (4096 + 16)
+
+    def test_gpus_share_heads_and_each_has_one_at_least(self) -> None:
+        one, two, eight = (
+            self.parts("Qwen/Qwen3-30B-A3B", f"tensor_parallel_size={size}", memory=None)[0] for size in (1, 2, 8)
+        )
+        assert (one["KV cache"] / two["KV cache"], one["KV cache"] / eight["KV cache"]) == (2, 4)  # of 4 heads
+        assert one["weights"] == pytest.approx(8 * eight["weights"])
+
+    def test_copies_divide_experts_and_stages_divide_layers(self) -> None:
+        shape = read_shape("Qwen/Qwen3-30B-A3B")
+        one, copies, stages = (
+            self.parts("Qwen/Qwen3-30B-A3B", setting, memory=None)[0]
+            for setting in ("tensor_parallel_size=1", "data_parallel_size=4", "pipeline_parallel_size=2")
+        )
+        assert one["weights"] - copies["weights"] == pytest.approx(2 * shape.num_expert_parameters * 3 / 4)
+        assert stages["weights"] == pytest.approx(one["weights"] / 2, rel=0.01)
+        assert stages["KV cache"] == one["KV cache"] / 2
+
+
+def test_published_peaks_are_met_within_a_third() -> None:
+    for model, num_gpus, lora_rank, tokens, peak in sizes.PEAKS:
+        assert 0.85 <= sizes.peak_bytes(model, num_gpus, lora_rank, tokens) / sizes.GIB / peak <= 1.35, model
+
+
+def test_the_page_of_sizes_is_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes.print_page()
+    page = (Path(__file__).parents[3] / "docs" / "sizes.md").read_text()
+    assert capsys.readouterr().out == page, "python benchmarks/sizes.py > docs/sizes.md"
 
 
 @pytest.mark.parametrize(("name", "size"), [("H100 80GB", 80), ("h200", 141), ("a100 40gb", 40), ("24 GB", 24)])
@@ -229,3 +379,19 @@ def test_the_command_prints_every_part_and_what_fits(tmp_path: Path) -> None:
     assert "trainer: fits" in done.output
     tight = CliRunner().invoke(app, ["estimate", str(tmp_path / "c.yaml"), "--gpu", "0.001GB"])
     assert "does not fit" in tight.output
+
+
+def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> None:
+    one = ("mode=colocate", "cluster.gpu_per_node=1", "trainer.trainer_strategy=single", "trainer.num_ranks=1")
+    config = load_config(
+        {
+            "model": {"model_path": "Qwen/Qwen3-0.6B", "max_model_len": 64},
+            "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        },
+        one,
+    )
+    layout = plan_layout([config], 16, num_gpus=1)
+    check_host([config], layout, 64 * GB)
+    with pytest.raises(UserError, match=r"host memory: stage rft needs .*offloaded \d.*asleep .*5.0 GB are fr"):
+        check_host([config], layout, 5 * GB)
+    check_host([config], plan_layout([config], 16), 5 * GB)  # on a CPU nothing lies beside its place

@@ -17,7 +17,7 @@ from rftdask.cli import app
 from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, why_not_running
+from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, read_run_jobs, why_not_running
 from rftdask.config import load_config
 from rftdask.errors import DataError, RoleError
 from rftdask.run.run_folder import (
@@ -64,6 +64,36 @@ def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
     waiting = JobStatus("controller", "controller", "7", "PENDING", True)
     assert why_not_running(open_storage(tmp_path), (waiting,)) == "controller is job 7, PENDING"
     assert why_not_running(open_storage(tmp_path), (ENDED,)).startswith("it never began: job 7 (controller)")
+
+
+SACCT = """\
+COMPLETED|7200|billing=8,cpu=8,gres/gpu:h100=8,gres/gpu=8,mem=64G,node=1|2026-11-23T10:00:00|2026-11-23T10:30:00
+CANCELLED by 1000|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:00:05
+PREEMPTED|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00
+PENDING|0||2026-11-23T12:00:00|Unknown
+"""
+
+
+def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, commands = begun(tmp_path / "run"), tmp_path / "bin"
+    (run / "log").mkdir()
+    for name in ("controller-7.log", "explorer-3-9.log", "explore-1-12_4.log", "trainer-rank-0.log", "driver.log"):
+        (run / "log" / name).touch()
+    write_jobs(open_storage(run), [JobRecord("controller", "controller", "7", "slurm", 0.0)], SUBMITTED_FILE)
+    commands.mkdir()
+    asked = tmp_path / "asked"
+    for name, body in {"squeue": ":", "scontrol": ":", "sacct": f'echo "$@" >{asked}; cat {tmp_path}/told'}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    (tmp_path / "told").write_text(SACCT)
+    found = read_run_jobs(str(run))
+    assert "--jobs=12,7,9\n" in asked.read_text()
+    assert found.usage is not None and found.to_json()["usage"]["gpu_hours"] == 17.0
+    ends = "1 CANCELLED, 1 COMPLETED, 1 PENDING, 1 PREEMPTED"
+    assert found.usage.render() == f"4 jobs ({ends}), 17.0 GPU hours, up to 30 min in queue"
+    (commands / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
+    assert read_run_jobs(str(run)).usage is None
 
 
 def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
@@ -166,7 +196,7 @@ def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(tmp_path
     write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
     told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
     job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}
-    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "stages": []}
+    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "usage": None, "stages": []}
 
 
 @pytest.mark.slow
@@ -179,6 +209,6 @@ def test_who_joins_gives_up_where_no_run_is(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"nonsense://127.0.0.1:{server.getsockname()[1]}"
         folder.write_address(address)  # a scheduler that nobody can speak with, and that did not take its address back
-        with pytest.raises(RoleError, match="3 workers for role explorer in a row ended with an error"):
+        with pytest.raises(RoleError, match=r"3 workers explorer-\S+ in a row ended with an error"):
             join(config, folder, "explorer", 1.0)
     assert join(config, folder, "explorer", 0.1) == 0, "no worker knocks at an address where nobody listens any more"

@@ -35,7 +35,7 @@ def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
         "algorithm.repeat_time: unknown key; did you mean repeat_times?",
         "buffer.batch_size: 2.5 is not a whole number",
         "explorers: unknown key; did you mean explorer?",
-        "mode: 'bth' is not one of both, explore, train, bench; did you mean both?",
+        "mode: 'bth' is not one of both, explore, train, bench, colocate; did you mean both?",
         "model.max_model_len: max_prompt_tokens 50 + max_response_tokens 30 = 80 exceeds max_model_len 64; "
         "lower one of them or raise max_model_len",
         "model.model_path: required, and not given",
@@ -108,6 +108,44 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                 "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{"use_dora": True}]},
             },
             "model.lora_configs[0].use_dora: engine_type vllm has no DoRA; use transformers",
+        ),
+        (
+            {
+                "explorer": {
+                    "rollout_model": {"engine_type": "vllm", "extra_engine_args": {"logprobs_mode": "raw_logits"}}
+                }
+            },
+            "explorer.rollout_model.extra_engine_args.logprobs_mode: logprobs are those that the trainer computes, of "
+            "softmax(logits / temperature); leave it out",
+        ),
+        (
+            {"explorer": {"rollout_model": {"engine_type": "vllm", "extra_engine_args": {"speculative_config": {}}}}},
+            "explorer.rollout_model.extra_engine_args.speculative_config: that drafts leave the policy's tokens and "
+            "logprobs as they are has not been proven here; leave it out",
+        ),
+        (
+            {
+                "explorer": {
+                    "rollout_model": {"engine_type": "vllm"},
+                    "auxiliary_models": [{"engine_type": "vllm", "model_path": "judge"}],
+                }
+            },
+            "explorer.auxiliary_models[0].gpu_memory_utilization: 0.9 + 0.9 of a GPU that they share; give each a part "
+            "of it, together 0.95 at most (explorer.rollout_model, explorer.auxiliary_models[0])",
+        ),
+        (
+            {"explorer": {"rollout_model": {"temperature": 0.5}}, "model": {**grpo()["model"], "temperature": 0.7}},
+            "explorer.rollout_model.temperature: 0.5 is not available in this release (lengths and sampling of the "
+            "policy; set the same key in section model); leave it out or set null",
+        ),
+        (
+            {
+                "explorer": {
+                    "auxiliary_models": [{"model_path": "j", "max_model_len": 80, "max_response_tokens": 90}],
+                }
+            },
+            "explorer.auxiliary_models[0].max_model_len: 80 is less than a prompt of 1 and a response of 90 tokens "
+            "(its max_prompt_tokens, max_response_tokens); raise it",
         ),
         (
             {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},
@@ -329,7 +367,8 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         ),
         (
             ["trainer.eval_interval=5"],
-            "trainer.eval_interval: ignored: there is no buffer.trainer_input.eval_buffer to evaluate on",
+            "trainer.eval_interval: ignored: there is neither buffer.trainer_input.eval_buffer nor, on a dataset, "
+            "eval_tasksets",
         ),
         (["trainer.critic.lr=0.1"], "trainer.critic: ignored: grpo has no critic"),
         (["trainer.critic_warmup=5"], "trainer.critic_warmup: ignored: grpo has no critic"),
@@ -337,6 +376,21 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
 )
 def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -> None:
     assert config(grpo(), *overrides).warnings == (warning,)
+
+
+def test_routers_are_heard_where_they_can_be() -> None:
+    of_two = problems(sft(), "trainer.router_aux_loss_coef=0.1", "trainer.torch_compile=true")
+    assert of_two == ["trainer.router_aux_loss_coef: 0.1 does not go with torch_compile, which calls routers unheard"]
+
+
+def test_a_dataset_may_be_trained_beside_tasks_to_evaluate_and_a_reward_model_may_not() -> None:
+    tasks = "buffer.explorer_input.eval_tasksets=[{path: e}]"
+    loaded = config(sft(), tasks, "trainer.eval_interval=5", "explorer.eval_interval=7")
+    assert loaded.evaluates_training and loaded.eval_interval == 5 and loaded.warnings == ()
+    ignored = config(sft(algorithm={"algorithm_type": "reward_model"}), tasks)
+    assert not ignored.has_explorer
+    told = "ignored: a reward model answers no tasks; use eval_buffer"
+    assert ignored.warnings == (f"buffer.explorer_input.eval_tasksets: {told}",)
 
 
 @pytest.mark.parametrize("key", ["capacity=9", "max_unread_bytes=9", "max_read_timeout=9", "retention.keep=none"])
@@ -380,14 +434,6 @@ def test_an_old_key_beside_its_new_name_is_refused() -> None:
     assert problems(
         grpo(), "algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=constant"
     ) == ["algorithm.optimizer.warmup_style: an old name of lr_scheduler_type, which is given as well; leave it out"]
-
-
-def test_passes_of_a_fixed_number_of_experiences_need_the_number() -> None:
-    assert problems(grpo(), "trainer.use_dynamic_bsz=false") == [
-        "trainer.use_dynamic_bsz: false means that trainer.micro_batch_size says how many experiences a pass has; "
-        "give it or leave this out"
-    ]
-    load_config(grpo(), ["trainer.use_dynamic_bsz=false", "trainer.micro_batch_size=4"])
 
 
 def test_mini_batches_make_a_whole_batch() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rftdask.config import load_config, make_plan
 
 FOLDER = Path(__file__).parents[3] / "config"
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(FOLDER.rglob("*.yaml"))
 
 
 def test_there_are_configurations_to_check() -> None:
@@ -22,10 +22,10 @@ def test_it_loads_without_a_warning_and_is_planned(file: Path) -> None:
 
 
 def commands_in(file: Path) -> list[str]:
-    """The `rftdask run ...` lines of the comments at its top, continued over lines with a backslash."""
+    """The commands that run or submit in the comments at its top, continued over lines with a backslash."""
     comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
     joined = "\n".join(comments).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line.startswith("rftdask run ")]
+    return [line for line in joined.splitlines() if line.startswith(("rftdask run ", "rftdask submit "))]
 
 
 COMMANDS = [(file, command) for file in FILES for command in commands_in(file)]
@@ -33,8 +33,9 @@ COMMANDS = [(file, command) for file in FILES for command in commands_in(file)]
 
 @pytest.mark.parametrize(("file", "command"), COMMANDS, ids=[file.stem for file, _ in COMMANDS])
 def test_the_commands_in_its_comments_are_valid(file: Path, command: str) -> None:
-    _, _, path, *overrides = command.split()
-    assert path == f"config/{file.resolve().name}"
+    _, _, path, *words = command.partition(" #")[0].split()
+    overrides = [word for word in words if not word.startswith("--")]
+    assert path == f"config/{file.resolve().relative_to(FOLDER)}"
     load_config(file, overrides)
 
 

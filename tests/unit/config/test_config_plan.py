@@ -89,6 +89,14 @@ def test_the_rendered_plan_reads_well() -> None:
     )
 
 
+def test_tasks_beside_a_dataset_are_planned_by_train_steps() -> None:
+    tasks = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
+    plan = make_plan(config(sft(), tasks, "trainer.eval_interval=5"))
+    assert [role.name for role in plan.stages[0].roles] == ["explorer", "trainer"]
+    assert "eval interval        5 train steps" in plan.render()
+    assert "eval interval        before the first step and after the last" in make_plan(config(sft(), tasks)).render()
+
+
 def test_every_stage_is_planned() -> None:
     plan = make_plan(config(grpo(stages=[{"stage_name": "a"}, {"stage_name": "b", "mode": "explore"}])))
     assert [(stage.name, stage.mode) for stage in plan.stages] == [("rft/a", "both"), ("rft/b", "explore")]

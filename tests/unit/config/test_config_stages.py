@@ -125,3 +125,12 @@ def test_a_warning_of_a_stage_names_it() -> None:
     assert loaded.warnings == (runners, f"stages[1] (rl): {offload}")
     assert loaded.stage_configs()[0].warnings == (runners,)
     assert loaded.stage_configs()[1].warnings == (runners, offload)
+
+
+def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
+    loaded = config(grpo(mode="colocate", cluster={"num_cpus": 4}))
+    assert (loaded.mode, loaded.cluster.colocate, loaded.cluster.num_cpus) == ("both", True, 4)
+    assert config(loaded.to_dict()) == loaded
+    warmup, rl = config(staged(), "stages[1].mode=colocate").stage_configs()
+    assert (warmup.mode, warmup.cluster.colocate) == ("train", None)
+    assert (rl.mode, rl.cluster.colocate) == ("both", True)

@@ -234,4 +234,8 @@ def test_a_rollout_asks_with_texts_as_texts_also_with_what_the_policy_wrote(kind
     found = [count_special(tokenizer, prompt) for prompt in queue.prompts]
     assert found == [{START: 2, END: 1, EOS: 0}, {START: 4, END: 3, EOS: 0}, {START: 1, END: 1, EOS: 0}]
     assert model.calls[0].prompt_text == f"{START}user\nsay {END}{END}\n{START}assistant\n"
+    # What spells a special token and what is one are told apart in what was sampled, too: the chat goes on from there.
+    sampled = [*queue.prompts[0], *queue.tokens]
+    assert queue.prompts[1][: len(sampled)] == sampled
+    assert [[place for place, _ in calls] for calls in model.sequences] == [[0, 1], [2]]
     assert count_special(tokenizer, list(scored[0][1])) == {START: 0, END: 0, EOS: 0}

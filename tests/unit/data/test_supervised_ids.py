@@ -5,7 +5,8 @@ tokenizer adds, and what is learned begins where the prompt that it would be ask
 from __future__ import annotations
 
 import asyncio
-from functools import cache
+from copy import copy
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import PreferenceRows, Row, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
+from rftdask.errors import DataError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
 from tests.unit.data.test_special_tokens import Echo
@@ -124,6 +126,42 @@ def test_all_turns_have_the_ids_of_the_template_too(kind: str) -> None:
         end = len(rendered(tokenizer, messages[: place + 1]))
         expected[start:end] = [True] * (end - start)
     assert learned(row) == expected
+
+
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{% if m['role'] == 'assistant' %}"
+    "{% if thinks %}hm {% endif %}{% generation %}{{ m['content'] | trim }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+"""A thought before the answer is not marked."""
+OF_TEMPLATE = FORMAT.model_copy(update={"return_assistant_tokens_mask": True})
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("turns", [*CHATS, [*CHATS[1], ("user", "a")]])
+def test_what_a_template_marks_is_what_transformers_tells(turns: list[tuple[str, str]], thinks: bool) -> None:
+    tokenizer, messages = copy(llama3()), chat(turns)
+    tokenizer.chat_template = MARKED
+    render = partial(tokenizer.apply_chat_template, thinks=thinks)
+    tokenizer.apply_chat_template = render
+    theirs = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    [row] = SftRows(RowsDataset([[{"messages": messages}]], "f"), tokenizer, OF_TEMPLATE, 999).read([0])
+    assert list(row[0]) == theirs["input_ids"] and any(learned(row))
+    assert learned(row) == list(map(bool, theirs["assistant_masks"]))
+
+
+def test_a_template_that_marks_nothing_is_refused() -> None:
+    dataset = RowsDataset([[{"messages": chat(CHATS[0]), "chosen": "2", "rejected": "a"}]], "f")
+    with pytest.raises(
+        DataError, match=r"return_assistant_tokens_mask: the chat template marks nothing.*leave the key"
+    ):
+        SftRows(dataset, llama3(), OF_TEMPLATE, 999)
+    with pytest.raises(DataError, match="is for the chats of sft"):
+        PreferenceRows(dataset, llama3(), OF_TEMPLATE, 999)
+    tokenizer = copy(llama3())
+    tokenizer.chat_template = MARKED.replace("'assistant'", "'bot'")
+    with pytest.raises(DataError, match="row 0: the chat template marks nothing of it"):
+        SftRows(dataset, tokenizer, OF_TEMPLATE, 999).read([0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,10 +9,11 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any, ClassVar
 
 import msgpack
@@ -24,19 +25,23 @@ from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import (
     FROM_CLIENT,
     FROM_SERVER,
+    EndTurn,
     FromClient,
     FromServer,
     Generate,
     Generated,
+    HasTurn,
     Loaded,
     LoadWeights,
     NumberedRequest,
     Ready,
     Score,
     Scored,
+    TakeTurn,
     serve,
 )
 from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
+from rftdask.processes.turns import DeviceTurn, shared_devices
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.engines.plugins.broken_engine import CAUSE
 
@@ -57,16 +62,20 @@ class Parent:
         # Through msgpack, as on the way: tuples arrive as lists.
         self.messages = deque(msgpack.unpackb(msgpack.packb(FROM_CLIENT.encode(message))) for message in messages)
         self.answers: list[FromServer] = []
+        self.on_answer: Callable[[FromServer], None] = lambda answer: None
 
     def __iter__(self) -> Iterator[Any]:
         while self.messages:
             yield self.messages.popleft()
 
-    def try_receive(self) -> Any:
+    def try_receive(self, timeout_s: float = 0.0) -> Any:
+        if timeout_s and not self.messages:
+            raise EOFError  # who waits with a deadline would wait for ever
         return self.messages.popleft() if self.messages else None
 
     def send(self, answer: Any) -> None:
         self.answers.append(FROM_SERVER.decode(msgpack.unpackb(msgpack.packb(answer))))
+        self.on_answer(self.answers[-1])
 
 
 def asks(*numbers: int) -> Generate:
@@ -120,6 +129,41 @@ def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the
         *((1, GenerateRequest((0,) * 8, each, 0)) for each in short),
         (2, request(3)),
     ]
+
+
+class SharingEngine(FakeEngine):
+    """Lets a rank have the device for a moment, when it leaves it."""
+
+    rank: ClassVar[DeviceTurn]
+    seen: ClassVar[list[str]] = []
+
+    def leave_device(self) -> None:
+        self.seen.append("left" + " too early" * self.rank.try_take())
+        Timer(0.2, lambda: (self.rank.wait(9), self.seen.append("rank"), self.rank.leave())).start()
+
+    def return_to_device(self) -> None:
+        self.seen.append("returned")
+
+
+def test_an_engine_leaves_a_device_that_a_rank_wants_also_between_units_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RFTDASK_THREADS", "1")
+    for name, value in shared_devices(tmp_path, [0]).items():
+        monkeypatch.setenv(name, value)
+    spec = replace(engine_spec(f"{__name__}.SharingEngine"), turn_timeout_s=20.0)
+    SharingEngine.rank, _ = DeviceTurn(tmp_path, [0], alone=True), SharingEngine.seen.clear()
+    parent = Parent(TakeTurn(1), asks(2), EndTurn(), TakeTurn(3), asks(4), EndTurn())
+
+    def on_answer(answer: FromServer) -> None:
+        if answer == HasTurn(1):
+            SharingEngine.rank.try_take()  # it stands at the door
+
+    parent.on_answer = on_answer
+    with pytest.raises(EOFError):
+        serve(spec.to_plain(), parent)  # type: ignore[arg-type]
+    assert SharingEngine.seen == ["left", "rank", "returned"]
+    assert [type(answer) for answer in parent.answers] == [Ready, HasTurn, Generated, HasTurn, Generated]
 
 
 # ---- both sides

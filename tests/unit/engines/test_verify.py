@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config.schema.explorer import InferenceModelConfig
@@ -101,6 +103,19 @@ def moved(engine: TorchEngine) -> TorchEngine:
     for number, parameter in enumerate(p for p in engine._model.parameters() if p.requires_grad):
         parameter.data += 0.01 * (-1) ** number
     return engine
+
+
+def test_weights_are_published_in_the_data_type_of_the_engine_which_computes_them(model: Path, tmp_path: Path) -> None:
+    config = engine_config(model, deterministic=False, explorer__rollout_model__dtype="bfloat16")
+    policy = moved(TorchEngine(config, make_algorithm("grpo")))
+    files, fingerprint = write(policy, tmp_path / "weights"), policy.fingerprint()
+    published = load_file(files[0])
+    assert fingerprint.dtype == "bfloat16"
+    for name, tensor in policy._model.state_dict().items():
+        if name in published:  # of tied weights one name
+            assert torch.equal(published[name], tensor.bfloat16()), name
+    engine = TransformersEngine(str(model), dtype="bfloat16")
+    engine.load_verified(1, files, fingerprint)
 
 
 def write(engine: TorchEngine, folder: Path) -> list[Path]:

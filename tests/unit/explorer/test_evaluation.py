@@ -2,7 +2,8 @@
 
 - versions are due at the start, at every interval and at the end, each once on each taskset;
 - a unit has no more rollouts than one of training;
-- an evaluation is recorded when its last unit is on storage, and then it is not due again;
+- an evaluation is recorded when its last unit is on storage, and then it is not due again; if its driver ended before
+  that, the next one records it;
 - read from shards, what ran twice counts once, so does a rollout of several turns, and a failure is no correct answer;
 - best@k and worst@k are the means over all draws of k rollouts of a task.
 """
@@ -29,8 +30,10 @@ from rftdask.explorer.evaluation import (
     expected_best,
     repeat_metrics,
 )
+from rftdask.monitor.metrics import MetricsWriter
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import WeightRequirement
+from rftdask.weights.published import publish_weights
 
 SIZES = {"large": 10, "small": 3}
 REPEAT_TIMES = {"large": 1, "small": 4}
@@ -93,6 +96,21 @@ def test_versions_are_due_at_the_start_at_every_interval_and_at_the_end(
     assert due_versions(stage(*overrides), newest, ended_at) == due
 
 
+def test_beside_training_on_a_dataset_what_was_published_at_the_interval_is_due() -> None:
+    storage = open_storage("memory://evaluation-queue")
+    for version in (4, 6, 8):
+        publish_weights(storage, version, {"w": b"x"}, "main", None)
+    of_dataset = (
+        "mode=train",
+        "algorithm={algorithm_type: sft}",
+        "buffer.trainer_input.experience_buffer.path=d.jsonl",
+    )
+    assert due_versions(stage(*of_dataset, "trainer.eval_interval=4"), 8, None) == [0, 4, 8]
+    # An earlier start published at another interval: no 3, and 6 is there.
+    assert due_versions(stage(*of_dataset, "trainer.eval_interval=3"), 8, 8) == [0, 6, 8]
+    assert due_versions(stage(*of_dataset), 8, 8) == [0, 8], "0: before the first step and after the last"
+
+
 def test_bench_names_its_versions() -> None:
     assert due_versions(stage(), 9, None, versions=(0, 3)) == [0, 3]
 
@@ -117,6 +135,25 @@ def test_an_evaluation_is_recorded_at_its_last_unit_and_is_not_due_again() -> No
     assert not queue.finish(third) and not queue.finish(first) and recorded == []
     assert queue.finish(second) and recorded == [("large", 0)]
     assert queue.is_empty(0, None) and not queue.is_empty(4, None)
+
+
+def test_one_whose_driver_ended_before_it_was_recorded_is_recorded_by_the_next_and_once() -> None:
+    storage = open_storage("memory://evaluation-queue")
+    for unit in range(3):
+        ParquetLog(storage, "eval/small").commit([answer(unit, 1.0)], explore_step=4, unit=unit)
+    for _ in range(2):
+        queue, recorded = make_queue(stage(), "small")
+        queue.read()
+        assert recorded == [("small", 4)]
+        assert queue.versions_in_use(newest=4, ended_at=None) == [0]
+    with MetricsWriter(storage, "eval") as metrics:
+        metrics.write(4, {"reward": 1.0}, taskset="small")
+    queue, recorded = make_queue(stage(), "small")
+    queue.read()
+    assert recorded == []
+    queue, recorded = make_queue(stage(), "small", versions=(4,))
+    queue.read()
+    assert recorded == [("small", 4)]  # bench reports it again
 
 
 # ---- what the shards of an evaluation say

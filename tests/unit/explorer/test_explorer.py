@@ -4,6 +4,7 @@
 - evaluations take half of the engines at most while there is training to go on with;
 - no unit is submitted before the steps that its weights are trained from are complete;
 - what the log holds is not run again, and what it lost is;
+- once it is open, a log that is to grow has no seal at which a trainer would end;
 - a worker that is lost after its unit had ended, before the result was fetched, is no failure of the unit;
 - nor is one that was told to end, however often that happens to one unit;
 - an error of an engine is no loss of one;
@@ -77,8 +78,17 @@ def stage(name: str, *overrides: str) -> Config:
 def run_stage(client: FakeClient, config: Config, cancelled: Callable[[], bool] = lambda: False) -> list[Event]:
     """Run the explorer of a stage; the events it emitted. cancelled: called before every pass of the loop."""
     events: list[Event] = []
+    explorer = make_explorer(client, config, events.append, cancelled)
+    explorer.open()
+    explorer.run()
+    return events
+
+
+def make_explorer(
+    client: FakeClient, config: Config, emit: Callable[[Event], None], cancelled: Callable[[], bool] = lambda: False
+) -> Explorer:
     source = config.buffer.explorer_input
-    Explorer(
+    return Explorer(
         client,
         open_storage(f"memory://explorer-loop/{config.name}"),
         config,
@@ -86,11 +96,10 @@ def run_stage(client: FakeClient, config: Config, cancelled: Callable[[], bool] 
         num_steps=config.buffer.total_steps or 0,
         threads=1,
         log_file=None,
-        emit=events.append,
+        emit=emit,
         cancelled=cancelled,
         trainer_ended_at=lambda: None,
-    ).run()
-    return events
+    )
 
 
 def explore(client: FakeClient, name: str) -> list[str]:
@@ -232,6 +241,16 @@ def test_a_restarted_explorer_runs_what_the_log_does_not_hold() -> None:
     run_stage(again, config)
     assert [unit.key for unit in again.submitted] == [("experiences", 2, 1)]
     assert again.submitted[0].tasks == first.submitted[3].tasks
+
+
+def test_a_log_that_is_to_grow_has_no_seal_once_it_is_open() -> None:
+    run_stage(FakeClient(committed), stage("seal"))
+    log = ParquetLog(open_storage("memory://explorer-loop/seal"))
+    assert log.sealed_at() == 1
+    make_explorer(FakeClient(), stage("seal"), print).open()
+    assert log.sealed_at() == 1
+    make_explorer(FakeClient(), stage("seal", "buffer.total_steps=2"), print).open()
+    assert log.sealed_at() is None
 
 
 # ---- lost workers

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rftdask.config import Config, load_config
+from rftdask.engines.client import EngineSpec
 from rftdask.errors import ConfigError, DataError
+from rftdask.explorer import worker_cache
 from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_params
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
@@ -87,3 +89,57 @@ def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             config(f"buffer.explorer_input.{wrong}")
+
+
+def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:
+    judge = (
+        "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none, temperature: 0.0, top_p: 0.9, "
+        "max_response_tokens: 100, max_model_len: 1000}]"
+    )
+    run = config(judge, "model.max_response_tokens=8", "model.top_k=5")
+    spec = engine_spec(run.explorer.auxiliary_models[0], run, 1, None)
+    (sampling,) = spec.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (100, 0.0, 0.9, 5)
+    assert (spec.model.max_prompt_tokens, spec.model.max_response_tokens, spec.model.max_model_len) == (900, 100, 1000)
+    usual = config("explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]")
+    assert usual.explorer.auxiliary_models[0].own_model(usual.model) == usual.model
+
+
+def test_engines_that_measure_their_gpu_start_one_after_another_and_once(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes for its own what another allocates meanwhile, or fails where another gives memory back."""
+    events: list[tuple[str, str]] = []
+
+    class Started:
+        def __init__(self, spec: EngineSpec) -> None:
+            self.spec = spec
+            self.name = spec.section.name or "policy"
+            events.append(("start", self.name))
+
+        def alive(self) -> bool:
+            return True
+
+        def wait_ready(self) -> None:
+            events.append(("ready", self.name))
+
+    monkeypatch.setattr(worker_cache, "EngineClient", Started)
+    monkeypatch.setattr(worker_cache, "_tokenizer", lambda model, config: None)
+    monkeypatch.setattr(worker_cache, "text_engine", lambda engine, tokenizer, config: engine)
+    run = config(
+        "explorer.rollout_model={engine_type: vllm, gpu_memory_utilization: 0.3}",
+        "explorer.auxiliary_models=[{engine_type: vllm, name: a, model_path: a, gpu_memory_utilization: 0.3}, "
+        "{engine_type: fake, name: b, model_path: b}, "
+        "{engine_type: vllm, name: c, model_path: c, gpu_memory_utilization: 0.3}]",
+    )
+    cache = WorkerCache()
+    cache.open(storage, record_config(storage, run))
+    cache.engine(engine_spec(run.explorer.rollout_model, run, 1, None))
+    cache.auxiliary(1)
+    starts = [event for event in events if event[0] == "start"]
+    assert starts == [("start", name) for name in ("policy", "a", "b", "c")]
+    assert events.index(("ready", "policy")) < events.index(("start", "a"))
+    assert events.index(("ready", "a")) < events.index(("start", "c"))
+    assert ("ready", "b") not in events[: events.index(("start", "c"))]
+    cache.auxiliary(1)
+    assert [event for event in events if event[0] == "start"] == starts

@@ -191,6 +191,18 @@ def test_a_follower_gives_each_row_once(storage, clock):
     assert follower.poll() == []
 
 
+def test_a_follower_gives_the_rows_of_two_writers_of_evaluations(storage, clock):
+    follower = MetricsFollower(storage)
+    held_out, tasks = (MetricsWriter(storage, "eval", clock=clock) for _ in range(2))
+    given: list[MetricsRow] = []
+    for step in range(3):
+        held_out.write(step, {"eval_loss": 1.0})
+        tasks.write(step, {"accuracy": 0.5}, taskset="held")
+        held_out.flush(), tasks.flush()
+        given += follower.poll()
+    assert [(row.step, bool(row.tags)) for row in given] == [(step, tag) for step in range(3) for tag in (False, True)]
+
+
 def test_a_follower_with_a_cursor_goes_on_where_the_other_ended(storage, clock):
     writer = MetricsWriter(storage, "trainer", clock=clock)
     writer.write(1, {"loss": 1.0})

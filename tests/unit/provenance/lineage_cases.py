@@ -15,7 +15,7 @@ from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.schema import Experience, Status
+from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.buffer.log.shard import ShardName
 from rftdask.config import Config, load_config
 from rftdask.monitor.metrics import MetricsWriter
@@ -84,6 +84,21 @@ def experience(task: int, rollout: int, **fields: Any) -> Experience:
 
 def group(task: int, **fields: Any) -> list[Experience]:
     return [experience(task, rollout, **fields) for rollout in range(2)]
+
+
+def conversation(task: int) -> Experience:
+    """Two turns, "Hi" and "4", and between them what a tool and the template added."""
+    tokens = (63, *b"Hi", *b"<2+2=4>", *b"4")
+    return experience(
+        task,
+        0,
+        explore_step=3,
+        tokens=tokens,
+        rollout_logprobs=(-0.5, -0.5, *(0.0,) * 7, -2.0),
+        loss_mask=(True, True, *(False,) * 7, True),
+        response_text="Hi<2+2=4>4",
+        turns=(Turn(0, 0, 2, 0, 2, "user", 7), Turn(1, 9, 10, 9, 10, "tool", 8)),
+    )
 
 
 def make_run(root: str, config: Config | None = None) -> Case:

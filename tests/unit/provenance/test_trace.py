@@ -3,10 +3,11 @@ what is not on storage any more is said to be gone; a uid that the run does not 
 """
 
 import pytest
-from lineage_cases import Case
+from lineage_cases import Case, conversation
 
 from rftdask import Experiment
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
 from rftdask.provenance.trace import Evaluation, nearest_uids, trace
 
@@ -39,6 +40,15 @@ def test_the_text_of_a_trained_experience_reads_from_prompt_to_evaluation(case):
     assert "loss 0.25, reward 0.3333" in lines
     assert "evaluation held_out: accuracy 0.1 at version 0 -> 0.9 at version 2" in lines
     assert lines[-2:] == ["sums/0/2/0/0 0 ok trained C0", "* sums/0/2/1/0 1 ok trained C1"]
+
+
+def test_a_conversation_is_told_turn_by_turn(case):
+    ParquetLog(case.storage).commit([conversation(6)], explore_step=3, unit=0)
+    lines = lines_of(case, "sums/0/6/0/0")
+    begin = lines.index("prompt ?")
+    assert lines[begin : begin + 4] == ["prompt ?", "turn 0 Hi", "tool <2+2=4>", "turn 1 4"]
+    added = "7 tokens added between turns"
+    assert f"1 prompt tokens, 3 response tokens, mean logprob -1.000, {added}" in lines
 
 
 def test_a_dropped_experience_tells_why(case):

@@ -7,9 +7,10 @@ import threading
 from html.parser import HTMLParser
 
 import pytest
-from lineage_cases import Case
+from lineage_cases import Case, conversation
 
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.provenance.browse import (
     Browser,
@@ -100,6 +101,22 @@ def test_an_experience_is_shown_with_its_tokens_mask_and_group(case):
         ("sums/0/3/1/0", None),
     ]
     assert [(state["state"], state["step"]) for state in shown.states] == [("trained", 2)]
+
+
+def test_a_conversation_is_shown_turn_by_turn_and_tools_apart_from_the_policy(case):
+    name = ParquetLog(case.storage).commit([conversation(6)], explore_step=3, unit=0)
+    browser = Browser(case.url)
+    shown = browser.show("run", name.text, 0)
+    assert [(token.logprob, token.source) for token in shown.tokens] == [
+        *((None, ""), (-0.5, ""), (-0.5, "")),
+        *[(None, "tool")] * 7,
+        (-2.0, ""),
+    ]
+    page = experience_page(browser, shown)
+    text = " ".join(_Tags(page).text.split())
+    assert "As text prompt?turn 0Hitool<2+2=4>turn 14" in text and 'title="tool, token 3' in page
+    (listed,) = browser.page(Filter(task="sums/0/6"), 1).rows
+    assert (listed["response_length"], listed["surprise"]) == (3, -1.0)
 
 
 def test_an_experience_without_tokens_has_a_page(case):

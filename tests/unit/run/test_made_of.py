@@ -4,7 +4,6 @@ model is refused by the name of what changed; what is accepted is written down, 
 
 import hashlib
 import json
-import os
 import shutil
 import socket
 import threading
@@ -22,7 +21,7 @@ from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import open_run, read_run
 from rftdask.run.sources import copy_for_jobs, find_sources
 from rftdask.storage import open_storage
-from tests.integration.run_cases import RunProcess, call_cli, finish, num_steps, run_folder, write_config
+from tests.integration.run_cases import RunProcess, call_cli, finish_alone, num_steps, run_folder, write_config
 
 REWARD = "def scored(response, truth, task):\n    return float(truth in response)\n"
 
@@ -48,6 +47,7 @@ class World:
             f"explorer.plugin_dirs=[{self.reward.parent}]",
             f"buffer.explorer_input.taskset.default_reward_fn_type={self.module}.scored",
             f"model.model_path={self.model}",
+            "explorer.sandbox.mode=never",  # each start would wait for an interpreter
         )
 
     def config(self, *more: str) -> Config:
@@ -187,7 +187,7 @@ def test_a_large_file_is_told_by_its_pieces(tmp_path: Path, world: World) -> Non
     for place in (0, 0, (200 << 20) - 1):
         with file.open("r+b") as opened:
             opened.seek(place)
-            opened.write(os.urandom(1))
+            opened.write(b"1")
         found = MadeOf.of(world.config(), Inputs().modules, {}, is_first=True)
         hashes.append(found.models["model.model_path/more.safetensors"])
     assert hashes[2] != hashes[1]
@@ -249,7 +249,7 @@ def test_a_resume_with_another_reward_is_refused_and_of_what_was_submitted_goes_
     large = world.model / "more.safetensors"
     with large.open("wb") as opened:
         opened.truncate(40 << 20)
-    finish(world.path, *world.settings, "trainer.total_steps=2")
+    finish_alone(world.path, *world.settings, "trainer.total_steps=2")
     rewarded_otherwise(world)
     more = ("run", str(world.path), *world.settings, "--progress", "none")
     refused = call_cli(*more, "trainer.total_steps=3")

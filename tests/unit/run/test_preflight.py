@@ -17,6 +17,7 @@ import pytest
 from rftdask.config import Config, load_config
 from rftdask.errors import ConfigError, UserError
 from rftdask.models import hub
+from rftdask.models.toy import build_toy_model
 from rftdask.run.preflight import check_inputs, check_owners
 from rftdask.storage import open_storage
 from rftdask.storage.fsspec_store import FsspecStorage
@@ -224,6 +225,18 @@ def test_parts_that_do_not_go_together_are_told_before_anything_starts(
     assert message in problems(world.config(f"algorithm.algorithm_type={name}", override))
 
 
+def test_what_is_asked_of_experts_and_of_templates_is_checked_against_the_model(world: World) -> None:
+    build_toy_model(world.model, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    of_experts = world.sft("trainer.router_aux_loss_coef=0.1")
+    assert "has no experts; leave it out" in problems(of_experts)
+    config = json.loads((world.model / "config.json").read_text())
+    # A size that a config.json leaves out is its class's default.
+    (world.model / "config.json").write_text(json.dumps({"vocab_size": config["vocab_size"], "model_type": "mixtral"}))
+    check_inputs([of_experts])
+    of_template = "buffer.trainer_input.experience_buffer.format.return_assistant_tokens_mask=true"
+    assert "the chat template marks nothing, it has no {% generation %} block" in problems(world.sft(of_template))
+
+
 def test_the_columns_of_pairs_of_text_and_of_demonstrations_are_checked(world: World) -> None:
     rows = "buffer.trainer_input.experience_buffer.format"
     pairs = ("algorithm.algorithm_type=dpo", f"{rows}.prompt_key=question", f"{rows}.chosen_key=answer")
@@ -252,6 +265,10 @@ def test_a_teacher_of_other_tokens_is_refused(world: World) -> None:
     for folder, size in ((world.model, 258), (teacher, 300)):
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
     assert f"{teacher} has a vocabulary of 300 tokens, the policy {world.model} one of 258" in problems(config)
+    (teacher / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert f"{teacher} has a vocabulary of 32000 tokens" in problems(config)
+    (teacher / "config.json").write_text("{}")
+    check_inputs([config])
 
 
 def test_the_columns_of_the_difficulty_are_read(world: World) -> None:

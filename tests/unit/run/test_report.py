@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rftdask.monitor.charts import CHARTS, chart_svg, compute_curves, plot_metrics, stage_edges
+from rftdask.monitor.charts import CHARTS, Panel, chart_svg, panels_of, plot_metrics
 from rftdask.monitor.explain import METRICS
 from rftdask.monitor.metrics import MetricsRow, rows_to_frame
 from rftdask.run.report import render_report, write_report
@@ -27,7 +27,9 @@ from rftdask.run.summary import (
 from rftdask.storage.memory import MemoryStorage
 
 VOID = {"meta", "br", "path", "use", "rect", "line"}
-REWARD, ACCURACY = (next(chart for chart in CHARTS if chart.metric == name) for name in ("reward", "accuracy"))
+REWARD, ACCURACY, LOSS = (
+    next(chart for chart in CHARTS if chart.metric == name) for name in ("reward", "accuracy", "loss")
+)
 
 
 def stage(num_steps: int, **metrics: float):
@@ -161,31 +163,34 @@ def test_a_run_that_measured_nothing_still_has_a_report():
     assert "Nothing has been measured yet" in page
 
 
-def test_stages_follow_each_other_on_one_axis():
-    assert stage_edges(STAGES) == [0, 10, 60]
-    (reward,) = compute_curves(REWARD, STAGES)
-    assert reward.segments[0][0] == list(range(11, 61))
-    accuracy = compute_curves(ACCURACY, STAGES)
-    assert [curve.label for curve in accuracy] == ["easy", "hard"]
-    assert accuracy[0].segments == [([0, 10], [0.0, 0.1]), ([10, 60], [0.0, 0.5])]
+def test_each_stage_has_a_panel_and_steps_of_its_own():
+    (reward,) = panels_of(REWARD, STAGES)
+    assert reward == Panel("rl", {"": (list(range(1, 51)), [0.5] * 50)})
+    warmup, rl = panels_of(ACCURACY, STAGES)
+    assert warmup == Panel("warmup", {"easy": ([0, 10], [0.0, 0.1]), "hard": ([0, 10], [0.0, 0.1])})
+    assert rl.curves["hard"] == ([0, 50], [0.0, 0.5])
+    # Of equal width, whatever their steps; and what one stage measured is one curve, with tags or without.
+    sft, grpo = [axes for axes in plot_metrics(STAGES).axes if axes.get_xlabel() == "optimizer step"][1:]
+    assert sft.get_position().width == pytest.approx(grpo.get_position().width, rel=0.1)
+    untagged = rows_to_frame([MetricsRow("trainer", 1, 1.0, {}, {"loss": 2.0})])
+    assert [list(panel.curves) for panel in panels_of(LOSS, [("warmup", untagged), STAGES[1]])] == [[""], [""]]
 
 
 def test_the_trainer_s_reward_is_drawn_before_the_explorer_s():
     rows = [MetricsRow(role, 1, 1.0, {}, {"reward": value}) for role, value in (("explorer", 0.1), ("trainer", 0.2))]
-    both = compute_curves(REWARD, [("", rows_to_frame(rows))])
-    alone = compute_curves(REWARD, [("", rows_to_frame(rows[:1]))])
-    assert both[0].segments == [([1], [0.2])]
-    assert alone[0].segments == [([1], [0.1])]
+    assert panels_of(REWARD, [("", rows_to_frame(rows))])[0].curves == {"": ([1], [0.2])}
+    assert panels_of(REWARD, [("", rows_to_frame(rows[:1]))])[0].curves == {"": ([1], [0.1])}
 
 
 def test_missing_values_leave_no_point():
     rows = [MetricsRow("trainer", step, 1.0, {}, {"reward": value}) for step, value in ((1, 0.5), (2, math.nan))]
-    assert compute_curves(REWARD, [("", rows_to_frame(rows))])[0].segments == [([1], [0.5])]
+    assert panels_of(REWARD, [("", rows_to_frame(rows))])[0].curves == {"": ([1], [0.5])}
     assert chart_svg(ACCURACY, [("", rows_to_frame(rows))]) == ""
 
 
-def test_a_plot_has_one_axes_per_measured_metric():
-    titles = [axes.get_title(loc="left") for axes in plot_metrics(STAGES[1][1]).axes]
+def test_a_plot_has_one_part_per_measured_metric():
+    parts = plot_metrics(STAGES[1][1]).subfigs
+    titles = [part.get_suptitle() for part in parts if part.axes]
     assert titles == ["Reward (reward units)", "Accuracy (fraction, 0 to 1)", "Loss (nats)"]
     assert plot_metrics(rows_to_frame([])).axes == []
 

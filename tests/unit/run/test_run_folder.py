@@ -18,7 +18,16 @@ import pytest
 
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DamagedError, DataError, FencedError
-from rftdask.run.run_folder import RUN_FILE, Lease, lease_holder, open_run, read_config, read_run, record_config
+from rftdask.run.run_folder import (
+    RUN_FILE,
+    Lease,
+    lease_holder,
+    open_run,
+    read_config,
+    read_run,
+    read_run_config,
+    record_config,
+)
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_object
 from rftdask.testing.storage_faults import FaultyStorage
@@ -89,6 +98,14 @@ def test_how_far_and_how_loud_may_change(storage: Storage) -> None:
     with pytest.raises(DataError) as caught:
         open_run(storage, load_config({**changed.to_dict(), "seed": 1}))
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - seed"]
+
+
+def test_an_evaluation_needs_no_training_taskset(storage: Storage) -> None:
+    open_run(storage, config())
+    evals = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
+    open_run(storage, config("mode=bench", "buffer.explorer_input.taskset=null", evals))
+    with pytest.raises(DataError, match=r"explorer_input\.taskset"):
+        open_run(storage, config("buffer.explorer_input={tasksets: [{path: tasks.jsonl}], taskset: null}"))
 
 
 def test_rollout_batches_keep_the_size_of_the_first_start(storage: Storage) -> None:
@@ -346,3 +363,16 @@ def test_a_run_folder_holds_nothing_of_the_environment(storage: Storage, monkeyp
         assert b"hunter2" not in storage.get(path)
     monkeypatch.delenv("JUDGE")
     assert load_config(read_run(storage)["config"], was_checked=True) == opened, "who looks needs no environment"
+
+
+@pytest.mark.parametrize(("on_gpus", "given", "kept"), [(False, None, True), (True, None, False), (True, True, True)])
+def test_the_first_start_writes_down_whether_bits_repeat(
+    storage: Storage, on_gpus: bool, given: bool | None, kept: bool
+) -> None:
+    settings = [] if given is None else [f"deterministic={str(given).lower()}"]
+    assert open_run(storage, config(*settings), on_gpus=on_gpus).deterministic is kept
+    assert read_run_config(storage).deterministic is kept
+    # A later start on another machine goes on as the run began.
+    assert open_run(storage, config(*settings), on_gpus=not on_gpus).deterministic is kept
+    with pytest.raises(DataError, match="deterministic: was"):
+        open_run(storage, config(f"deterministic={str(not kept).lower()}"))

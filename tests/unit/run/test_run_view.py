@@ -18,9 +18,9 @@ from rftdask.monitor.metrics import MetricsWriter
 from rftdask.provenance.tables import RunTables
 from rftdask.provenance.trace import trace
 from rftdask.run.report import report_run
-from rftdask.run.run_folder import open_run
-from rftdask.run.summary import render_summary, summarize
-from rftdask.run.view import open_stages
+from rftdask.run.run_folder import note_end, open_run
+from rftdask.run.summary import learned, render_summary, summarize
+from rftdask.run.view import Accuracy, open_stages
 from rftdask.storage import open_storage
 
 
@@ -54,6 +54,32 @@ def test_values_are_those_of_a_role_by_step_without_gaps(tmp_path: Path) -> None
     (stage,) = open_stages(begin_run(tmp_path))
     assert stage.values("trainer", "reward") == [0.25, 0.75]
     assert stage.values("trainer", "loss") == stage.values("eval", "accuracy") == []
+
+
+def test_a_report_of_a_run_of_before_has_its_times_and_its_end(tmp_path: Path) -> None:
+    folder = begin_run(tmp_path)
+    (stage,) = open_stages(folder)
+    first, last = stage.span
+    summary = summarize(stage.config, str(folder), [stage], status="as found")
+    assert (summary.started_at_s, summary.seconds) == (first, last - first) and first > 0
+    note_end(open_storage(folder), "failed", "RoleError: trainer rank 1 died")
+    report_run(folder)
+    page = (folder / "report.html").read_text()
+    assert '<span class="status failed">failed</span>' in page and "RoleError: trainer rank 1 died" in page
+
+
+def test_accuracies_are_over_all_tasksets_together(tmp_path: Path) -> None:
+    folder = begin_run(tmp_path)
+    looks = [(0, "easy", 0.5, 10), (0, "hard", 0.0, 30), (4, "easy", 1.0, 10), (4, "hard", 0.2, 30)]
+    with MetricsWriter(open_storage(folder), "eval") as metrics:
+        # The run stopped before the last version had answered the other taskset, which is no fall of the accuracy.
+        for version, taskset, accuracy, num_rollouts in [*looks, (6, "hard", 0.1, 30)]:
+            metrics.write(version, {"accuracy": accuracy, "num_rollouts": num_rollouts}, taskset=taskset)
+    (stage,) = open_stages(folder)
+    assert stage.accuracies == [Accuracy(pytest.approx(0.125), 40), Accuracy(pytest.approx(0.4), 40)]
+    assert stage.accuracies[1].error == pytest.approx(0.0775, abs=1e-4)
+    summary = summarize(stage.config, str(folder), [stage], status="finished", began_s=0.0)
+    assert learned(summary) == "accuracy 12.5% -> 40.0% (+27.5 points, standard error 9.3)"
 
 
 def test_each_part_is_read_once(tmp_path: Path) -> None:

@@ -82,6 +82,13 @@ class StorageContract:
             store.put("a/b/c.bin", data)
             assert store.get("a/b/c.bin") == data
 
+    def test_a_part_is_what_lies_between_two_places(self, store: Storage) -> None:
+        store.put("a/b.bin", bytes(range(100)))
+        for start, stop in ((0, 8), (8, 100), (99, 100), (90, 200)):
+            assert store.get_part("a/b.bin", start, stop) == bytes(range(100))[start:stop]
+        with pytest.raises(NotFoundError):
+            store.get_part("a/c.bin", 0, 1)
+
     def test_put_replaces(self, store: Storage) -> None:
         store.put("a", b"a long first text")
         store.put("a", b"short")

@@ -5,13 +5,16 @@ fsspec's own local file system is the sick patient: it writes in place and its "
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from rftdask.errors import UserError
+from rftdask.storage import doctor
 from rftdask.storage.doctor import Check, Cost, DoctorReport, check_race, check_replace, check_storage
 from rftdask.storage.fsspec_store import FsspecStorage
+from rftdask.storage.local import LocalStorage, Posix
 
 
 def words(report: DoctorReport) -> dict[str, bool | None]:
@@ -45,6 +48,22 @@ def test_what_cannot_be_checked_is_not_called_ok() -> None:
     report = check_storage("memory://doctor")
     unknown = {name for name, ok in words(report).items() if ok is None}
     assert unknown == {"create-only", "atomic replace", "list after write"}
+
+
+class HangingDisk(Posix):
+    def link(self, source: str, target: str) -> None:
+        time.sleep(40)
+        super().link(source, target)
+
+
+def test_a_process_that_hangs_fails_its_check_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_DEADLINE_S", 1.0)
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        check_race(LocalStorage(tmp_path, HangingDisk()))
+    assert time.monotonic() - began_s < 20
 
 
 def test_storage_that_cannot_be_written_is_a_report_not_an_exception(tmp_path: Path) -> None:

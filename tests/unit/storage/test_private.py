@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import subprocess
@@ -51,9 +52,8 @@ def shared(tmp_path: Path) -> Iterator[Path]:
     """A folder that everybody may use, in a process that hides nothing."""
     folder = tmp_path / "shared"
     folder.mkdir()
-    for path in (folder, *folder.parents):
-        if path.is_relative_to("/tmp") and path != Path("/tmp") and path.owner() == folder.owner():
-            path.chmod(0o777)
+    for path in itertools.takewhile(lambda path: not path.stat().st_mode & stat.S_ISVTX, (folder, *folder.parents)):
+        path.chmod(0o777)  # up to /tmp or its like, which is everybody's
     before = os.umask(0)
     yield folder
     os.umask(before)

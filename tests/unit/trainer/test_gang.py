@@ -26,7 +26,7 @@ from rftdask.errors import (
     WaitTimeout,
 )
 from rftdask.monitor.events import Ended
-from rftdask.trainer.gang import TRAINER_RESOURCE, Gang, RankSpec, active_keys, interface_of
+from rftdask.trainer.gang import MAX_TAKEN, TRAINER_RESOURCE, Gang, RankSpec, active_keys, interface_of
 
 
 class FakeFuture:
@@ -64,6 +64,8 @@ class FakeClient:
         self.keys: list[str] = []
         self.cancelled: list[int] = []
         self.outcomes: list[Any] = []
+        self.left: list[str] = []
+        """Workers that said that they were told to end."""
         self.lingering = self.looks = 0
         """Looks at the workers for which called-off ranks still run."""
 
@@ -93,23 +95,28 @@ class FakeClient:
     def cancel(self, futures: list[FakeFuture], force: bool) -> None:
         self.cancelled.append(len(futures))
 
+    def get_events(self, topic: str) -> list[tuple[float, str]]:
+        return [(0.0, address) for address in self.left]
+
 
 def gang(
     client: FakeClient,
     *,
     world_size: int = 1,
     notes: list[str] | None = None,
-    cancelled: bool = False,
+    cancelled: bool | Callable[[], bool] = False,
     worker_deadline_s: float = 0.0,
     stopping: bool | Callable[[], bool] = False,
+    newest_step: Callable[[], int] = lambda: 0,
 ) -> Gang:
     return Gang(
         client=client,  # type: ignore[arg-type]  # its futures are fakes too
         spec=RankSpec({}, "memory://x", None, world_size, threads=1, log_folder=None),
         max_restarts=2,
+        newest_step=newest_step,
         worker_deadline_s=worker_deadline_s,
         note=(notes if notes is not None else []).append,
-        cancelled=lambda: cancelled,
+        cancelled=cancelled if callable(cancelled) else lambda: cancelled,
         stopping=stopping if callable(stopping) else lambda: stopping,
     )
 
@@ -205,7 +212,7 @@ def test_a_worker_lost_before_its_rank_started_is_a_lost_rank_too() -> None:
 def test_a_run_that_ends_calls_its_ranks_off() -> None:
     client = FakeClient({"tcp://a": True}, ["pending"])
     with pytest.raises(RoleError, match="the run ended while the trainer was at work"):
-        gang(client, cancelled=True).run()
+        gang(client, cancelled=lambda: len(client.submitted) > 0).run()
     assert client.cancelled == [1]
 
 
@@ -217,11 +224,66 @@ def test_a_run_that_is_to_end_waits_for_no_trainer_workers() -> None:
     assert restarted.run() is None, "the newest checkpoint is as good"
 
 
-def test_restarts_are_bounded_and_the_last_cause_is_told() -> None:
+def test_a_run_that_is_over_waits_for_no_trainer_workers() -> None:
+    waiting = gang(FakeClient({"tcp://a": False}), worker_deadline_s=60.0, cancelled=True)
+    began = time.monotonic()
+    assert waiting.run() is None
+    assert time.monotonic() - began < 30.0
+
+
+def test_restarts_without_a_new_step_are_bounded_and_the_last_cause_is_told() -> None:
     client = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(9)))
-    with pytest.raises(RoleError, match="the trainer failed 3 times; the last time: cause 2"):
+    with pytest.raises(RoleError, match=r"failed 3 times without a new step .*at step 0.*; the last time: cause 2"):
         gang(client).run()
     assert client.cancelled == [1, 1, 1]
+
+
+def test_restarts_between_which_steps_were_taken_are_not_counted() -> None:
+    client = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(9)), [Ended(9, False)])
+    assert gang(client, newest_step=lambda: len(client.submitted)).run() == Ended(9, False)
+    stuck = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(9)))
+    with pytest.raises(
+        RoleError, match=r"at step 4.*; the last time: cause 5"
+    ):  # the fourth loss was the last new step
+        gang(stuck, newest_step=lambda: min(4, len(stuck.submitted))).run()
+
+
+def test_workers_that_a_batch_system_takes_are_given_more_patience() -> None:
+    client = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(30)))
+    client.left = ["tcp://elsewhere"]
+    with pytest.raises(RoleError, match="the last time: cause 2"):
+        gang(client).run()
+    client = FakeClient({"tcp://a": True}, *([ProcessLostError(f"cause {n}")] for n in range(30)))
+    client.left = ["tcp://a"]
+    with pytest.raises(RoleError, match=f"failed {MAX_TAKEN + 1} times .*; the last time: cause {MAX_TAKEN}"):
+        gang(client).run()
+
+
+def test_workers_that_do_not_come_are_not_those_that_were_taken_before() -> None:
+    client = FakeClient({"tcp://a": True}, [ProcessLostError("preempted")])
+    client.left = ["tcp://a"]
+    tries: list[str] = []
+
+    def note(text: str) -> None:
+        tries.append(text)
+        client.workers = {}
+
+    with pytest.raises(RoleError, match=r"failed 3 times .*0 of 1 trainer workers joined"):
+        replace(gang(client), note=note).run()
+    assert len(tries) == 3, "one for the worker that was taken, and two of its own"
+
+
+def test_storage_that_does_not_answer_is_no_new_step() -> None:
+    client = FakeClient({"tcp://a": True}, [StorageError("disk")], [Ended(1, False)])
+    asked: list[int] = []
+
+    def newest_step() -> int:
+        asked.append(0)
+        if len(asked) > 1:
+            raise StorageError("disk")
+        return 0
+
+    assert gang(client, newest_step=newest_step).run() == Ended(1, False)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +299,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(error: RftError) -> None:
 def test_a_run_that_is_over_is_not_restarted() -> None:
     client = FakeClient({"tcp://a": True}, [ProcessLostError("gone")], [Ended(1, False)])
     with pytest.raises(RoleError, match="gone"):
-        gang(client, cancelled=True).run()
+        gang(client, cancelled=lambda: len(client.submitted) > 0).run()
 
 
 def test_workers_that_do_not_come_are_counted() -> None:

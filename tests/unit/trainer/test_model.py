@@ -33,8 +33,17 @@ from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
 from rftdask.models.toy import build_toy_model
-from rftdask.trainer.engines.strategies.base import Strategy
-from rftdask.trainer.model import entropy_signals, export_hf, load_policy, row_scores, state_bytes, token_logprobs
+from rftdask.trainer.engines.strategies.base import distinct_state
+from rftdask.trainer.engines.tensor_files import stage_tensors
+from rftdask.trainer.model import (
+    _score,
+    entropy,
+    entropy_signals,
+    export_hf,
+    load_policy,
+    row_scores,
+    token_logprobs,
+)
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
@@ -103,7 +112,7 @@ def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:
     """What an engine publishes of a whole model."""
-    return state_bytes(Strategy(Ranks()).full_state(model))
+    return bytes(stage_tensors(distinct_state(model), Ranks()))
 
 
 def test_threads_that_load_at_once_leave_the_library_as_it_was(folder: Path) -> None:
@@ -363,3 +372,25 @@ def test_a_reward_model_scores_rows_as_transformers_does(tmp_path: Path) -> None
         alone = torch.stack([theirs(torch.tensor([row])).logits[0, 0] for row in rows])
     assert_same_logprobs(scores_BT[:, 0].detach(), together)
     assert_same_logprobs(scores_BT[:, 0].detach(), alone)
+
+
+def test_entropies_and_statistics_are_float32_where_products_are_bfloat16() -> None:
+    torch.manual_seed(shifted_seed(3))
+    head = torch.nn.Linear(8, 500)
+    states_QH, targets_Q = torch.randn(6, 8), torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_QV = head(states_QH).float()
+        _, entropy_Q = _score(head, states_QH, targets_Q, None, None, True, None)
+        _, dotted_Q = _score(
+            head,
+            states_QH,
+            targets_Q,
+            None,
+            None,
+            lambda logprobs_QV: torch.linalg.vecdot(logprobs_QV, logprobs_QV),
+            None,
+        )
+    logprobs_QV = logits_QV.log_softmax(-1)
+    assert entropy_Q.dtype == dotted_Q.dtype == torch.float32
+    torch.testing.assert_close(entropy_Q, entropy(logprobs_QV), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dotted_Q, logprobs_QV.square().sum(-1), rtol=1e-6, atol=1e-6)

@@ -124,7 +124,7 @@ def test_a_state_of_a_version_that_decayed_all_weights_is_refused_by_the_key_to_
     model = Small()
     whole = optimizer(model, decay_all_weights=True)
     train(model, whole, range(1, 3))
-    tensors = load(whole.state_files(NAME)[NAME])
+    tensors = load(bytes(whole.state_files(NAME)[NAME]))
     old = {NAME: save({key: value for key, value in tensors.items() if not key.startswith("spares")})}
     with pytest.raises(UserError, match=r"set algorithm.optimizer.decay_all_weights: true"):
         optimizer(Small()).load_state_files(NAME, old)

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rftdask.trainer import attention
 from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
-from rftdask.trainer.engines.micro_batches import micro_batches, pad
+from rftdask.trainer.engines.micro_batches import micro_batches
 from rftdask.trainer.model import token_logprobs
-from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.packing import RowSpans, pack_rows
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 40
@@ -57,6 +58,14 @@ def make_model(family: str) -> Any:
 MODELS = {family: make_model(family) for family in FAMILIES}
 lengths_of_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6)
 """(prompt, response) tokens of each row."""
+
+
+def pad(rows: list[np.ndarray], dtype: type) -> Tensor:
+    """[rows, longest], zeros after the end of each."""
+    padded: np.ndarray = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def padded_logprobs(model: Any, rows: list[np.ndarray]) -> Tensor:
@@ -183,5 +192,46 @@ class TestMicroBatches:
             assert sorted(map(len, parts)) == sizes, costs
 
 
-def test_rows_are_padded_with_zeros_at_the_end() -> None:
-    assert pad([np.array([1, 2]), np.array([], np.int64), np.array([3])], np.int64).tolist() == [[1, 2], [0, 0], [3, 0]]
+def test_the_kernel_is_asked_for_shared_heads_where_it_has_a_switch_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 has none and shares them unasked; 2.12 refuses without it."""
+    query_S, key_S = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
+    spans = RowSpans((4, 2), torch.tensor([0, 4, 6], dtype=torch.int32))
+    asked: list[dict[str, Any]] = []
+
+    def of_2_11(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: Any = None,
+        window_size: Any = (-1, -1),
+    ) -> torch.Tensor:
+        asked.append({"window_size": window_size})
+        return torch.zeros_like(query)
+
+    def of_2_12(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: Any = None,
+        window_size: Any = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        asked.append({"window_size": window_size, "enable_gqa": enable_gqa})
+        return torch.zeros_like(query)
+
+    for kernel in (of_2_11, of_2_12):
+        monkeypatch.setattr(attention, "varlen_attn", kernel)
+        attention._by_kernel(query_S, key_S, key_S, spans, None, None)
+    assert asked == [{"window_size": (-1, 0)}, {"window_size": (-1, 0), "enable_gqa": True}]

@@ -1,6 +1,7 @@
 """Promises of tensor files, on one rank; several are in tests/e2e/test_ranks_agree.py and test_checkpoint_format.py:
 
 - what is loaded is what was saved, to the bit, and the same tensors give the same bytes;
+- what is staged is a copy, the bytes that safetensors itself would write, in the data type that is asked for;
 - however a tensor was cut into parts, the whole of it is loaded, and no file is read without need;
 - PyTorch's own reader finds the same tensors, and no byte is a pickle;
 - what does not fit is refused with names, and an error of storage stays one.
@@ -19,11 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from rftdask.errors import DamagedError, RoleError
-from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
+from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors, stage_tensors
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
 
@@ -82,8 +83,23 @@ def test_what_is_loaded_is_what_was_saved_and_the_same_tensors_give_the_same_byt
     assert shelf.reads == [NAME]
 
 
+def test_what_is_staged_is_what_safetensors_writes_and_stays_as_it_was() -> None:
+    sizes = {"w": (3, 5), "a.b": (7,), "scalar": (), "nothing": (0, 4)}
+    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    expected = save(tensors, {"format": "pt"})
+    staged = stage_tensors(tensors, ALONE)
+    tensors["w"].zero_()
+    assert staged == expected
+
+
+def test_staged_tensors_of_floating_point_have_the_type_asked_for() -> None:
+    tensors = {"w": torch.randn(3, 5), "count": torch.arange(4), "cut": torch.randn(4, 6)[:, ::2]}
+    staged = load(bytes(stage_tensors(tensors, ALONE, torch.bfloat16)))
+    assert_equal(staged, {**tensors, "w": tensors["w"].bfloat16(), "cut": tensors["cut"].bfloat16()})
+
+
 def test_a_head_is_json_and_says_where_tensors_begin() -> None:
-    data = save_tensors(NAME, some_tensors(), ALONE, spread=True)[NAME]
+    data = bytes(save_tensors(NAME, some_tensors(), ALONE, spread=True)[NAME])
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert list(head["__metadata__"]) == ["DCP_SHARDING_INFO"]
     sharding = json.loads(head["__metadata__"]["DCP_SHARDING_INFO"])

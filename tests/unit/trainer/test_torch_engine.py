@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
@@ -22,6 +24,7 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
+from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.critic import value_loss
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
@@ -107,7 +110,7 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
     for each in (first, second):
         each.train_step(rollouts(seed=3), 3)
     assert first.state_files() == second.state_files()
-    assert load(first.state_files()["actor/kl_coefs.safetensors"])["kl"].tolist() != [0.5, 0.5]
+    assert load(bytes(first.state_files()["actor/kl_coefs.safetensors"]))["kl"].tolist() != [0.5, 0.5]
 
 
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
@@ -149,7 +152,7 @@ def test_the_kl_baseline_of_kto_is_measured_on_responses_to_other_prompts(models
     assert trained.train_step(batch, 1)["kl_baseline"] == 0.0, "policy and reference are equal"
     policy, _ = load_policy(str(models / "policy"), "float32", "cpu")
     reference, _ = load_policy(str(models / "policy"), "float32", "cpu")
-    policy.load_state_dict(load(trained.weights()["model.safetensors"]))
+    policy.load_state_dict(load(bytes(trained.weights()["model.safetensors"])))
     tokens, ratios = batch.row_tokens(), []
     for row in range(6):
         response = tokens[row - 1][2:]
@@ -252,3 +255,66 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is
         each.train_step(spoil(rollouts()), 4)
         with pytest.raises(RoleError, match=r"step 5: the gradient norm is .* not finite in the 2 updates before"):
             each.train_step(spoil(rollouts()), 5)
+
+
+# ---- frozen weights
+
+
+@pytest.mark.parametrize(("algorithm", "lora"), [("dpo", None), ("dpo", LoraConfig(lora_rank=2))])
+def test_frozen_weights_stay_as_their_files_have_them_and_compute_as_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, lora: LoraConfig | None
+) -> None:
+    build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    pairs = supervised_batch([([1, 2, 3, 4], 2, None), ([1, 2, 9], 2, None)], ["t/0/0", "t/0/1"], 2)
+
+    def trained() -> tuple[set[torch.dtype], list[dict[str, float]]]:
+        engine = TorchEngine(engine_config(tmp_path, lora), make_algorithm(algorithm))
+        held = engine._model if lora else engine._frozen[0]
+        with torch.no_grad():  # adapters begin with the rounding of the layers beside them
+            for name, parameter in engine._model.named_parameters():
+                if "lora_" in name:
+                    parameter.fill_(0.25)
+        steps = [engine.train_step(pairs, step) for step in (1, 2, 3)]
+        return {p.dtype for p in held.parameters() if not p.requires_grad}, steps
+
+    dtypes, steps = trained()
+    monkeypatch.setattr(torch_engine, "frozen_dtype", lambda path: "float32")
+    assert dtypes == {torch.bfloat16}
+    assert trained() == ({torch.float32}, steps)
+
+
+# ---- rows of very different lengths
+
+
+class Largest(TorchDispatchMode):
+    """Number of elements of the largest tensor that any function returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return found
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "mix", "decoupled_ppo"])
+def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: str) -> None:
+    build_toy_model(tmp_path, hidden_size=4, intermediate_size=4, num_layers=1, num_heads=1)
+    lengths = [1] * 1999 + [1000]
+    batch = supervised_batch(
+        [([1, *range(2, 2 + length)] if length == 1 else [1, *[5] * length], 1, None) for length in lengths],
+        [f"t/0/{i // 4}/{i % 4}/0" for i in range(2000)],
+        4,
+    )
+    random = np.random.default_rng(0)
+    batch = replace(batch, rewards=random.random(2000).astype(np.float32), experts=np.arange(2000) // 4 % 5 == 0)
+    overrides: dict[str, Any] = {"model__max_model_len": 2000, "algorithm__kl_loss_fn": "k2"}
+    engine = TorchEngine(engine_config(tmp_path, None, **overrides), make_algorithm(algorithm, kl_loss_fn="k2"))
+    with Largest() as largest:
+        engine.train_step(batch, 1)
+    # A pass has 1,000 tokens, and 258 logits for each.
+    assert largest.num_elements <= 300_000

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
-from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import ParquetLog
@@ -67,19 +69,23 @@ def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: S
     readable = [
         e if isinstance(e, str) else f"{type(e).__name__} {vars(e).get('step', vars(e).get('version'))}" for e in events
     ]
-    assert readable == [
-        "Started 0",
-        "ledger/main/00000001.json",
+    published = [e for e in readable if e.startswith(("weights/", WEIGHTS_POINTER, "Published"))]
+    # A thread of its own: beside the steps, and in this order.
+    assert published == [
         "weights/1/model.safetensors",
         "weights/1/MANIFEST.json",
         WEIGHTS_POINTER,
         "Published 1",
-        "Step 1",
-        "ledger/main/00000002.json",
         "weights/2/model.safetensors",
         "weights/2/MANIFEST.json",
         WEIGHTS_POINTER,
         "Published 2",
+    ]
+    assert [e for e in readable if e not in published] == [
+        "Started 0",
+        "ledger/main/00000001.json",
+        "Step 1",
+        "ledger/main/00000002.json",
         "global_step_2/actor/model.safetensors",
         "global_step_2/trainer_state.json",
         "global_step_2/MANIFEST.json",
@@ -87,6 +93,55 @@ def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: S
         "CheckpointSaved 2",
         "Step 2",
     ]
+
+
+def test_a_step_trains_while_the_version_before_it_is_written(storage: Storage) -> None:
+    trains, in_time = threading.Event(), list[bool]()
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if (verb, path, stage) == ("put", "weights/1/model.safetensors", "before"):
+            in_time.append(trains.wait(5.0))
+
+    class Second(FakeTrainEngine):
+        def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+            if step == 2:
+                trains.set()
+            return super().train_step(batch, step)
+
+    make_trainer(FaultyStorage(storage, note), engine=Second(), total_steps=2).run()
+    assert in_time == [True]
+    assert read_pointer(storage, WEIGHTS_POINTER) == 2
+
+
+def test_a_checkpoint_exists_only_after_the_publication_it_tells_of(storage: Storage) -> None:
+    written, seen = threading.Event(), list[str]()
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if (verb, path, stage) == ("put", "global_step_2/trainer_state.json", "after"):
+            written.set()  # all that comes before the manifest
+        if (verb, path, stage) == ("put", "weights/2/model.safetensors", "before"):
+            written.wait(5.0)
+        if verb == "put" and stage == "after" and path in (WEIGHTS_POINTER, "global_step_2/MANIFEST.json"):
+            seen.append(path)
+
+    make_trainer(FaultyStorage(storage, note), total_steps=2).run()
+    assert seen == [WEIGHTS_POINTER, WEIGHTS_POINTER, "global_step_2/MANIFEST.json"]
+
+
+def test_a_publication_that_fails_ends_the_run_also_while_a_batch_is_waited_for() -> None:
+    storage = new_storage()
+    fill_log(storage, 1)
+    ParquetLog(storage).unseal()
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
+    source = LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=30.0)
+
+    def fail(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and path.startswith("weights/"):
+            raise StorageError("the disk is full")
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        make_trainer(FaultyStorage(storage, fail), source=source).run()
+    assert read_pointer(storage, WEIGHTS_POINTER) is None
 
 
 def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage: Storage) -> None:
@@ -295,7 +350,7 @@ def test_weights_asked_for_while_the_trainer_waits_are_published() -> None:
 
     ended = make_trainer(storage, source=source, publish_due=publish_due, should_stop=should_stop).run()
     assert ended == Ended(1, stopped=True)
-    assert looks == [[], [], [], [1]]
+    assert looks[:3] == [[], [], []] and looks[-1] == [1]  # how many between, the writing thread decides
 
 
 def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
@@ -309,6 +364,7 @@ def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
         "num_trained_tokens": 4.0,
         "num_rollouts": 2.0,
         "response_length": 2.0,
+        "num_turns": 1.0,
         "reward": 0.5,
         "reward_std": 0.5,
         "flat_groups": 0.0,
@@ -397,3 +453,36 @@ def test_a_ledger_with_a_hole_is_an_error_and_not_filled(storage: Storage) -> No
     with pytest.raises(DamagedError, match=r"ledger/main/00000002.json is missing, and the ledger goes on to step 3"):
         make_trainer(storage).run()
     assert Ledger(storage).read(2) is None
+
+
+def test_shards_that_came_since_are_read_while_a_step_trains() -> None:
+    storage = new_storage()
+    log = ParquetLog(storage)
+    read_in_time: list[bool] = []
+    fill_log(storage, 2)
+    last = log.shards()[-1]
+    kept = storage.get(log.path(last))
+    storage.remove(log.path(last))  # comes once the first batch is there
+    was_read = threading.Event()
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if (verb, path, stage) == ("get", log.path(last), "after"):
+            was_read.set()
+
+    class Late(LogSource):
+        def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
+            batch = super().read(entry, places)
+            if entry.step == 1:
+                storage.put(log.path(last), kept)
+            return batch
+
+    class Waiting(FakeTrainEngine):
+        def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+            read_in_time.append(was_read.wait(5.0))
+            return super().train_step(batch, step)
+
+    noted = FaultyStorage(storage, note)
+    rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
+    source = Late(ParquetLog(noted), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=5.0)
+    assert make_trainer(storage, engine=Waiting(), source=source).run() == Ended(2, False)
+    assert read_in_time == [True, True]

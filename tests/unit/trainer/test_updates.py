@@ -127,7 +127,7 @@ def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Pat
         assert metrics["lr"] == pytest.approx(np.mean(rates), rel=1e-9)
     assert (sum(clipped[:1]) > 0) == bypass  # what was just scored has ratio 1
     assert sum(clipped) > 0
-    ours = load(tested.weights()["model.safetensors"])
+    ours = load(bytes(tested.weights()["model.safetensors"]))
     theirs = plain.state_dict()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
@@ -166,7 +166,7 @@ def test_the_critic_has_as_many_updates_clipped_around_its_values_at_the_start(m
             losses.append(float(loss.detach()))
     metrics = tested.train_step(batch, 1)
     assert metrics["critic_loss"] == pytest.approx(np.mean(losses), abs=1e-6)
-    saved = load(tested.state_files()["critic/model.safetensors"])
+    saved = load(bytes(tested.state_files()["critic/model.safetensors"]))
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-5)
 

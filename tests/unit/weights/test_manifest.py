@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import pytest
@@ -9,11 +10,15 @@ from storage_kills import killed_at_put
 
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.weights import manifest as manifests
 from rftdask.weights.manifest import (
     NAME,
     FileEntry,
     Manifest,
+    check_file,
+    commit_folder,
     extend_folder,
     is_valid,
     read_file,
@@ -115,3 +120,76 @@ def test_the_content_hash_names_content_and_not_version() -> None:
     )
     assert Manifest("main", 1, {"x": one}).content_hash != Manifest("main", 1, {"x": two}).content_hash
     assert Manifest("main", 1, {"x": one}).content_hash != Manifest("main", 1, {"z": one}).content_hash
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "BLOCK_BYTES", 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("size", range(10))
+def test_every_byte_of_a_file_counts(size: int) -> None:
+    data = bytes(range(size))
+    entry = FileEntry.of(data)
+    check_file("model", data, entry)
+    for place in range(size):
+        with pytest.raises(DamagedError):
+            check_file("model", data[:place] + b"x" + data[place + 1 :], entry)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 7])
+def test_readers_verify_a_folder_together(storage: Storage, num_readers: int) -> None:
+    written = write(storage, {"large": b"0123456789", "small": b"123", "four": b"1234"})
+    assert [len(written.files[name].blocks) for name in ("large", "small", "four")] == [3, 0, 0]
+    assert read_manifest(storage, "weights/3") == written
+
+    def verdicts() -> list[bool]:
+        return [is_valid(storage, "weights/3", 3, place=place, num_readers=num_readers) for place in range(num_readers)]
+
+    assert all(verdicts())
+    for data in (b"x123456789", b"0123x56789", b"012345678x", b"012345678", b"01234567", b"0123456789x", b""):
+        storage.put("weights/3/large", data)
+        assert not all(verdicts()), data
+        assert not is_valid(storage, "weights/3")
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_each_byte_is_read_by_one_of_them_a_block_at_a_time() -> None:
+    reads: list[tuple[str, int]] = []
+
+    class Counting(MemoryStorage):
+        def get_part(self, path: str, start: int, stop: int) -> bytes:
+            data = super().get_part(path, start, stop)
+            reads.append((path, len(data)))
+            return data
+
+    storage = Counting(f"memory://manifest-{next(_numbers)}")
+    write(storage, {"large": b"0123456789", "other": b"0123456"})
+    for place in range(3):
+        assert is_valid(storage, "weights/3", place=place, num_readers=3)
+    assert sorted(reads) == [("weights/3/large", size) for size in (2, 4, 4)] + [
+        ("weights/3/other", 3),
+        ("weights/3/other", 4),
+    ]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_file_of_blocks_is_named_by_them_and_one_of_an_older_version_by_its_bytes(storage: Storage) -> None:
+    data = b"0123456789"
+    now = write(storage, {"large": data}).files["large"]
+    assert now.sha256 == hashlib.sha256("".join(now.blocks).encode()).hexdigest()
+    before = FileEntry(len(data), hashlib.sha256(data).hexdigest(), now.blocks)
+    commit_folder(storage, "weights/3", Manifest("main", 3, {"large": before}))
+    assert is_valid(storage, "weights/3")
+    assert read_file(storage, "weights/3", Manifest("main", 3, {"large": before}), "large") == data
+    storage.put("weights/3/large", b"0123x56789")
+    assert not is_valid(storage, "weights/3")
+
+
+def test_a_manifest_without_blocks_is_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = write(storage, {"large": b"0123456789"})
+    monkeypatch.setattr(manifests, "BLOCK_BYTES", 4)
+    assert read_manifest(storage, "weights/3") == written
+    assert [is_valid(storage, "weights/3", place=place, num_readers=2) for place in (0, 1)] == [True, True]

@@ -16,6 +16,7 @@ from rftdask.weights.manifest import NAME, read_manifest, write_folder
 from rftdask.weights.published import (
     CHECKPOINT_MODEL_FILE,
     REQUEST_FILE,
+    WEIGHTS_HASH,
     WEIGHTS_POINTER,
     latest_published,
     move_pointer,
@@ -184,6 +185,14 @@ def test_the_policy_of_a_checkpoint_loads_as_if_published(storage: Storage) -> N
     write_folder(storage, "global_step_5", {"other": b""}, lineage="main", version=5)
     assert read_checkpoint_weights(storage, "global_step_5") is None
     assert read_manifest(storage, "global_step_5") is not None
+
+
+def test_a_checkpoint_names_its_weights_as_they_were_published_in_another_data_type(storage: Storage) -> None:
+    published = publish_weights(storage, 4, b"narrow", "main")
+    files, extra = {CHECKPOINT_MODEL_FILE: b"wide"}, {WEIGHTS_HASH: published.content_hash}
+    write_folder(storage, "global_step_4", files, lineage="main", version=4, extra=extra)
+    kept = read_checkpoint_weights(storage, "global_step_4")
+    assert kept is not None and kept.content_hash == published.content_hash
 
 
 def test_the_version_asked_for_is_remembered(storage: Storage) -> None:

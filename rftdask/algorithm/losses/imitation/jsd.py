@@ -62,6 +62,7 @@ class Jsd(PolicyLoss):
             return kl(log_q_QV, log_p_QV)
         # M without leaving logs: either probability may underflow.
         log_m_QV = torch.logaddexp(log_p_QV + math.log(self.beta), log_q_QV + math.log1p(-self.beta))
+        # The teacher's part has no gradient but through M, in which Q has its share.
         return self.beta * kl(log_p_QV, log_m_QV) + (1.0 - self.beta) * kl(log_q_QV, log_m_QV)
 
 

@@ -22,7 +22,7 @@ from rftdask.algorithm.losses.ratio.ppo import Ppo
 class Mixture(Ppo, ABC):
     """Base of the mixtures: (1 - mu) * PPO over the policy's own sequences + mu * imitation over demonstrations.
 
-    The factors live in `token_weights`: own tokens sum to 1 - mu, demonstrated ones to mu (for the mean
+    The factors live in `row_weights`: own tokens sum to 1 - mu, demonstrated ones to mu (for the mean
     aggregations), each part normalized by itself. A batch without demonstrations weighs 1 - mu, one without own
     sequences mu.
     """
@@ -53,15 +53,15 @@ class Mixture(Ppo, ABC):
     def imitation(self) -> PolicyLoss:
         """The loss of the demonstrations."""
 
-    def token_weights(
-        self, loss_mask_BT: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **more: Any
+    def row_weights(
+        self, counts_B: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **more: Any
     ) -> Tensor:
         """expert_mask_B [B]: True for a demonstration. Raises: ValueError: the batch does not tell."""
-        expert_B1 = expert_mask(expert_mask_B)[:, None]
-        mu = self.mu_at(step)
-        own_BT = super().token_weights(loss_mask_BT & ~expert_B1, mode, **more)
-        shown_BT = super().token_weights(loss_mask_BT & expert_B1, self.sft_loss_agg_mode or mode, **more)
-        return (1.0 - mu) * own_BT + mu * shown_BT
+        expert_B, mu = expert_mask(expert_mask_B), self.mu_at(step)
+        # Each part is normalized over its own tokens; mu alone says how they compare, whatever their numbers.
+        own_B = super().row_weights(counts_B * ~expert_B, mode, **more)
+        shown_B = super().row_weights(counts_B * expert_B, self.sft_loss_agg_mode or mode, **more)
+        return (1.0 - mu) * own_B + mu * shown_B
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         expert_B = expert_mask(inputs.expert_mask_B).to(inputs.token_weights_BT.dtype)

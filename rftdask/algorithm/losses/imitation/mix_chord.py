@@ -40,6 +40,7 @@ class MixChord(Mixture):
         if step < self.mu_warmup_steps:
             return step / self.mu_warmup_steps * self.mu_peak
         if step >= self.mu_warmup_steps + self.mu_decay_steps:
+            # Before the division: a decay of 0 steps ends here.
             return self.mu_valley
         # Half a cosine from peak to valley, as in schedules of the learning rate.
         share = (step - self.mu_warmup_steps) / self.mu_decay_steps

@@ -26,5 +26,6 @@ class SftPhi(Sft):
         log_pi_BT = inputs.policy_logprobs_BT
         # phi = p (1 - p), largest at p = 1/2, is how uncertain the policy is about the token.
         p_BT = log_pi_BT.detach().exp()
+        # Beyond the cutoff log p is a constant, which has no gradient.
         bounded_BT = log_pi_BT.clamp(max=math.log(self.cutoff_prob)) if self.cutoff_prob < 1.0 else log_pi_BT
         return -(p_BT * (1.0 - p_BT)) * bounded_BT, {"sft_nll": inputs.weighted(-log_pi_BT)}

@@ -26,6 +26,7 @@ class BradleyTerry(PairLoss):
 
     def rewards(self, inputs: LossInputs) -> Tensor:
         """The score, which every token of a row carries."""
+        # The mean of equal numbers: the way to read one from a tensor that has it at every token.
         return inputs.sequence_means(inputs.policy_logprobs_BT)
 
     def per_pair(self, rewards_P2: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class Dpo(PairLoss):
         """beta log(pi / pi_ref), the implicit reward of DPO."""
         if inputs.ref_logprobs_BT is None:
             raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
+        # DPO's d is of whole responses; IPO's means keep a long pair from having a larger margin to aim at.
         summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
         return self.beta * summed(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
 
@@ -53,6 +54,7 @@ class Dpo(PairLoss):
         if self.loss_type == "hinge":
             return torch.relu(1.0 - margin_P)
         if self.loss_type == "ipo":
+            # margin = beta d', so this is (d' - 1 / (2 beta))^2.
             return ((margin_P - 0.5) / self.beta).square()
         smoothing = self.label_smoothing
         return -(1.0 - smoothing) * functional.logsigmoid(margin_P) - smoothing * functional.logsigmoid(-margin_P)

@@ -45,12 +45,14 @@ class Kto(PolicyLoss):
         r_B, z0 = inputs.sequence_sums(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT), inputs.kl_baseline
         desirable_B = (inputs.rewards_B > 0).to(r_B.dtype)
         lambda_B = self.desirable_weight * desirable_B + self.undesirable_weight * (1.0 - desirable_B)
+        # 2 d - 1 is the sign of the verdict: one formula for both values of v.
         loss_B = lambda_B * (1.0 - torch.sigmoid(self.beta * (2.0 * desirable_B - 1.0) * (r_B - z0)))
         right_B = ((r_B > z0).to(r_B.dtype) == desirable_B).to(r_B.dtype)
         metrics = {
             "kl_baseline": inputs.weighted(inputs.spread(torch.full_like(r_B, z0))),
             "reward_accuracy": inputs.weighted(inputs.spread(right_B)),
         }
+        # Every token carries its row's loss; weights that sum to 1 / B in each row make it the mean over rows.
         return inputs.spread(loss_B), metrics
 
 

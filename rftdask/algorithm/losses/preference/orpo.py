@@ -39,6 +39,7 @@ class Orpo(PairLoss):
 
     def per_pair(self, rewards_P2: Tensor) -> Tensor:
         """SFT of the chosen side, and the ratio of the odds."""
+        # Beyond it the clamp has no gradient: SFT's part alone moves a response that is already certain.
         log_p_P2 = rewards_P2.clamp(max=-_CERTAIN)
         # log(1 - P) as log(-expm1(log P)): 1 - P itself would be rounded away where P is near 1.
         log_odds_P2 = log_p_P2 - torch.log(-torch.expm1(log_p_P2))

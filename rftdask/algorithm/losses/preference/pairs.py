@@ -35,16 +35,18 @@ class PairLoss(PolicyLoss):
     def per_pair(self, rewards_P2: Tensor) -> Tensor:
         """[P] loss of each pair; [P, 2] rewards, the chosen response's first."""
 
-    def token_weights(self, loss_mask_BT: Tensor, mode: str, **more: Any) -> Tensor:
+    def row_weights(self, counts_B: Tensor, mode: str, **more: Any) -> Tensor:
         """Both sides of a pair that has an empty one weigh 0. Raises: ValueError: an odd number of rows."""
-        num_rows = len(loss_mask_BT)
+        num_rows = len(counts_B)
         require(num_rows % 2 == 0, f"pairs need an even number of sequences, got {num_rows}")
-        whole_B = loss_mask_BT.any(-1).view(-1, 2).all(-1).repeat_interleave(2)
-        return super().token_weights(loss_mask_BT & whole_B[:, None], mode, **more)
+        # [B] -> [P, 2] -> [P] -> [B].
+        whole_B = (counts_B > 0).view(-1, 2).all(-1).repeat_interleave(2)
+        return super().row_weights(counts_B * whole_B, mode, **more)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         num_rows = len(inputs.policy_logprobs_BT)
         require(num_rows % 2 == 0, f"pairs need an even number of sequences, got {num_rows}")
+        # Rows are dealt to ranks and passes in pairs, so both sides are here.
         rewards_P2 = self.rewards(inputs).view(-1, 2)
         chosen_P, rejected_P = rewards_P2.unbind(-1)
 

@@ -13,6 +13,7 @@ class DapoAlgorithm(AlgorithmType):
 
     algorithm_type = "dapo"
     repeat_times = 16
+    # At sigma 0 all rewards of a task are equal: dynamic sampling, as a drop.
     advantage_fn_args: ClassVar = {"std_threshold": 0.0}
     policy_loss_fn_args: ClassVar = {"clip_range_low": 0.2, "clip_range_high": 0.28}
     kl_loss_fn = "none"

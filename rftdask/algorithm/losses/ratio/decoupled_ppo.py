@@ -41,6 +41,7 @@ class DecoupledPpo(Ppo):
         if self.behavior_weight_cap is not None:
             metrics["behavior_cap_frac"] = inputs.weighted(over_BT)
         metrics["behavior_weight"] = inputs.weighted(w_BT)
+        # w has no gradient: it says how much a token of the sampler counts, not where to go.
         return w_BT * loss_BT, metrics
 
 

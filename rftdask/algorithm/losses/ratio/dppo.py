@@ -35,6 +35,7 @@ class Dppo(PolicyLoss):
         # The sampled token's part of the total variation between pi and the policy that sampled.
         moved_BT = log_pi_BT.detach().exp() - log_behavior_BT.exp()
         dropped_BT = ((A_BT > 0) & (moved_BT > self.mask_high)) | ((A_BT <= 0) & (moved_BT < -self.mask_low))
+        # Dropped from the gain alone: the pull (log r)^2 to the sampler acts on every token.
         gain_BT = self.adv_tau * A_BT * log_r_BT.exp() * ~dropped_BT
         return self.kl_tau * log_r_BT.square() - gain_BT, ratio_metrics(inputs, log_r_BT, dropped_BT)
 

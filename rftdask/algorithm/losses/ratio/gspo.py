@@ -25,6 +25,7 @@ class Gspo(ClipRange, PolicyLoss):
         A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
         # GSPO-token: s = sg(mean ratio) * pi / sg(pi), so that each token answers for itself.
         mean_BT = inputs.spread(inputs.sequence_means(log_r_BT.detach()))
+        # In value s is the sequence's ratio at each token; its gradient is s times that of the token's own log pi.
         s_BT = torch.exp(mean_BT + (log_pi_BT - log_pi_BT.detach()))
         # PPO's clip on s; its range is narrow, since a mean over many tokens moves little.
         loss_BT = torch.maximum(-A_BT * s_BT, -A_BT * s_BT.clamp(1.0 - self.low, 1.0 + self.high))

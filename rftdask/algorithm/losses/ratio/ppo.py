@@ -37,6 +37,7 @@ class Ppo(ClipRange, PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_pi_BT = inputs.policy_logprobs_BT
+        # log r = 0 with the gradient of log pi: the clip is never reached.
         log_r_BT = log_pi_BT - log_pi_BT.detach() if self.fallback_to_policy_gradient else inputs.log_ratio()
         loss_BT, metrics = self.clipped(inputs, log_r_BT)
         if self.enable_sequence_masking:
@@ -57,6 +58,7 @@ class Ppo(ClipRange, PolicyLoss):
         # Elsewhere it is at most 0, so that the bound does nothing.
         if self.clip_ratio_c is not None:
             loss_BT = torch.minimum(loss_BT, c * A_BT.abs())
+        # Where the clipped term is the larger one it is constant, and the token has no gradient.
         up_BT, down_BT = A_BT >= 0, A_BT < 0
         clipped_BT = (up_BT & (r_BT > 1.0 + self.high)) | (down_BT & (r_BT < 1.0 - self.low))
         return loss_BT, {

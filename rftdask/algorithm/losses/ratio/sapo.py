@@ -32,6 +32,7 @@ class Sapo(PolicyLoss):
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
         # Failures take the larger tau: raising all other tokens at once is what makes training unstable.
         tau_BT = torch.where(A_BT > 0, torch.full_like(log_r_BT, self.tau_pos), self.tau_neg)
+        # 4 / tau makes the gate's slope 1 at r = 1, so that on policy the gradient is REINFORCE's.
         gate_BT = torch.sigmoid(tau_BT * (log_r_BT.exp() - 1.0)) * (4.0 / tau_BT)
         return -A_BT * gate_BT, {"ppo_kl": inputs.weighted(-log_r_BT), "soft_gate": inputs.weighted(gate_BT)}
 

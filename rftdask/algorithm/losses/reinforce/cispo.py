@@ -34,6 +34,7 @@ class Cispo(PolicyLoss):
         weight_BT = r_BT.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
         metrics = ratio_metrics(inputs, log_r_BT, weight_BT != r_BT)
         if self.enable_mask_clip:
+            # As PPO: only where the step would go on in the direction in which r has left the range.
             too_high_BT = (r_BT > 1.0 + self.mask_clip_range_high) & (A_BT > 0)
             too_low_BT = (r_BT < 1.0 - self.mask_clip_range_low) & (A_BT < 0)
             weight_BT = weight_BT.masked_fill(too_high_BT | too_low_BT, 0.0)

@@ -45,6 +45,7 @@ class Rec(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
+        # A weight, and no part of what is differentiated; the regularizer k2 below takes log r with its gradient.
         r_BT = log_r_BT.detach().exp()
         # Geometric mean of r over the sequence, at each of its tokens.
         s_BT = inputs.spread(inputs.sequence_means(r_BT.log())).exp()
@@ -69,6 +70,7 @@ class Rec(PolicyLoss):
             return torch.ones_like(r_BT, dtype=torch.bool)
         above_low_BT, below_high_BT = r_BT >= 1.0 - self.epsilon_low, r_BT <= 1.0 + self.epsilon_high
         if self.clip_mode in ("one-side", "gspo-one-side"):
+            # Above the range only rewards would push on, below it only penalties; the other side may come back.
             return (below_high_BT & (A_BT >= 0)) | (above_low_BT & (A_BT <= 0))
         both_BT = above_low_BT & below_high_BT
         if self.clip_mode == "two-side":

@@ -25,6 +25,7 @@ class Sppo(PolicyLoss):
         r_BT = log_r_BT.detach().exp()
         # The band is symmetric in log r, unlike PPO's.
         outside_BT = (r_BT < 1.0 / (1.0 + self.epsilon)) | (r_BT > 1.0 + self.epsilon)
+        # The gradient of log r is that of log pi: within the band it is REINFORCE, outside of it nothing.
         return -A_BT * log_r_BT.masked_fill(outside_BT, 0.0), ratio_metrics(inputs, log_r_BT, outside_BT)
 
 

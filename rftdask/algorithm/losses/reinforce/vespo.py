@@ -43,6 +43,7 @@ class Vespo(PolicyLoss):
         k = torch.where(advantages >= 0, torch.full_like(log_w, self.k_pos), self.k_neg)
         rate = torch.where(advantages >= 0, torch.full_like(log_w, self.lambda_pos), self.lambda_neg)
         # Its maximum over w lies at k / lambda, below 1 for A >= 0 and above it for A < 0.
+        # exp(l) w^k exp(-l w), all in one exponent: no factor of it overflows by itself.
         return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 

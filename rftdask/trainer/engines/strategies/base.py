@@ -6,10 +6,11 @@ the batch is the sum over the ranks. A strategy says where weights lie, and wher
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rftdask.trainer.ranks import Ranks
@@ -25,6 +26,8 @@ class Strategy:
     """Whether a pass moves weights between ranks, so that every rank must make the same number of them."""
     sharded: bool = False
     """Whether a rank holds only a part of weights and optimizer state."""
+    mesh: DeviceMesh | None = None
+    """Ranks over which models are to be spread by rows as they are read, before `prepare`; None: read whole."""
     group: Ranks | None = None
     """The ranks that compute the same rows with this one; None: no other."""
 
@@ -37,13 +40,22 @@ class Strategy:
         layers: its repeated parts, each of which may be laid out by itself.
         """
 
+    def within(self, module: torch.nn.Module, call: Callable[[], object]) -> None:
+        """Call, as a pass of a prepared `module`, what makes passes of its parts. Called by all ranks."""
+        call()
+
+    def put_apart(self, module: torch.nn.Module) -> None:
+        """Let go of weights that a pass brought together and that stay so for the next one."""
+
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Make each gradient the sum over the ranks, after the last backward pass of a step."""
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> float:
         """Scale the gradients down to `max_norm`; their norm before, the same on all ranks. Not finite: no scaling."""
+        # Of spread gradients it is spread as well, and `full` puts the ranks' parts together.
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = full(norm)
+        # A factor of NaN or 0 would destroy the gradients; the caller skips the step and counts it.
         if torch.isfinite(total):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(total)
@@ -66,6 +78,7 @@ def distinct_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """The state dict, sharing memory, of tied tensors the first name only."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
+        # keep_vars gives the parameters themselves, so that tied ones have one id; detached they are new objects.
         tensors.setdefault(id(tensor), (name, tensor.detach()))
     return dict(tensors.values())
 

@@ -23,6 +23,7 @@ class DDP(Strategy):
             # A parameter that this rank's rows did not touch may have a gradient on another rank.
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
             for parameter, total in zip(bucket, _sums(self.ranks, gradients), strict=True):
+                # Parts of one flat tensor: no copy of all gradients back to where they were.
                 parameter.grad = total.view_as(parameter)
 
 
@@ -35,6 +36,7 @@ def add_up(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 
 def _sums(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Flat, by one call."""
+    # One large message is quicker than hundreds of small ones.
     flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
     sums: tuple[Tensor, ...] = flat.split([tensor.numel() for tensor in tensors])
     return sums

@@ -52,6 +52,7 @@ class TensorParallel(Strategy):
         plan = plan_of(model, self._mesh.size())
         for name, parameter in model.named_parameters():
             if plan.get(replace_layer_number_by_wildcard(name.rpartition(".")[0])) == _PARTIAL:
+                # By identity: the plan goes by names, and `reduce` is given parameters.
                 self._partial.add(id(parameter))
         apply_tensor_parallelism(model, self._mesh, {n: style for n, style in plan.items() if style in _CUT})
 
@@ -61,6 +62,7 @@ class TensorParallel(Strategy):
             # All ranks give the same tensors to the sums below, so one without a gradient gives zeros.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                # A gradient that is a partial sum becomes what its parameter is: cut, or whole on every rank.
                 gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
         add_up(self._group, [local(_gradient(p)) for p in parameters if id(p) in self._partial])

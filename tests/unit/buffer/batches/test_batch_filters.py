@@ -151,6 +151,23 @@ def test_turns_of_a_rollout_share_its_number() -> None:
     assert batch.groups.tolist() == [0, 0, 0, 1]
 
 
+def test_rows_of_one_turn_and_rows_of_several_stand_in_one_batch() -> None:
+    from rftdask.buffer.log.schema import Turn, experiences_to_table
+    from tests.unit.buffer.buffer_cases import experience
+
+    turns = (Turn(0, 0, 1, 0, 1, "user", 7, 0, 0, "a", 0.5), Turn(2, 2, 3, 1, 2, "tool", 8))
+    told = experience(0, 1, loss_mask=(True, False, True), turns=turns)
+    alone = experience(0, 1, turn=1, env_state="b", turn_reward=0.25)
+    batch = batch_from_table(experiences_to_table([alone, told, experience(1, 0)]))
+    assert batch.num_turns.tolist() == [1, 2, 1]
+    assert (batch.turns.tolist(), batch.turn_lengths.tolist()) == ([1, 0, 2, 0], [3, 1, 2, 3])
+    assert batch.states is not None and batch.turn_rewards is not None
+    assert (batch.states.tolist(), batch.turn_rewards.tolist()) == ([0, 1, -1, -1], [0.25, 0.5, 0.0, 0.0])
+    rows = batch.by_turns()
+    assert [row.tolist() for row in rows.row_tokens()] == [[0, 1, 9], [0], [1, 9], [1, 0, 9]]
+    assert (rows.ordinals.tolist(), rows.rollouts.tolist()) == ([1, 0, 2, 0], [0, 0, 0, 1])
+
+
 @given(st.sets(st.integers(0, 7)), st.booleans())
 @settings(max_examples=30)
 def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:

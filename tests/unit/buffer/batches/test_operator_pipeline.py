@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.operators import ExperienceTable, Operator
-from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
+from rftdask.buffer.batches.operator_pipeline import experience_table, filter_experiences, operators_of
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
@@ -73,6 +73,15 @@ def test_what_is_dropped_is_committed_as_filtered_with_the_operator_and_the_reas
         ("filtered", "operator reward_std_filter: low_std"),
     ]
     assert found[0].reward == 1.0
+
+
+def test_the_turns_of_a_rollout_are_one_rollout_to_operators() -> None:
+    rows = [*group(0, [1.0, 0.0]), *group(1, [1.0])]
+    rows += [replace(row, turn=1) for row in rows if row.reward == 1.0]
+    told = experience_table(experiences_to_table(rows, "run")).rollout_N
+    assert told is not None and sorted(told.tolist()) == [0, 0, 1, 2, 2]
+    found = filter_experiences([make_operator("reward_std_filter", {"threshold": -1.0})], rows, None)
+    assert [str(e.status) for e in found] == ["ok", "ok", "filtered", "ok", "filtered"], "a lone rollout of two turns"
 
 
 def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:

@@ -13,15 +13,18 @@ import sys
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
-from rftdask.buffer.log.schema import Experience, Status
+from rftdask.buffer.log.schema import SCHEMA_VERSION, Experience, Status, Turn
 from rftdask.buffer.log.shard import Part
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.storage import open_storage
 from tests.unit.buffer.buffer_cases import make_source, take
 
 
-def rows(step: int, task: int) -> list[Experience]:
-    """Two rollouts with every field set, the second one failed in task 5."""
+def rows(step: int, task: int, version: str = SCHEMA_VERSION) -> list[Experience]:
+    """Two rollouts with every field set, the second one failed in task 5; the first is two turns in task 7, which 1.1
+    has no column for.
+    """
+    turns = (Turn(0, 0, 1, 0, 4, "user", 7, step - 1, step), Turn(1, 3, 4, 4, 8, "tool", 8, step, step, "attic", 0.5))
     fails = task == 5
     return [
         Experience(
@@ -52,6 +55,7 @@ def rows(step: int, task: int) -> list[Experience]:
             metrics={"accuracy": 1.0, "format": 0.125},
             env_state=f"room {task}" if rollout else None,
             turn_reward=0.5 if rollout else None,
+            turns=turns if task == 7 and not rollout and version != "1.1" else None,
         )
         for rollout in (0, 1)
     ]

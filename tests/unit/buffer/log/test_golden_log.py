@@ -30,8 +30,8 @@ VERSIONS = sorted(folder.name for folder in GOLDEN.iterdir())
 
 @pytest.fixture(params=VERSIONS)
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    shutil.copytree(GOLDEN / request.param, tmp_path / "run")
-    return open_storage(str(tmp_path / "run"))
+    shutil.copytree(GOLDEN / request.param, tmp_path / request.param)
+    return open_storage(str(tmp_path / request.param))
 
 
 def test_there_is_a_golden_log_of_this_version_and_it_is_small() -> None:
@@ -46,7 +46,8 @@ def test_every_column_of_a_golden_log_is_read(golden: Storage) -> None:
     assert parts == {(2, None), (3, Part((0,), num_tasks=2)), (3, Part((1,), num_tasks=2))}
     for name in names:
         slots = name.part.slots if name.part is not None else (0, 1)
-        written = [row for slot in slots for row in golden_log.rows(name.explore_step, 2 * name.explore_step + slot)]
+        step, version = name.explore_step, golden.url.rpartition("/")[2]
+        written = [row for slot in slots for row in golden_log.rows(step, 2 * step + slot, version)]
         expected = experiences_to_table(written, run="golden")
         assert log.read(name).select(SCHEMA.names).to_pylist() == expected.to_pylist()
 

@@ -30,7 +30,7 @@ from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import FileLog, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.schema import SCHEMA, Experience, Status, Turn, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
@@ -137,6 +137,11 @@ class TestLog:
         assert (find_whole(log, 5, 1), find_whole(log, 5, 0), find_whole(log, 6, 1)) == (name, None, None)
         assert log.read(name).column("uid").to_pylist() == ["t/0/3/1/0", "t/0/3/2/0"]
         assert (name.num_rows, name.explore_step, name.unit) == (2, 5, 1)
+
+    def test_the_turns_of_a_row_come_back_to_the_bit(self, backend: Backend) -> None:
+        rows = [conversation(0), experience(1)]
+        name = backend.open().commit(rows, explore_step=1, unit=0)
+        assert backend.open().read(name).select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
     def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:
         log = backend.open()
@@ -306,10 +311,32 @@ def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
     )
     line = (tmp_path / log.path(name)).read_text()
     assert line.startswith(
-        '{"schema": "1.1", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
+        '{"schema": "1.2", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
     )
     assert '"tokens": [1, 2, 3, 1, 9], "prompt_length": 2, "rollout_logprobs": [-0.5, -0.25, -1.0]' in line
     assert '"loss_mask_runs": [1, 1, 1], "reward": 1.0' in line and "4 \u00b1 1" in line
+
+
+def conversation(task: int) -> Experience:
+    """A row of two turns, with all that a turn can tell."""
+    turns = (Turn(0, 0, 1, 0, 4, "user", 2**62), Turn(1, 2, 3, 6, 8, "tool", 7, 3, 4, "attic \u00e9", 0.1))
+    return experience(task, loss_mask=(True, False, True), turns=turns)
+
+
+def test_a_database_of_an_earlier_minor_version_is_read_as_it_is_and_written_to(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    names = [SqlLog(storage).commit([experience(0)], explore_step=1, unit=0)]
+    database = sqlite3.connect(tmp_path / "experiences.sqlite")
+    for table in ("experiences", "quarantined_experiences"):
+        database.execute(f"alter table {table} drop column turns")
+    database.commit()
+    assert SqlLog(storage).read(names[0]).column("turns").to_pylist() == [None]
+    names.append(SqlLog(storage).commit([conversation(1)], explore_step=2, unit=0))
+    log = SqlLog(storage)
+    assert [log.read(name).column("uid").to_pylist() for name in names] == [["t/0/0/0/0"], ["t/0/1/0/0"]]
+    assert log.read(names[1]).column("turns").to_pylist()[0][1]["env_state"] == "attic \u00e9"
+    log.quarantine(names[0], "a test")
+    database.close()
 
 
 def test_a_person_can_query_the_database_while_the_run_writes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rftdask.buffer.log.schema import (
     SCHEMA,
     Experience,
     Status,
+    Turn,
     experiences_to_table,
     mask_to_runs,
     runs_to_mask,
@@ -47,6 +48,10 @@ FULL = Experience(
     metrics={"accuracy": 1.0, "format": 0.1},
     env_state="at 0,1",
     turn_reward=0.25,
+    turns=(
+        Turn(2, 1, 2, 0, 4, "user", 2**62, 10, 10, "at 0,1", 0.25),
+        Turn(3, 3, 4, 4, 8, "tool", 7, 11, 12),
+    ),
 )
 
 
@@ -58,6 +63,8 @@ def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
             assert runs_to_mask(row["loss_mask_runs"], 4) == list(FULL.loss_mask or ())
         elif field.name in ("tokens", "rollout_logprobs"):
             assert row[field.name] == list(getattr(FULL, field.name))
+        elif field.name == "turns":
+            assert [Turn(**turn) for turn in row["turns"]] == list(FULL.turns or ())
         elif field.name == "metrics":
             assert dict(row["metrics"]) == dict(FULL.metrics)
         else:
@@ -104,6 +111,10 @@ def test_a_failure_is_kept_as_a_null_reward_and_never_as_zero() -> None:
     [
         ({"rollout_logprobs": (-0.5, -0.5)}, "t/0/0/0/0: 2 rollout_logprobs for 3 response tokens"),
         ({"loss_mask": (True,)}, "t/0/0/0/0: loss_mask of 1 for 3 response tokens"),
+        (
+            {"turns": (Turn(0, 0, 2, 0, 1, "user", 1),)},
+            "t/0/0/0/0: its last turn does not end with its 3 response tokens",
+        ),
         ({"reward": None}, "t/0/0/0/0: status ok without a reward"),
         ({"prompt_length": 6, "rollout_logprobs": ()}, "t/0/0/0/0: 0 rollout_logprobs for -1 response tokens"),
     ],
@@ -134,4 +145,4 @@ def test_a_mask_that_is_all_true_costs_nothing() -> None:
 def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {b"rftdask.schema": b"1.1", b"rftdask.run": b'"my run"'}
+    assert table.schema.metadata == {b"rftdask.schema": b"1.2", b"rftdask.run": b'"my run"'}

@@ -76,10 +76,15 @@ def test_an_episode_is_a_rollout_with_the_rewards_of_the_environment() -> None:
 def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     engine = replies(lambda request: "it is 1" if '{"sum": "1"}' in prompt_of(request) else call)
-    first, second = rollouts(taskset(agent={"harness": {"id": "addition-env", "with_tool": True}}), engine)
-    assert (first.turn, first.response_text, first.prompt_text) == (0, call, "[look]<user>0+1=<assistant>")
-    assert (second.turn, second.response_text, second.metrics["num_replies"]) == (1, "it is 1", 2.0)
-    assert second.prompt_text.endswith('<tool>{"sum": "1"}<assistant>') and first.reward == second.reward == 2.0
+    [row] = rollouts(taskset(agent={"harness": {"id": "addition-env", "with_tool": True}}), engine)
+    assert (row.prompt_text, row.reward, row.metrics["num_replies"]) == ("[look]<user>0+1=<assistant>", 2.0, 2.0)
+    added = '<tool>{"sum": "1"}<assistant>'
+    assert row.response_text == f"{call}{added}it is 1" and [turn.source for turn in row.turns or ()] == [
+        "user",
+        "tool",
+    ]
+    sampled = row.tokens[row.prompt_length :][row.loss_mask]
+    assert sampled.tolist() == [*map(ord, call), 0, *map(ord, "it is 1"), 0]
 
 
 def test_a_failed_episode_is_a_failure_that_says_why() -> None:

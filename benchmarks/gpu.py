@@ -1,0 +1,321 @@
+"""What a GPU shows and a CPU cannot: parts a to j, each some minutes, as rows of one table in docs/gpu.md.
+
+    python benchmarks/gpu.py [--parts a b ...] [--append FILE] [--json FILE]     on a GPU; `make gpu PART=a`
+    python benchmarks/gpu.py --quick                                             anywhere: tiny shapes, nothing counts
+
+    a  CUDA works, and a NCCL group of one rank (gloo on a CPU)
+    b  attention over packed rows in half precision against SDPA in float32: heads of 64 to 256, shared keys, windows
+    c  logprobs of the train engine on the GPU against those of the same weights in float32 on the CPU
+    d  every algorithm makes two steps on the GPU, with finite losses
+    e  tokens/s, MFU and peak against the estimate of a train step, full and LoRA (benchmarks/gpu_train.py; f is in it)
+    g  seconds to publish weights, to load them into an engine and to prove that they are served
+    h  a step that does not fit ends in one line that says what to change
+    i  rollouts of the engine against `generate` of transformers (benchmarks/generate.py), and vLLM's where it is
+    j  a run whose trainer and engine share the GPU by turns learns, is killed with -9, and goes on
+
+Weights are random, of the shapes that are written out in gpu_train.py, so nothing is downloaded. A part that cannot run
+here is a row that says why. A bound that is broken makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gpu_train import make_engine, write_model
+from report import Report, make_parser
+from torch.nn.functional import scaled_dot_product_attention
+
+from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
+from rftdask.config import load_config
+from rftdask.config.schema.algorithm import registered_parts
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.storage import open_storage
+from rftdask.trainer.attention import packed_attention
+from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.packing import RowSpans
+from rftdask.trainer.rank import build_algorithm
+from rftdask.weights.published import publish_weights
+
+HERE = Path(__file__).parent
+DATASETS = ("cpt", "dpo", "kto", "orpo", "reward_model", "sft", "simpo")
+"""Algorithms that learn from a dataset."""
+MAX_DLOGP = 0.01
+"""Of part c, mean over tokens, in nats."""
+
+
+@dataclass
+class Place:
+    """Where parts run, and where they put what they find."""
+
+    device: str
+    quick: bool
+    report: Report
+    folder: Path
+    rows: list[tuple[str, str, str, str]]
+    """(part, what, found, bound and whether it holds)."""
+    broken: int = 0
+
+    def add(self, part: str, what: str, found: str, bound: str = "", holds: bool | None = None) -> None:
+        """Tell one row; holds: whether `found` keeps the bound, None where there is none."""
+        self.broken += holds is False
+        verdict = {True: "holds", False: "BROKEN", None: ""}[holds]
+        self.rows.append((part, what, found, f"{bound} {verdict}".strip()))
+        print(f"{part}  {what:64} {found:>24}  {bound} {verdict}".rstrip(), flush=True)
+
+    @property
+    def model(self) -> str:
+        """Folder of a model of 0.6 billion weights; a tiny one where it is quick."""
+        folder = self.folder / "model"
+        if not folder.exists():
+            write_model(str(folder), self.quick)
+        return str(folder)
+
+
+def part_a(place: Place) -> None:
+    if place.device == "cuda":
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        place.add("a", "device", f"{name}, sm_{major}{minor}, {torch.cuda.device_count()} in all")
+    backend = "nccl" if place.device == "cuda" else "gloo"
+    store = dist.FileStore(str(place.folder / "store"), 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    total = torch.ones(4, device=place.device)
+    dist.all_reduce(total)
+    place.add("a", f"sum over a group of one, {backend}", str(total.sum().item()), "= 4", total.sum().item() == 4)
+    dist.destroy_process_group()
+
+
+def part_b(place: Place) -> None:
+    lengths = (50, 3) if place.quick else (700, 512, 64, 3)  # the longest first, as rows are packed
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=place.device)
+    half = torch.bfloat16 if place.device == "cuda" else torch.float32
+    for size, heads, keys, window in ((64, 8, 8, None), (128, 16, 8, None), (128, 8, 1, 33), (256, 4, 2, None)):
+        torch.manual_seed(0)
+        shape = sum(lengths), size
+        given = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
+        query, key, value = (each.clone().requires_grad_() for each in given)
+        module = torch.nn.Module().to(place.device)
+        out, _ = packed_attention(module, query, key, value, None, spans=RowSpans(lengths, ends), sliding_window=window)
+        out.sum().backward()
+        exact = [each.float().clone().requires_grad_() for each in given]
+        pieces, at = [], 0
+        for length in lengths:
+            part = [each[:, :, at : at + length] for each in exact]
+            behind = torch.arange(length, device=place.device)[:, None] - torch.arange(length, device=place.device)
+            mask = (behind >= 0) & (behind < (window or length))
+            attended = scaled_dot_product_attention(*part, attn_mask=mask, enable_gqa=heads != keys)
+            pieces.append(attended.transpose(1, 2))
+            at += length
+        wanted = torch.cat(pieces, 1)
+        wanted.sum().backward()
+        far = _apart(out, wanted)
+        grads = max(_apart(a.grad, b.grad) for a, b in zip((query, key, value), exact, strict=True))
+        bound = 0.02 if half is torch.bfloat16 else 1e-5
+        what = f"heads of {size}, {heads} of queries, {keys} of keys, window {window}"
+        place.add("b", what, f"{far:.1e}, gradients {grads:.1e}", f"<= {bound:g}", max(far, grads) <= bound)
+
+
+def _apart(one: Any, other: Any) -> float:
+    """Norm of the difference, relative to that of `other`."""
+    one, other = one.detach(), other.detach()
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-12))
+
+
+def part_c(place: Place) -> None:
+    exact = make_engine(place.model, "cpu", False).fingerprint()
+    found = make_engine(place.model, place.device, False).fingerprint()
+    gaps = [abs(a - b) for x, y in zip(exact.logprobs, found.logprobs, strict=True) for a, b in zip(x, y, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    place.add("c", f"mean |dlogp|, {found.dtype} against float32", f"{mean:.2g}", f"<= {MAX_DLOGP}", mean <= MAX_DLOGP)
+
+
+def part_d(place: Place) -> None:
+    folder = str(place.folder / "tiny")
+    write_model(folder, True)
+    names = ("dpo", "grpo", "mix", "ppo") if place.quick else sorted(registered_parts("algorithm_type"))
+    for name in names:
+        tree: dict[str, Any] = {
+            "mode": "train", "model": {"model_path": folder, "max_model_len": 512}, "buffer": {"train_batch_size": 16},
+            "algorithm": {"algorithm_type": name}, "trainer": {"max_token_len_per_gpu": 512}, "seed": 0,
+        }  # fmt: skip
+        data = {"path": "rows.jsonl"}  # named and never read: the batch is made here
+        if name in ("mix", "mix_chord"):
+            tree["buffer"]["trainer_input"] = {"auxiliary_buffers": {"sft": data}}
+        elif name in ("on_policy_distill", "jsd"):
+            tree["explorer"] = {"auxiliary_models": [{"model_path": folder}]}
+        elif name in DATASETS:
+            tree["buffer"]["trainer_input"] = {"experience_buffer": data}
+        try:
+            config = load_config(tree)
+            engine = TorchEngine(config, build_algorithm(config), device=place.device)
+            losses = [engine.train_step(_batch_for(name, step), step)["loss"] for step in (1, 2)]
+            place.add("d", name, ", ".join(f"{loss:.3g}" for loss in losses), "finite", all(map(math.isfinite, losses)))
+        except Exception as error:
+            place.add("d", name, " ".join(f"{type(error).__name__}: {error}".split())[:150], "no error", False)
+
+
+def _batch_for(name: str, seed: int) -> TrainingBatch:
+    """16 rows of 3 to 60 tokens: four groups of rollouts, pairs, or rows of a dataset."""
+    random, size = (
+        np.random.default_rng(seed),
+        {"dpo": 2, "orpo": 2, "simpo": 2, "reward_model": 2, "kto": 1}.get(name, 4),
+    )
+    rows = [(random.integers(2, 500, random.integers(3, 60)).tolist(), 2, None) for _ in range(16)]
+    batch = supervised_batch(rows, [f"taskset_0/0/{i // size}/{i % size}/0" for i in range(16)], size)
+    if name in DATASETS:
+        return replace(batch, rewards=np.arange(16, dtype=np.float32) % 2) if name == "kto" else batch
+    sampled = replace(
+        batch,
+        rewards=random.random(16).astype(np.float32),
+        rollout_logprobs=-6.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
+        experts=np.zeros(16, bool),
+        baselines=np.full(16, 0.5, np.float32),
+    )
+    shown = supervised_batch([([5, 6, 7, 8], 2, None)], ["dataset:x/0/0"])
+    return join_batches([sampled, shown]) if name in ("mix", "mix_chord") else sampled
+
+
+def part_e(place: Place) -> None:
+    for row in _other(place, "gpu_train.py"):
+        bound, holds = "", None
+        if row["against"] == "`rftdask estimate`" and not place.quick:
+            share = row["ours"] / row["other"]
+            bound, holds = f"{share:.2f} of the estimate, 0.8 to 1.1", 0.8 <= share <= 1.1
+        place.add("e", row["work"], f"{row['ours']:.4g} {row['unit']}", bound, holds)
+
+
+def part_g(place: Place) -> None:
+    engine = make_engine(place.model, place.device, False)
+    storage = open_storage(str(place.folder / "weights"))
+    began = time.perf_counter()
+    weights, fingerprint = engine.weights(), engine.fingerprint()
+    gathered = time.perf_counter()
+    published = publish_weights(storage, 1, weights, "main", fingerprint)
+    written = time.perf_counter()
+    size = sum(map(len, weights.values())) / 1e9
+    del engine, weights
+    dtype = "bfloat16" if place.device == "cuda" else "float32"
+    serving = TransformersEngine(place.model, dtype=dtype, device=place.device, trust_remote_code=False)
+    files = [Path(storage.url, published.folder, name) for name, _ in published.files]
+    loaded = time.perf_counter()
+    serving.load_verified(1, files, fingerprint)
+    proven = time.perf_counter()
+    place.add("g", f"weights of {size:.2g} GB brought together, with a fingerprint", f"{gathered - began:.2f} s")
+    place.add("g", "written and made visible", f"{written - gathered:.2f} s")
+    place.add("g", "loaded into an engine and proven", f"{proven - loaded:.2f} s")
+
+
+def part_h(place: Place) -> None:
+    if place.device != "cuda":
+        place.add("h", "a step that does not fit", "skipped: there is no GPU to fill")
+        return
+    run = f"import sys; sys.path.insert(0, {str(HERE)!r}); from gpu_train import *; from rftdask.processes import gpus"
+    step = f"make_engine({place.model!r}, 'cuda', False).train_step(make_batch(40_000_000, 16, 512), 1)"
+    told = "except Exception as error: print(gpus.out_of_memory(error, 'step 1 is trained', 'the length'))"
+    done = subprocess.run([sys.executable, "-c", f"{run}\ntry: {step}\n{told}"], capture_output=True, text=True)
+    said = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-60:]]
+    place.add("h", said[0][:120], f"exit code {done.returncode}", "out of memory, told", "out of GPU memory" in said[0])
+
+
+def part_i(place: Place) -> None:
+    engines = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
+    for engine in engines:
+        sizes = [] if place.quick else ["--hidden", "1024", "--layers", "12"]
+        for row in _other(place, "generate.py", "--engine", engine, *sizes):
+            found = f"{row['ours']:.4g} {row['unit']}" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
+            place.add("i", f"{engine}: {row['work']} against {row['against']}", found)
+    if len(engines) == 1:
+        place.add("i", "vLLM", "skipped: it is not installed here")
+
+
+def part_j(place: Place) -> None:
+    cluster = "local-cuda" if find_spec("dask_cuda") and place.device == "cuda" else "local"
+    runs = place.folder / "runs"
+    quickstart = [sys.executable, str(HERE.parent / "examples" / "quickstart.py"), "cluster.colocate=true"]
+    command = [*quickstart, f"cluster.type={cluster}", f"checkpoint_root_dir={runs}"]
+    env = {**os.environ, "RFTDASK_RUNS": str(runs)}
+    ledger = runs / "rftdask" / "quickstart" / "grpo" / "ledger" / "main"
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as first:
+        deadline = time.monotonic() + 400
+        while first.poll() is None and len(list(ledger.glob("*.json"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(first.pid, signal.SIGKILL)
+    killed_at = len(list(ledger.glob("*.json")))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    accuracy = last.partition(" -> ")[2].partition(" ")[0]
+    what = f"{cluster}, by turns, killed with -9 at step {killed_at} of the second stage, and started again"
+    learned = done.returncode == 0 and accuracy != "" and float(accuracy) >= 0.8
+    place.add("j", what, f"accuracy {accuracy or done.stderr.strip()[-60:]}", ">= 0.8", learned)
+
+
+def _other(place: Place, script: str, *options: str) -> list[dict[str, Any]]:
+    """The rows of another benchmark, which fails this part with what it said."""
+    file = place.folder / f"{script}.json"
+    quick = ["--quick"] if place.quick else []
+    command = [sys.executable, str(HERE / script), "--json", str(file), *quick, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        place.add(script, "its exit code", str(done.returncode), "0", False)
+        print(done.stderr, file=sys.stderr)
+        return []
+    return list(json.loads(file.read_text())["rows"])
+
+
+PARTS: dict[str, Callable[[Place], None]] = {
+    "a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "g": part_g, "h": part_h, "i": part_i, "j": part_j,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--append", type=Path, default=None, metavar="FILE", help="add the table to this Markdown file")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.quick:
+        raise SystemExit("there is no GPU here; --quick tries the script out on the CPU, and measures nothing")
+    report = Report(args)
+    with tempfile.TemporaryDirectory(prefix="rftdask-gpu-") as name:
+        place = Place(device, args.quick, report, Path(name), [])
+        for part in args.parts:
+            began = time.perf_counter()
+            try:
+                PARTS[part](place)
+            except Exception as error:  # the other parts have their own to show
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                place.add(part, "the part itself", said, "ends", False)
+            report.add(f"part {part}", time.perf_counter() - began, "s", less_is_better=True, goal=480)
+    if args.append is not None:
+        here = torch.cuda.get_device_name() if device == "cuda" else "no GPU: a tiny shape on the CPU"
+        told = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "vllm") if find_spec(name))
+        command = f"python benchmarks/gpu.py --parts {' '.join(args.parts)}{' --quick' if args.quick else ''}"
+        lines = [f"\n## {date.today()}: {here}\n", f"{told}; `{command}`\n"]
+        lines += ["| part | what | found | bound |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in place.rows]
+        with args.append.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+    report.write()
+    if place.broken:
+        raise SystemExit(f"{place.broken} bounds are broken")
+
+
+if __name__ == "__main__":
+    main()

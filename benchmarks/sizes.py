@@ -1,0 +1,247 @@
+"""What fits: common models on 1 to 64 GPUs, and `rftdask estimate` against published peaks; prints docs/sizes.md.
+
+    python benchmarks/sizes.py [--json FILE] > docs/sizes.md
+
+Pure arithmetic: no GPU, no network, no torch. A test holds the page to what this prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rftdask.cluster.layout import plan_machines
+from rftdask.commands.estimate import (
+    GB,
+    USABLE,
+    Estimate,
+    TrainSizes,
+    estimate,
+    gpu_bytes,
+    load_bytes,
+    train_parts,
+    train_sizes,
+)
+from rftdask.config import Config, load_config
+from rftdask.config.schema.model import LoraConfig
+from rftdask.models.model_shape import read_shape
+
+GPU = "H100 80GB"
+GIB = 2**30
+HOST_BYTES = 1000 * GB
+"""Host memory of a machine, where it is to hold weights and optimizer state."""
+MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-235B-A22B")
+MACHINES = ((1, 1), (1, 8), (4, 8), (8, 8))
+"""(machines, GPUs of each)."""
+WAYS = (
+    ("all weights", ()),
+    ("all weights, offloaded", ("trainer.offload_policy=true",)),
+    ("LoRA 16", ("model.lora_configs=[{lora_rank: 16}]",)),
+)
+_PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/tree/559b447/benchmarks/baselines"
+# (model, GPUs, rank of LoRA or 0, tokens a pass, published peak in GiB): one H100 or eight, FSDP2, activations computed
+# again, mode rl. Of a run of prime-rl it is max_memory_reserved.
+PEAKS = (
+    ("Qwen/Qwen3-0.6B", 1, 0, 16_384, 12.53),
+    ("Qwen/Qwen3-0.6B", 1, 0, 65_536, 19.56),
+    ("Qwen/Qwen3-0.6B", 1, 16, 16_384, 5.15),
+    ("Qwen/Qwen3-0.6B", 1, 16, 65_536, 11.45),
+    ("Qwen/Qwen3-4B", 1, 16, 16_384, 23.30),
+    ("Qwen/Qwen3-4B", 1, 16, 65_536, 41.99),
+    ("Qwen/Qwen3-4B", 8, 0, 16_384, 17.10),
+    ("Qwen/Qwen3-4B", 8, 0, 65_536, 36.10),
+    ("Qwen/Qwen3-4B", 8, 16, 16_384, 10.26),
+    ("Qwen/Qwen3-4B", 8, 16, 65_536, 28.85),
+    ("Qwen/Qwen3-30B-A3B", 8, 0, 16_384, 74.59),
+    ("Qwen/Qwen3-30B-A3B", 8, 0, 65_536, 105.35),
+)
+_VERL = "https://github.com/verl-project/verl/blob/a74fc52/docs/perf/device_tuning.rst"
+# (model, rank of LoRA or 0, GPUs of 80 GB of the smallest run that is published).
+SMALLEST = (
+    ("Qwen/Qwen2.5-0.5B", 32, 1),
+    ("Qwen/Qwen2.5-3B", 32, 1),
+    ("Qwen/Qwen2.5-7B", 32, 1),
+    ("Qwen/Qwen2.5-14B", 32, 2),
+    ("Qwen/Qwen2.5-32B", 32, 4),
+    ("Qwen/Qwen2.5-72B", 32, 8),
+    ("Qwen/Qwen2.5-7B", 0, 2),
+    ("Qwen/Qwen2.5-14B", 0, 4),
+    ("Qwen/Qwen2.5-72B", 0, 32),
+)
+
+
+def make_config(model: str, machines: tuple[int, int], *settings: str) -> Config:
+    """GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, on vLLM."""
+    tree: dict[str, Any] = {
+        "mode": "both",
+        "model": {"model_path": model, "max_prompt_tokens": 1024, "max_response_tokens": 8192},
+        "algorithm": {"algorithm_type": "grpo", "kl_loss_fn": "none"},
+        "buffer": {"batch_size": 64, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_type": "vllm"}},
+        "trainer": {"gradient_checkpointing": True, "max_token_len_per_gpu": 9216},
+        "deterministic": False,
+        "cluster": {
+            "type": "joined" if machines[0] > 1 else "local",
+            "node_num": machines[0],
+            "gpu_per_node": machines[1],
+        },
+    }
+    return load_config(tree, list(settings))
+
+
+def plan(model: str, machines: tuple[int, int]) -> tuple[str, list[Estimate], str, float] | None:
+    """(what is trained, memory of trainer, engines and host, where they are, bytes to load) of the first that fits once
+    it is loaded; None: nothing.
+    """
+    num_gpus, usable = machines[0] * machines[1], USABLE * gpu_bytes(GPU)
+    # Half of the GPUs sample, or a quarter; else, on one machine, all train and sample by turns.
+    splits = [(num_gpus // 2, False), (num_gpus // 4, False), *([(num_gpus, True)] if machines[0] == 1 else [])]
+    tried = [(way, split, tensor) for way in WAYS for split in splits for tensor in (1, 2, 4, 8)]
+    for (way, settings), (num_sampling, by_turns), tensor in tried:
+        num_engines = num_sampling // tensor
+        if not num_engines or tensor > machines[1]:
+            continue
+        sampling = f"tensor_parallel_size={tensor}", f"engine_num={num_engines}"
+        config = make_config(
+            model,
+            machines,
+            *settings,
+            *(f"explorer.rollout_model.{setting}" for setting in sampling),
+            *(["cluster.colocate=true"] if by_turns else []),
+        )
+        layout = plan_machines(config)
+        found = estimate(config, None, layout, gpu_bytes(GPU))
+        trainer, engines, host = found
+        lasting = host.total_bytes - part(host, "loading")
+        if trainer.total_bytes <= usable and not trainer.problem and not engines.problem and lasting <= HOST_BYTES:
+            at_once = f"{trainer.num_gpus} rank{'s' * (trainer.num_gpus > 1)}, {num_engines} x {tensor}"
+            shape = read_shape(model)
+            loading = load_bytes(shape, train_sizes(config, shape, layout))
+            return way, found, at_once + ", by turns" * by_turns, loading
+    return None
+
+
+def part(estimate: Estimate, name: str) -> float:
+    return sum(each.num_bytes for each in estimate.parts if each.name == name)
+
+
+def fits_table() -> list[str]:
+    lines = [
+        "| model | GPUs | trained | ranks, engines x GPUs | a rank | to load | weights, cache of engines | host |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        for machines in MACHINES:
+            at = f"| {model} | {machines[0]} x {machines[1]} "
+            found = plan(model, machines)
+            if found is None:
+                lines.append(f"{at}| does not fit | | | | | |")
+                continue
+            way, (trainer, engines, host), where, loading = found
+            lines.append(
+                f"{at}| {way} | {where} | {trainer.total_bytes / GB:.0f} | {loading / GB:.0f} | "
+                f"{part(engines, 'weights') / GB:.0f}, "
+                f"{part(engines, 'KV cache') / GB:.0f} | {(host.total_bytes - part(host, 'loading')) / GB:.0f} |"
+            )
+    return lines
+
+
+def peak_bytes(model: str, num_gpus: int, lora_rank: int, tokens: int) -> float:
+    """What `rftdask estimate` says of one of PEAKS, with weights in float32 under LoRA, too, as theirs are."""
+    shape = replace(read_shape(model), bytes_at_rest=4)
+    trained = shape.lora_parameters(LoraConfig(lora_rank=lora_rank)) if lora_rank else None
+    # Theirs is sharded on one GPU, too.
+    sizes = TrainSizes(tokens=tokens, num_ranks=num_gpus, sharded=True, checkpointing=True, trained=trained)
+    return sum(each.num_bytes for each in train_parts(shape, sizes))
+
+
+def fewest_ranks(model: str, lora_rank: int, offloaded: bool) -> int:
+    """The fewest GPUs of 80 GB that a trainer with passes of 4,096 tokens fits, a power of two."""
+    shape = read_shape(model)
+    trained = shape.lora_parameters(LoraConfig(lora_rank=lora_rank)) if lora_rank else None
+    num_ranks = 1
+    while True:
+        sizes = TrainSizes(
+            4096,
+            num_ranks,
+            sharded=num_ranks > 1 or offloaded,
+            offloaded=offloaded,
+            checkpointing=True,
+            trained=trained,
+        )
+        if sum(each.num_bytes for each in train_parts(shape, sizes)) <= USABLE * gpu_bytes(GPU):
+            return num_ranks
+        num_ranks *= 2
+
+
+def main() -> None:
+    from report import Report, make_parser  # late: beside this script, and not there for a test that imports it
+
+    args = make_parser(__doc__).parse_args()
+    print_page()
+    if args.json is not None:
+        report = Report(args)
+        for model, num_gpus, lora_rank, tokens, peak in PEAKS:
+            work = f"{model}, {num_gpus} GPUs, {f'LoRA {lora_rank}' if lora_rank else 'all'}, {tokens:,} tokens"
+            ours = peak_bytes(model, num_gpus, lora_rank, tokens) / GIB
+            report.add(work, ours, "GiB", less_is_better=True, against="prime-rl", other=peak)
+        report.write()
+
+
+def print_page() -> None:
+    """Print docs/sizes.md."""
+    print("""# What fits: models, GPUs, and published peaks
+
+Printed by `benchmarks/sizes.py` from `rftdask estimate`, whose formulas docs/trainer.md derives; none of it was run
+on a GPU by us. `rftdask estimate CONFIG --gpus 8 --nodes 4 --gpu "H100 80GB"` says the same of your configuration,
+part by part. The shapes of these models, and of the others in `rftdask/models/known_models.py`, come with the package,
+so it needs no network.
+
+## Models on 1, 8, 32 and 64 GPUs of 80 GB
+
+GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, passes of as many tokens, activations
+computed again, AdamW with float32 weights, engines of vLLM with 90 % of a GPU. Half of the GPUs sample, or a quarter;
+on one machine all train and sample by turns where that does not fit. Of these the first that fits: all weights; all
+weights with `trainer.offload_policy`; LoRA. GB are 10^9 bytes, of one GPU; of its 80, 72 are planned with. A host may
+hold 1,000 GB; the last column counts what its processes hold at their peak, without the page cache.
+""")
+    print("\n".join(fits_table()))
+    print(f"""
+**To load**: the most that a rank holds on its GPU while it reads its rows of the weights.
+
+"Does not fit" has other ways out: more GPUs, shorter passes (`trainer.max_token_len_per_gpu`), a smaller optimizer
+(docs/trainer.md), an engine with weights of 8 bits (`extra_engine_args: {{quantization: fp8_per_block}}`).
+
+## Against published peaks
+
+Estimates are for our trainer, the peaks are another's on the same job: [prime-rl](
+{_PRIME}), one or eight H100, reserved memory.
+Theirs compiles its layers, makes other chunks of logits, and keeps weights under LoRA in float32, as they are counted
+here; it adapts experts, too, so its LoRA rows of mixtures of
+experts are left out. A ratio above 1 means that we ask for more.
+
+| model | GPUs | trained | tokens a pass | published, GiB | estimate, GiB | ratio |
+|---|---|---|---|---|---|---|""")
+    for model, num_gpus, lora_rank, tokens, peak in PEAKS:
+        ours = peak_bytes(model, num_gpus, lora_rank, tokens) / GIB
+        what = f"LoRA {lora_rank}" if lora_rank else "all"
+        print(f"| {model} | {num_gpus} | {what} | {tokens:,} | {peak:.1f} | {ours:.1f} | {ours / peak:.2f} |")
+    print(f"""
+torchtitan's table ([Llama 3.1 8B on 8 H100](
+https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)) keeps all logits of a
+pass, which we never do, and its first row some activations: its 82.4 GiB are of another algorithm, so no ratio is told.
+
+verl tells the smallest machines on which runs of GRPO worked, trainer and engines on the same GPUs ([table](
+{_VERL})). Ours are the
+fewest GPUs, a power of two, whose 80 GB hold a trainer with passes of 4,096 tokens:
+
+| model | trained | verl | estimate | with `offload_policy` |
+|---|---|---|---|---|""")
+    for model, lora_rank, num_gpus in SMALLEST:
+        ours_offloaded = fewest_ranks(model, lora_rank, True)
+        what = f"LoRA {lora_rank}" if lora_rank else "all"
+        print(f"| {model} | {what} | {num_gpus} | {fewest_ranks(model, lora_rank, False)} | {ours_offloaded} |")
+
+
+if __name__ == "__main__":
+    main()

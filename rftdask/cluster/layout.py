@@ -1,0 +1,347 @@
+"""Layout: which workers a run has, and on which cores and GPUs of a machine each of them works. Pure: it starts nothing
+and looks at no machine but for the GPUs that this process may see, so a run can be planned for machines elsewhere.
+
+Roles that work at the same time share neither cores nor GPUs. Where there are fewer GPUs than all of them need, trainer
+and engines *colocate*: each GPU has a rank and an engine, which take turns on it (processes/turns.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rftdask.config import Config
+from rftdask.errors import UserError
+from rftdask.processes.gpus import visible_gpus
+
+CONTROL_RESOURCE = "control"
+TRAINER_RESOURCE = "trainer"
+EXPLORER_RESOURCE = "explorer"
+ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+"""Roles that have workers of their own."""
+_EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
+_STARTED_BY_HAND = ("joined", "existing")
+"""Types of clusters whose workers somebody else starts, each where he likes."""
+_CORES_ENOUGH = 1 << 16
+"""Of a machine that is not here, and of which nobody said how many it has."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One Dask worker process."""
+
+    name: str
+    resources: tuple[str, ...]
+    threads: int
+    """Cores that the child process of its role may use."""
+    gpu: int | None = None
+    """Number of the first GPU it sees; None: there are none."""
+    num_gpus: int = 1
+    """How many it sees, where there are any."""
+    shares: tuple[int, ...] = ()
+    """Numbers of the devices on which it takes turns with a worker of the other role; (): it shares none."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All workers of a run.
+
+    Example, 2 cores: workers=(WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0",
+    ("explorer",), 1))
+    """
+
+    workers: tuple[WorkerPlan, ...]
+
+    def num_workers(self, resource: str) -> int:
+        """Workers that hold the resource."""
+        return sum(resource in worker.resources for worker in self.workers)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether trainer and engines take turns on devices."""
+        return any(worker.shares for worker in self.workers)
+
+    @property
+    def trains_on_gpus(self) -> bool:
+        """Whether ranks of a trainer have GPUs."""
+        return any(worker.gpu is not None and TRAINER_RESOURCE in worker.resources for worker in self.workers)
+
+    def threads_of(self, resource: str) -> int:
+        """Cores of each worker with the resource; 1 if there is none."""
+        return next((worker.threads for worker in self.workers if resource in worker.resources), 1)
+
+    def describe(self) -> str:
+        """Where the roles are, in a line: "1 rank on GPU 0, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"."""
+        told = []
+        for role, what in ((TRAINER_RESOURCE, "rank"), (EXPLORER_RESOURCE, "engine")):
+            if own := [worker for worker in self.workers if role in worker.resources]:
+                gpus = [w.gpu + i for w in own if w.gpu is not None for i in range(w.num_gpus)]
+                told.append(f"{len(own)} {what}{'s' * (len(own) > 1)}" + (f" on {_named(gpus)}" if gpus else ""))
+        shared = sorted({number for worker in self.workers for number in worker.shares})
+        if shared:
+            has_gpus = any(worker.gpu is not None for worker in self.workers)
+            where = _named(shared) if has_gpus else "what each machine has"
+            told[-1] += f"; they take turns on {where} (colocate)"
+        return ", ".join(told)
+
+
+def _named(gpus: Sequence[int]) -> str:
+    """GPUs that are neighbors, for a person.
+
+    >>> _named([2, 3, 4])
+    'GPUs 2-4'
+    """
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]}-{gpus[-1]}"
+
+
+def scaled(
+    workers: Sequence[WorkerPlan], layout: Layout, role: str, num_workers: int, num_gpus: int, unused: int
+) -> list[WorkerPlan]:
+    """The workers with `num_workers` of a role: new ones are like the layout's last of it, the newest leave first.
+
+    Args: num_gpus: of the machine, 0 for none; unused: a number that no worker's name has had. A name does not come
+    back, because the scheduler refuses it until the worker that had it is declared dead.
+    Raises: UserError: no worker of the layout is like them, or there are fewer GPUs.
+    """
+    like = next((worker for worker in reversed(layout.workers) if role in worker.resources), None)
+    if like is None:
+        raise UserError(f"cluster: no worker of this run is for role {role!r}, so there is none to add more like it")
+    # The oldest stay: they have loaded their models, and the newest have the least to lose.
+    kept = [worker for worker in workers if role in worker.resources][:num_workers]
+    others = [worker for worker in workers if role not in worker.resources]
+    num_new = max(0, num_workers - len(kept))
+    if layout.colocated:
+        # Who takes turns with whom is the layout's: a new worker takes the place of one that has left.
+        taken = {(worker.gpu, worker.shares) for worker in kept}
+        free = [each for each in layout.workers if role in each.resources and (each.gpu, each.shares) not in taken]
+    else:
+        # All GPUs that somebody keeps, each of an engine's own range.
+        used = {w.gpu + i for w in (*others, *kept) if w.gpu is not None for i in range(w.num_gpus)}
+        unused_gpus = [gpu for gpu in range(num_gpus) if gpu not in used]
+        places = _runs(unused_gpus, like.num_gpus) if like.gpu is not None else [None] * num_new
+        # Of each range only the first number is kept; `num_gpus` says how many follow.
+        free = [replace(like, gpu=gpu) for gpu in places]
+    # Told with what would fit, since whoever asks may be content with that.
+    if num_new > len(free):
+        raise UserError(
+            f"cluster: {num_workers} workers for role {role!r} with {like.num_gpus} GPUs each do not fit beside "
+            f"{len(others)} others on {num_gpus} GPUs; ask for {len(kept) + len(free)}"
+        )
+    names = (f"{role}-{unused + i}" for i in range(num_new))
+    new = (replace(place, name=name, resources=(role,)) for name, place in zip(names, free, strict=False))
+    return [*others, *kept, *new]
+
+
+def _runs(free: Sequence[int], length: int) -> list[int | None]:
+    """First numbers of disjoint runs of `length` neighbors; `free` is sorted.
+
+    >>> _runs([1, 2, 3, 5, 6], 2)
+    [1, 5]
+    """
+    # Neighbors, since an engine's GPUs are named as one slice of those that the machine has.
+    found: list[int | None] = []
+    end = 0
+    for gpu in free:
+        if gpu >= end and all(gpu + i in free for i in range(length)):
+            found.append(gpu)
+            end = gpu + length
+    return found
+
+
+def num_ranks(stage: Config, layout: Layout) -> int:
+    """Ranks of a stage's trainer: as configured, else all that the layout has workers for."""
+    return _asked_ranks(stage) or max(1, layout.num_workers(TRAINER_RESOURCE))
+
+
+def _asked_ranks(stage: Config) -> int | None:
+    one = stage.trainer.trainer_strategy == "single" or stage.mode not in ("both", "train")
+    return stage.trainer.num_ranks or (1 if one else None)
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs to place roles on: cluster.gpu_per_node of this machine, or all of them. Raises: UserError: too few."""
+    wanted, there = config.cluster.gpu_per_node, len(visible_gpus())
+    if wanted > there:
+        raise UserError(f"cluster.gpu_per_node is {wanted}, and {there} GPUs can be seen here; 0 takes what there is")
+    return wanted or there
+
+
+def num_cores() -> int:
+    """Cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def plan_machines(config: Config) -> Layout:
+    """The workers of a run on `cluster.node_num` machines of `cluster.gpu_per_node` GPUs, which need not be here; with
+    as many cores as it takes where `cluster.num_cpus` does not say. Raises: UserError: they do not fit.
+    """
+    section, stages = config.cluster, config.stage_configs()
+    check_one_machine(config)
+    if section.is_one_machine:
+        return plan_layout(stages, section.num_cpus or _CORES_ENOUGH, section.gpu_per_node)
+    num_gpus = section.gpu_per_node * max(1, section.node_num)
+    each = _demand(stages, num_gpus)[3]
+    if section.gpu_per_node and each > section.gpu_per_node:
+        raise UserError(
+            f"cluster: an engine works on {each} GPUs (tensor, pipeline and data_parallel_size of "
+            f"explorer.rollout_model), and a machine has {section.gpu_per_node} (cluster.gpu_per_node)"
+        )
+    return plan_jobs(stages, dict.fromkeys(ROLES, section.num_cpus or 1), num_gpus or None)
+
+
+def check_one_machine(config: Config) -> None:
+    """Raises: UserError: the cluster is one machine, and several are wanted."""
+    section = config.cluster
+    if section.is_one_machine and section.node_num > 1:
+        raise UserError(
+            f"cluster.node_num is {section.node_num}, and cluster.type {section.type} is one machine; use slurm or "
+            "another batch system, or joined"
+        )
+
+
+def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layout:
+    """The workers that all stages need, sharing `num_cpus` cores: roles that work at the same time get cores of their
+    own, and each a GPU of its own where there are any. A trainer without `num_ranks` takes the GPUs that are left.
+    Explorers are as many as a run starts with, and share with those that may join later.
+
+    Where `cluster.colocate` says so, and where it says nothing and there are fewer GPUs than that takes, ranks and
+    engines take turns instead, rank i and the engines on device i; a trainer without `num_ranks` takes all GPUs.
+
+    The light control role (synchronizer) shares the trainer's worker, which only watches its child. Where there is no
+    trainer it has a worker of its own: rollouts may kill theirs.
+    Raises: UserError: more roles than cores or GPUs.
+    """
+    ranks, first, explorers, each = _demand(stages, num_gpus)
+    wanted = {stage.cluster.colocate for stage in stages}
+    too_few = bool(num_gpus) and ranks + explorers * each > num_gpus
+    colocated = bool(ranks and explorers) and (True in wanted or (too_few and False not in wanted))
+    if colocated:
+        ranks, first, explorers, each = _demand(stages, num_gpus, colocated=True)
+        for path, engine in [pair for stage in stages if stage.has_explorer for pair in stage.explorer.engines()]:
+            if engine.traits.has_model and not (engine.traits.leaves_device or engine.traits.is_external):
+                raise UserError(
+                    f"{path}.engine_type {engine.engine_type} cannot leave its GPU, so that trainer and engines take "
+                    "turns on it (Engine.leaves_device, docs/extending.md); use more GPUs"
+                )
+    of_roles = f"{ranks} trainer + {explorers} explorers (trainer.num_ranks, {_EXPLORER_KEYS})"
+    # Who takes turns takes them on the cores, too.
+    roles = max(ranks, explorers) if colocated else ranks + explorers
+    # A trainer and an explorer may share a single core, so that a run starts on any machine.
+    if roles > max(num_cpus, 2):
+        at_once = f"{'by turns ' * colocated}= {roles} processes that compute"
+        raise UserError(
+            f"cluster: {of_roles} {at_once}, and there are {num_cpus} cores (cluster.num_cpus); "
+            f"{_advice(ranks, explorers, num_cpus, 1, colocated)}"
+        )
+    needed = max(ranks, explorers * each) if colocated else ranks + explorers * each
+    if num_gpus and needed > num_gpus:
+        at_once = "taking turns (colocate)" if colocated else f"= {roles} processes with a GPU each"
+        if each > 1:
+            at_once = f"with {each} GPUs each (tensor, pipeline and data_parallel_size)"
+        raise UserError(
+            f"cluster: {of_roles} {at_once} = {needed} GPUs, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
+            f"{_advice(ranks, explorers, num_gpus, each, colocated)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    check_groups(stages, ranks)
+    # Cores are divided evenly: more threads than cores slow all of them.
+    threads, has_gpu = max(1, num_cpus // max(1, roles)), num_gpus > 0
+    workers = [WorkerPlan(f"trainer-{i}", (TRAINER_RESOURCE,), threads, i if has_gpu else None) for i in range(ranks)]
+    for i in range(first):
+        # The GPUs after the ranks' own, or those of the ranks; each engine's side by side.
+        at = i * each if colocated else ranks + i * each
+        shares = tuple(number for number in range(at, at + each) if number < ranks) if colocated else ()
+        gpu, num = (at, each) if has_gpu else (None, 1)
+        workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num, shares))
+    shared = {number for worker in workers for number in worker.shares}
+    workers[:ranks] = [
+        replace(worker, shares=(i,)) if i in shared else worker for i, worker in enumerate(workers[:ranks])
+    ]
+    if ranks:
+        workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
+    else:
+        # One thread, and no share of the cores: it answers and waits.
+        workers.append(WorkerPlan("control-0", (CONTROL_RESOURCE,), 1))
+    return Layout(tuple(workers))
+
+
+def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | None = None) -> Layout:
+    """The workers of a run whose roles have a machine or a job each: trainer ranks and explorers.
+
+    Args: threads: cores of a worker of each role; num_gpus: in all, of which a trainer without `num_ranks` takes what
+    as many explorers as there may be leave; None: it is not known, and such a trainer has one rank.
+    Raises: UserError: ranks that are to work together are no whole number of groups; there are too few GPUs; roles are
+    to take turns on GPUs, and have jobs of their own.
+    """
+    # Whoever starts workers himself may start both roles on a machine, where they find each other; jobs are apart.
+    colocated = any(stage.cluster.colocate for stage in stages)
+    ranks, first, most, each = _demand(stages, num_gpus or 0, colocated)
+    if colocated and stages[0].cluster.type not in _STARTED_BY_HAND:
+        raise UserError(
+            f"cluster.colocate: cluster.type {stages[0].cluster.type} has jobs of their own for ranks and engines, "
+            f"which share no GPU; use {', '.join(_STARTED_BY_HAND)} or local, or leave it out (mode: both)"
+        )
+    needed = max(ranks, most * each) if colocated else ranks + most * each
+    if num_gpus and needed > num_gpus:
+        raise UserError(
+            f"cluster: {ranks} trainer + {most} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) with {each} "
+            f"GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated} = {needed} GPUs, and there are "
+            f"{num_gpus} (cluster.node_num x cluster.gpu_per_node); {_advice(ranks, most, num_gpus, each, colocated)}"
+        )
+    check_groups(stages, ranks)
+    counts = ((TRAINER_RESOURCE, ranks, 1), (EXPLORER_RESOURCE, first, each))
+    workers = []
+    for role, count, num in counts:
+        for i in range(count):
+            shares = tuple(range(i * num, i * num + num)) if colocated else ()
+            workers.append(WorkerPlan(f"{role}-{i}", (role,), threads[role], None, num, shares))
+    return Layout(tuple(workers))
+
+
+def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) -> tuple[int, int, int, int]:
+    """(trainer ranks, explorers at first, explorers at most, GPUs of each explorer) that all stages can do with."""
+    exploring = [stage for stage in stages if stage.has_explorer]
+    if colocated and any(stage.evaluates_training for stage in stages):
+        raise UserError(
+            "cluster: a trainer on a dataset waits for nobody, so engines that evaluate beside it get no turn on its "
+            "GPU: give them one of their own, or leave out buffer.explorer_input.eval_tasksets in mode train; mode "
+            "bench evaluates the checkpoints afterwards"
+        )
+    first = max((stage.explorer.fewest_workers for stage in exploring), default=0)
+    most = max((stage.explorer.most_workers for stage in exploring), default=0)
+    each = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
+    # What as many explorers as there may ever be leave over: ranks cannot be moved while a stage runs. On SLURM they
+    # are one job, of whole nodes.
+    slurm, on_slurm = stages[0].cluster.slurm.trainer, stages[0].cluster.type == "slurm"
+    node = max(1, slurm.workers_per_node(1)) if on_slurm else 1
+    left = max(node * (slurm.nodes or 1), (num_gpus if colocated else num_gpus - most * each) // node * node)
+    ranks = max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0)
+    # Who has a place on a device keeps it, so all of them are there from the start.
+    return ranks, most if colocated else first, most, each
+
+
+def _trains(stage: Config) -> bool:
+    return stage.mode in ("both", "train")
+
+
+def check_groups(stages: Sequence[Config], ranks: int) -> None:
+    """Raises: UserError: `ranks` is no whole number of the groups of ranks that work together."""
+    for stage in filter(_trains, stages):
+        # Stages share the workers, and one may ask for fewer of them.
+        own, trainer = _asked_ranks(stage) or ranks, stage.trainer
+        for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+            if own % (size := getattr(trainer, key)):
+                raise UserError(
+                    f"cluster: groups of {size} ranks work together (trainer.{key}), and the trainer would have {own} "
+                    f"ranks; set trainer.num_ranks to a multiple of {size}"
+                )
+
+
+def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool) -> str:
+    # What would fit, by changing the fewest: engines beside the ranks that there are, else ranks beside the engines.
+    beside, left = (0, places) if colocated else (ranks, places - explorers * each)
+    if explorers * each > places - beside and beside + each <= places:
+        return f"lower engine_num to {(places - beside) // each}"
+    if 0 < left < ranks:
+        return f"lower num_ranks to {left}"
+    return "use one machine whose GPUs they share by turns (cluster.type local, mode colocate)"

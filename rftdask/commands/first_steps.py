@@ -1,0 +1,249 @@
+"""First steps: the files that come with the package, the schema by which editors complete a configuration, and a first
+configuration of one's own, written from a few answers.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import shutil
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rftdask.config import Config, load_config
+from rftdask.config.base import Section
+from rftdask.errors import DataError, UserError
+
+if TYPE_CHECKING:  # it loads Dask
+    from rftdask.cluster.slurm import Capacity
+
+SCHEMA_FILE = "rftdask.schema.json"
+GSM8K = "openai/gsm8k"
+"""Tasks for who has none yet: 7,473 questions of school mathematics."""
+_QUESTIONS = ("question", "prompt", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "response", "solution", "target", "output", "completion", "label")
+"""Names of columns as data sets have them, the likeliest first."""
+
+
+def bundled() -> dict[str, Path]:
+    """Files that come with the package, by name: "config/sft.yaml", "examples/quickstart.py", "notebooks/..."."""
+    package = Path(__file__).parent.parent
+    # In a wheel they are beside the code; in a checkout at its top.
+    top = package / "bundled" if (package / "bundled").exists() else package.parent
+    kinds = {"config": "*.yaml", "examples": "*.py", "notebooks": "*.ipynb"}
+    return {
+        f"{kind}/{path.relative_to(top / kind)}": path
+        for kind, pattern in kinds.items()
+        for path in sorted((top / kind).rglob(pattern))
+    }
+
+
+def describe(path: Path) -> str:
+    """What a bundled file says of itself in its first sentence."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        return "".join(cells[0]["source"]).splitlines()[0].lstrip("# ") if cells else ""
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
+    said = (line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    return next((line for line in said if "$schema" not in line), "")
+
+
+def copy_bundled(name: str, folder: Path) -> Path:
+    """Copy a bundled file into `folder`, by its name or its last part. Raises: UserError: no such file, or it is there
+    already.
+    """
+    files = bundled()
+    found = [key for key in files if name in (key, Path(key).name, Path(key).stem)]
+    if len(found) != 1:
+        raise UserError(f"there is no one file {name!r}; there are: {', '.join(found or files)}")
+    target = folder / Path(found[0]).name
+    if target.exists():
+        raise UserError(f"{target} is there already; name another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(files[found[0]], target)
+    return target
+
+
+# ---- the schema
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a configuration, each key with its explanation; an interpolation may stand for any value."""
+    schema: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "rftdask configuration",
+    }
+    sections: list[type[Section]] = [Config, *_sections(Section)]
+    for section in sections:
+        found = schema if section is Config else schema["$defs"].get(section.__name__)
+        if found is not None and "properties" in found:
+            for key, text in _explanations(section).items():
+                if key in found["properties"]:
+                    found["properties"][key]["description"] = text
+    return {key: _or_interpolated(value) for key, value in schema.items()}
+
+
+def _sections(section: type[Section]) -> list[type[Section]]:
+    return [found for each in section.__subclasses__() for found in (each, *_sections(each))]
+
+
+def _explanations(section: type[Section]) -> dict[str, str]:
+    """The text below each key of a section, and of the sections it extends."""
+    found: dict[str, str] = {}
+    # From the base down, so that a section that gives a key again explains it in its own words.
+    for each in reversed([base for base in section.__mro__ if issubclass(base, Section) and base is not Section]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
+                found[key.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
+
+
+def _or_interpolated(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_or_interpolated(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    # A default is a value and no schema, whatever it looks like.
+    node = {key: value if key == "default" else _or_interpolated(value) for key, value in node.items()}
+    if node.get("type") in ("integer", "number", "boolean") or "enum" in node:
+        # What editors show is said of both forms, so it stays outside of the choice between them.
+        text = {key: node.pop(key) for key in ("description", "default", "title") if key in node}
+        return {**text, "anyOf": [node, {"type": "string", "pattern": r"^\$\{.*\}$"}]}
+    return node
+
+
+# ---- a first configuration
+
+
+@dataclass(frozen=True)
+class FirstConfig:
+    """What `rftdask init` asks for."""
+
+    tasks: str
+    """A file of tasks (jsonl, json, csv, parquet), or a data set of the Hub."""
+    model: str
+    where: str
+    """laptop, gpus or slurm."""
+    partition: str = ""
+    """Of slurm."""
+    node: Capacity | None = None
+    """What a node of the partition has. None: it is not known here."""
+    name: str = "first"
+
+    def render(self) -> str:
+        """The configuration, as YAML with comments. Raises: DataError: the columns of the tasks are not to be seen."""
+        question, answer, num_rows = _columns(self.tasks)
+        small = self.where == "laptop"
+        batch_size = min(num_rows, 2 if small else 32)
+        lines = [
+            f"# yaml-language-server: $schema={SCHEMA_FILE}",
+            "# Written by `rftdask init`. `rftdask validate` explains what it comes to; every key: `rftdask schema`.",
+            f"name: {self.name}",
+            "checkpoint_root_dir: ./runs            # where runs are kept: a folder, s3://bucket/runs, ...",
+            "",
+            "algorithm:",
+            "  algorithm_type: grpo",
+            f"  repeat_times: {4 if small else 8}                     # answers to each task, compared with each other",
+            "  optimizer: {lr: 1.0e-6}",
+            "",
+            "model:",
+            f"  model_path: {json.dumps(self.model)}",
+            f"  max_prompt_tokens: {256 if small else 1024}",
+            f"  max_response_tokens: {256 if small else 1024}",
+            "",
+            "buffer:",
+            f"  batch_size: {batch_size:<26}# tasks in a step",
+            "  total_epochs: 1",
+            "  explorer_input:",
+            "    taskset:",
+            "      name: tasks",
+            f"      path: {json.dumps(self.tasks)}",
+            *["      subset_name: main"] * (self.tasks == GSM8K),
+            f"      format: {{prompt_key: {json.dumps(question)}, response_key: {json.dumps(answer)}}}",
+            "      data_selector: {selector_type: shuffle}",
+            "    default_workflow_type: simple_workflow",
+            "    default_reward_fn_type: math_reward   # or one of yours: my_module.my_reward (docs/workflows.md)",
+            "",
+            "trainer:",
+            "  save_interval: 20                   # steps between checkpoints, which is the most that a loss costs",
+            "  max_checkpoints_to_keep: 3",
+        ]
+        if self.where == "slurm":
+            job, role = self._jobs()
+            lines += [
+                "",
+                "cluster:",
+                "  type: slurm",
+                "  slurm:                              # what a job of each role asks for (docs/slurm.md)",
+                f"    controller: {{{job}, memory: 2GB}}",
+                f"    trainer: {{{job}, {role}}}",
+                f"    explorer: {{{job}, {role}}}",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _jobs(self) -> tuple[str, str]:
+        """(what each job says, what those of a rank and of an engine say beside it)."""
+        job, node = f"partition: {json.dumps(self.partition)}", self.node
+        if node is None:
+            return f'{job}, walltime: "08:00:00"', 'gres: "gpu:1", cpus: 4, memory: 32GB'
+        from rftdask.cluster.slurm import hours  # late: it loads Dask
+
+        short = hours(node.time_limit) < 8
+        # The part of a node that goes with a GPU, but for what the controller takes beside it.
+        share = max(1, node.gpus)
+        cpus, memory = max(1, min(4, node.cpus // share - 1)), min(32000, node.memory_mb * 3 // 4 // share)
+        gpu = 'gres: "gpu:1", ' * bool(node.gpus)
+        return (
+            f'{job}, walltime: "{node.time_limit if short else "08:00:00"}"',
+            f"{gpu}cpus: {cpus}, memory: {memory}MiB",
+        )
+
+    def write(self, path: Path) -> Config:
+        """Write the file and the schema beside it; the configuration as loaded.
+
+        Raises: UserError: the file is there already; ConfigError: what was given makes no configuration.
+        """
+        if path.exists():
+            raise UserError(f"{path} is there already; name another one, or remove it")
+        text = self.render()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        (path.parent / SCHEMA_FILE).write_text(json.dumps(json_schema(), indent=1) + "\n")
+        return load_config(str(path))
+
+    def next_commands(self, path: Path) -> list[tuple[str, str]]:
+        """(what it does, command), in the order to type them."""
+        start = "submit" if self.where == "slurm" else "run"
+        return [
+            ("what it comes to, and whether data, model and reward work", f"rftdask validate --data {path}"),
+            ("start it; the same command continues it", f"rftdask {start} {path}"),
+            ("where it stands", f"rftdask status runs/rftdask/{self.name}"),
+        ]
+
+
+def _columns(tasks: str) -> tuple[str, str, int]:
+    """The columns with the question and the answer, by their names in the first row, and the number of rows."""
+    path = Path(tasks)
+    if path.suffix not in (".jsonl", ".json") or not path.is_file():
+        return "question", "answer", 32  # told by `rftdask validate --data` if they are not there
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = text.splitlines() if path.suffix == ".jsonl" else json.loads(text)
+        keys = list(json.loads(rows[0]) if path.suffix == ".jsonl" else rows[0])
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{tasks}: its first row is no JSON object: {error}") from error
+    question = next((key for key in _QUESTIONS if key in keys), None)
+    answer = next((key for key in _ANSWERS if key in keys), None)
+    if question is None or answer is None:
+        raise DataError(
+            f"{tasks} has the columns {', '.join(keys)}, and it takes one of {', '.join(_QUESTIONS)} and one of "
+            f"{', '.join(_ANSWERS)}; rename two of them, or name them in a copy of config/gsm8k.yaml (rftdask examples)"
+        )
+    return question, answer, len(rows)

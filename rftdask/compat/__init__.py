@@ -1,0 +1,1 @@
+"""Code written for other systems, which runs here as it is."""

@@ -1,0 +1,204 @@
+"""ModelWrapper: the policy, or an auxiliary model, as workflows of Trinity-RFT ask it.
+
+Over the handle of an attempt (rollouts/policy/base.py), which records every call of the policy with its tokens. Here
+the answers are kept once more, as experiences, so that it is known which of them a workflow returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rftdask.compat.trinity.experience import Experience
+from rftdask.rollouts.policy.openai_client import OpenAIClient
+from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "repetition_penalty", "tools")
+_WITHOUT_EFFECT = {"logprobs", "n", "seed"}
+"""Logprobs are always recorded, seeds are the rollout's own, and n is a number of calls."""
+
+
+class ModelWrapper:
+    """A model; the methods without _async are for code that blocks, in another thread than the event loop's."""
+
+    enable_history = True
+    """Every call is recorded, so what needs a history always has one."""
+    api_key = "EMPTY"
+    model_version = 0
+    """Which weights answer is in the recorded experience, call by call; a workflow is not told."""
+
+    def __init__(self, asked: AuxiliaryModel, wait: Callable[[Any], Any], name: str) -> None:
+        """wait: gives the result of a coroutine, for code that blocks."""
+        self._asked = asked
+        self._wait = wait
+        self.model_path = self.model_name = name
+        self.generate_kwargs: dict[str, Any] = {}
+        self.config = SimpleNamespace(model_path=name, enable_history=True, enable_thinking=None)
+        self.history: list[Experience] = []
+        self.answers: list[Experience] = []
+        """All of this attempt, in the order in which they came."""
+        self._state: dict[str, Any] = {}
+
+    # ---- text
+
+    async def chat_async(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[Experience]:
+        """`n` answers to a chat."""
+        times, sampling = _options(options)
+        asked = [self._recorded(await self._asked.chat(messages, **sampling), messages) for _ in range(times)]
+        return asked
+
+    async def generate_async(self, prompts: Sequence[str] | str, **options: Any) -> list[Experience]:
+        """`n` continuations of each text."""
+        times, sampling = _options(options)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return [
+            self._recorded(await self._asked.generate(text, **sampling), text) for text in texts for _ in range(times)
+        ]
+
+    async def logprobs_async(self, tokens: Sequence[int], temperature: float | None = None) -> Any:
+        """Raises: NotImplementedError: a workflow has no tokenizer here; see PolicyModel.logprobs."""
+        raise NotImplementedError(
+            "logprobs of token ids are not available here; those of sampled tokens are in each experience"
+        )
+
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, temperature: float | None = None
+    ) -> Experience:
+        """The conversation as one experience: of the tokens that were sampled, and those between. Raises: ValueError:
+        the policy has not been asked.
+        """
+        if not self.answers:
+            raise ValueError("there is no conversation to convert: the policy was not asked")
+        last = self.answers[-1]
+        tokens = last.tokens.tolist()
+        sampled = [False] * len(tokens)
+        logprobs = [0.0] * len(tokens)
+        for answer in self.answers:
+            own = answer.tokens.tolist()
+            if tokens[: len(own)] == own:  # the conversation went on from here
+                for place, value in zip(range(answer.prompt_length, len(own)), answer.logprobs.tolist(), strict=False):
+                    sampled[place], logprobs[place] = True, value
+        first = sampled.index(True)
+        converted = Experience(
+            tokens=tokens,
+            prompt_length=first,
+            action_mask=sampled[first:],
+            logprobs=logprobs[first:],
+            messages=[dict(message) for message in messages],
+            truncate_status=last.truncate_status,
+            response_text=last.response_text,
+        )
+        converted.is_conversation = True
+        return converted
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[Experience]:
+        """As chat_async."""
+        answers: list[Experience] = self._wait(self.chat_async(messages, **options))
+        return answers
+
+    def generate(self, prompts: Sequence[str] | str, **options: Any) -> list[Experience]:
+        """As generate_async."""
+        answers: list[Experience] = self._wait(self.generate_async(prompts, **options))
+        return answers
+
+    def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> Any:
+        """As logprobs_async."""
+        return self._wait(self.logprobs_async(tokens, temperature))
+
+    def convert_messages_to_experience(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, temperature: float | None = None
+    ) -> Experience:
+        """As convert_messages_to_experience_async."""
+        converted: Experience = self._wait(self.convert_messages_to_experience_async(messages, tools, temperature))
+        return converted
+
+    # ---- openai's interface
+
+    def get_openai_client(self) -> OpenAIClient:
+        """An object like `openai.OpenAI()`."""
+        return self._client(self._wait)
+
+    def get_openai_async_client(self) -> OpenAIClient:
+        """An object like `openai.AsyncOpenAI()`."""
+        return self._client(None)
+
+    def _client(self, wait: Callable[[Any], Any] | None) -> OpenAIClient:
+        client = OpenAIClient(_Recorder(self), wait)
+        vars(client)["model_path"] = self.model_path
+        return client
+
+    # ---- history and state
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """The answers since the history was cleared. Raises: ValueError: there are none."""
+        if not self.history:
+            raise ValueError("the history is empty: the model was not asked since it was cleared")
+        found = list(self.history)
+        if clear_history:
+            self.history.clear()
+        return found
+
+    def set_workflow_state(self, state: dict[str, Any]) -> None:
+        """Say where the workflow stands; a failed rollout tells it."""
+        self._state.update(state)
+        set_state = getattr(self._asked, "set_state", None)
+        if set_state is not None:
+            self._wait_or_call(lambda: set_state(**state))
+
+    def clean_workflow_state(self) -> None:
+        """Forget the state."""
+        self._state.clear()
+
+    def get_workflow_state(self) -> dict[str, Any]:
+        """The state."""
+        return dict(self._state)
+
+    def _wait_or_call(self, call: Callable[[], None]) -> None:
+        async def on_the_loop() -> None:
+            call()
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # in a thread of its own
+            self._wait(on_the_loop())
+        else:
+            call()
+
+    def _recorded(self, response: Response, asked: Any) -> Experience:
+        # A model behind an API tells no tokens.
+        prompt, tokens = response.prompt_tokens or (0,), response.tokens or (0,)
+        text = asked if isinstance(asked, str) else "\n".join(str(message.get("content")) for message in asked)
+        experience = Experience(
+            tokens=(*prompt, *tokens),
+            prompt_length=len(prompt),
+            logprobs=response.logprobs or (0.0,) * len(tokens),
+            prompt_text=text,
+            response_text=response.text,
+            messages=None if isinstance(asked, str) else [dict(message) for message in asked],
+            truncate_status="response_truncated" if response.finish_reason == "length" else None,
+        )
+        self.history.append(experience)
+        self.answers.append(experience)
+        return experience
+
+
+class _Recorder:
+    """What an OpenAI client asks: the model, with each answer kept as an experience."""
+
+    def __init__(self, model: ModelWrapper) -> None:
+        self._model = model
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        response = await self._model._asked.chat(messages, **options)
+        self._model._recorded(response, messages)
+        return response
+
+
+def _options(given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(how many answers, the sampling). Raises: TypeError: something else is asked for."""
+    options = {key: value for key, value in given.items() if value is not None}
+    if unknown := sorted(set(options) - {*_SAMPLING, *_WITHOUT_EFFECT}):
+        raise TypeError(f"chat and generate take {', '.join((*_SAMPLING, 'n'))}, not {', '.join(unknown)}")
+    return int(options.get("n", 1)), {key: value for key, value in options.items() if key in _SAMPLING}

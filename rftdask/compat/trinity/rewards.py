@@ -1,0 +1,82 @@
+"""Reward functions as classes, theirs and, by their names, ours."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from rftdask.compat.trinity.registry import Registry
+from rftdask.config.schema.buffer import registered_rewards
+from rftdask.data.task import Task
+from rftdask.rollouts.rewards.registry import compute_reward, get_reward
+from rftdask.rollouts.workflows.base import Reward
+
+REWARD_FUNCTIONS = Registry("reward_functions", registered_rewards)
+
+
+class RewardFn(ABC):
+    """Base of reward functions: made with `reward_fn_args`, called with response and truth."""
+
+    @abstractmethod
+    def __init__(self, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def __call__(self, **kwargs: Any) -> dict[str, float]:
+        """Parts of the reward by name; their sum is the reward."""
+
+    @classmethod
+    def __rftdask_part__(cls) -> Callable[..., Reward]:
+        def reward(response: str, truth: str, task: Task, **arguments: Any) -> Reward:
+            own = cls(**arguments)
+            given = {"response": response, "truth": truth, "prompt": task.prompt, "task": task}
+            parameters = inspect.signature(own.__call__).parameters
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                given = {name: value for name, value in given.items() if name in parameters}
+            parts = own(**given)
+            return Reward(float(sum(parts.values())), {name: float(value) for name, value in parts.items()})
+
+        reward.__module__, reward.__qualname__ = cls.__module__, cls.__qualname__
+        vars(reward)["reward_class"] = cls
+        return reward
+
+
+def reward_class(task: Task) -> Any:
+    """The class of the task's reward function; of one of this package, a class that calls it. None: it has none."""
+    return _class_of(task.reward_fn, task) if task.reward_fn else None
+
+
+def _class_of(name: str, task: Task) -> type[RewardFn]:
+    function = get_reward(name)
+    own: type[RewardFn] | None = getattr(function, "reward_class", None)
+    return own or _ours(name, task)
+
+
+def _ours(name: str, task: Task | None = None) -> type[RewardFn]:
+    class Ours(RewardFn):
+        def __init__(self, **kwargs: Any) -> None:
+            self._arguments = kwargs
+
+        def __call__(self, *, response: str, truth: Any = None, **_: Any) -> dict[str, float]:  # type: ignore[override]
+            like = task or Task("", 0, 0)
+            asked = Task(like.taskset, like.epoch, like.index, like.prompt, like.messages, str(truth or ""))
+            found = compute_reward(asked, response, name, self._arguments)
+            return {"reward": found.value}
+
+    Ours.__name__ = Ours.__qualname__ = name
+    return Ours
+
+
+MathRewardFn = _ours("math_reward")
+MathBoxedRewardFn = _ours("math_boxed_reward")
+CountDownRewardFn = _ours("countdown_reward")
+AccuracyReward = _ours("accuracy_reward")
+FormatReward = _ours("format_reward")
+REWARD_FUNCTIONS.modules |= {
+    "math_reward": MathRewardFn,
+    "math_boxed_reward": MathBoxedRewardFn,
+    "countdown_reward": CountDownRewardFn,
+    "accuracy_reward": AccuracyReward,
+    "format_reward": FormatReward,
+}

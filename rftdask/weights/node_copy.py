@@ -1,0 +1,201 @@
+"""Node copy: the files of a version, verified, as the engines of one machine map them. One process of the machine reads
+them from storage, each byte once, and hashes what it reads; the others wait for it, and read nothing.
+
+Of a storage that is a folder the files stay where they are; those of another are put below TMPDIR. Who serves a version
+holds a lock of the kernel on it (flock), which ends with its process however that ends: the lease. Invariants: what is
+handed out was verified on this machine, since it was started, and has not been written to since; what somebody holds is
+not removed; what nobody holds any more goes with the last one, or with the next one who comes.
+
+It knows neither engines nor which versions are wanted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
+from rftdask.storage import Storage
+from rftdask.storage.base import in_order
+from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, read_block
+from rftdask.weights.published import Published
+
+_NUM_READS = 4
+"""Blocks that are read and hashed at once."""
+_LOOK_S = 0.02
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class NodeCopy:
+    """The files of one version on this machine.
+
+    Example:
+        copy = NodeCopy(storage, published, timeout_s=1800)
+        engine.load_weights(published.version, copy.files)
+        copy.close()                # when another version is served
+    """
+
+    def __init__(self, storage: Storage, published: Published, timeout_s: float) -> None:
+        """Raises: NotFoundError, DamagedError: the version is not there, or not what its manifest says. WaitTimeout:
+        another process has not read it in `timeout_s`. StorageError: there is no room for it below TMPDIR.
+        """
+        name = f"{storage.url}\n{published.folder}\n{published.content_hash}"
+        self._folder = _root() / hashlib.sha256(name.encode()).hexdigest()[:32]
+        local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
+        self._paths = {name: path or self._folder / name for name, path in local.items()}
+        self._lock_file = self._folder.with_suffix(".lock")
+        self._held = -1
+        _sweep(self._folder)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not (self._has(fcntl.LOCK_SH) and self._is_whole()):
+                # Alone, and perhaps after another one who was faster, so it looks again. Who is refused holds nothing
+                # any more: of several who look at once, one is alone.
+                if self._has(fcntl.LOCK_EX):
+                    if not self._is_whole():
+                        with _telling_room():
+                            self._fill(storage, published)
+                elif time.monotonic() > deadline:
+                    raise WaitTimeout(f"another process of this machine has not read {published.folder}")
+                else:
+                    time.sleep(_LOOK_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> list[Path]:
+        """In the order in which the version names them."""
+        return list(self._paths.values())
+
+    def close(self) -> None:
+        """Give the files back. Idempotent."""
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+            _remove_unless_held(self._folder)
+
+    def _has(self, kind: int) -> bool:
+        """Whether the lock is held as `kind` now, without waiting; if not, it is not held at all."""
+        while True:
+            if self._held < 0:
+                self._held = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._held, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            # Who removed the version removed this file, too; then the lock is on what nobody will look at.
+            if _is_same(self._held, self._lock_file):
+                return True
+            os.close(self._held)
+            self._held = -1
+
+    def _is_whole(self) -> bool:
+        # What was verified is still the same files: a write changes one of these numbers.
+        with suppress(OSError, ValueError, NotFoundError):
+            return bool(json.loads((self._folder / "VERIFIED.json").read_bytes()) == self._state())
+        return False
+
+    def _state(self) -> list[object]:
+        # The boot, too: after a loss of power a file may have its name and its size without its bytes.
+        boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+        return [boot, *map(_identity, self._paths.values())]
+
+    def _fill(self, storage: Storage, published: Published) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+        # Taken before the reading: a file that is replaced meanwhile is another than the one that was verified.
+        before = {path: _identity(path) for path in self._paths.values() if not path.is_relative_to(self._folder)}
+        for name, entry in published.files:
+            path, ours = f"{published.folder}/{name}", self._paths[name]
+            file = -1
+            if ours.is_relative_to(self._folder):
+                ours.parent.mkdir(parents=True, exist_ok=True)
+                file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+            def take(number: int, path: str = path, entry: FileEntry = entry, file: int = file) -> None:
+                data, place = memoryview(read_block(storage, path, entry, number)), number * BLOCK_BYTES
+                while file >= 0 and data:
+                    written = os.pwrite(file, data, place)
+                    data, place = data[written:], place + written
+
+            try:
+                for _ in in_order(take, block_numbers(entry), _NUM_READS):
+                    pass
+            finally:
+                if file >= 0:
+                    os.close(file)
+        if any(_identity(path) != found for path, found in before.items()):
+            raise DamagedError(f"{published.folder} changed while it was read")
+        # Last: without it nothing here is believed.
+        (self._folder / "VERIFIED.json").write_text(json.dumps(self._state()))
+
+
+def _identity(path: Path) -> list[int]:
+    """Numbers of which a write changes one. Raises: NotFoundError: there is no such file."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} does not exist") from error
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def _root() -> Path:
+    """A folder of this user alone. Raises: UserError: somebody else made it."""
+    folder = Path(tempfile.gettempdir(), f"rftdask-weights-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise UserError(f"{folder} is no folder of yours, so others could change weights in it; set TMPDIR")
+    return folder
+
+
+def _sweep(own: Path) -> None:
+    """Remove what processes have left that were killed."""
+    for lock_file in own.parent.glob("*.lock"):
+        if lock_file.stem != own.name:
+            _remove_unless_held(lock_file.with_suffix(""))
+
+
+def _remove_unless_held(folder: Path) -> None:
+    lock_file = folder.with_suffix(".lock")
+    try:
+        held = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        with suppress(BlockingIOError):  # somebody serves it
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same(held, lock_file):
+                shutil.rmtree(folder, ignore_errors=True)
+                lock_file.unlink()
+    finally:
+        os.close(held)
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
+
+
+@contextmanager
+def _telling_room() -> Iterator[None]:
+    try:
+        yield
+    except (StorageError, NotFoundError, DamagedError):
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"weights cannot be put below {tempfile.gettempdir()}: {error.strerror or error}; free some space, or set "
+            "TMPDIR to another folder of this machine"
+        ) from error

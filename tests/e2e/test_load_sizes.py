@@ -1,0 +1,268 @@
+"""Promises of loading onto ranks that hold parts of the weights (fsdp2), seen in the memory of real processes:
+
+- until the weights are there a rank never holds more than 1.2 times its part of them and one tensor, and it reads its
+  part of the files alone;
+- ranks that resume read each byte of a checkpoint twice over all of them, to verify it and to load it;
+- what it holds is, to the bit, what it would hold of a model that was read whole: tied and untied weights, adapters,
+  the head of a reward model, a critic, widths that the ranks do not divide, old files of pickles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.buffer.batches.batch import supervised_batch
+from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.models.toy import build_toy_model
+from rftdask.storage.local import LocalStorage
+from rftdask.trainer import model
+from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines import torch_engine
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
+from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.ranks import Ranks
+from tests.e2e.gloo_ranks import run_ranks
+from tests.unit.trainer.trainer_cases import engine_config
+
+MIB = 2**20
+LAYERS, HIDDEN, INNER = 24, 256, 1024
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a critic": ("tied", "ppo", {}),
+    "adapters": ("tied", "grpo", {"model__lora_configs": [{"lora_rank": 4}]}),
+    "adapters of directions": ("tied", "grpo", {"model__lora_configs": [{"lora_rank": 4, "use_dora": True}]}),
+    "a head of one number": ("tied", "reward_model", {"model__lora_configs": [{"lora_rank": 4}]}),
+    "a reference, untied": ("untied", "dpo", {}),
+    "experts": ("experts", "sft", {}),
+    "pickles": ("pickles", "sft", {}),
+}
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """The process' own memory, in bytes beyond that of the beginning, looked at hundreds of times a second."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+
+    def own_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    ended, before = threading.Event(), own_bytes()
+    found: list[int] = []
+
+    def look() -> None:
+        while not ended.is_set():
+            found.append(own_bytes() - before)
+            time.sleep(0.003)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+class CountedSlice:
+    """A tensor of a file, of which what is read is counted."""
+
+    num_bytes = 0
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._inner[part]
+        CountedSlice.num_bytes += tensor.nbytes
+        return tensor
+
+
+class CountedFile:
+    """A safetensors file, of which what is read is counted."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._inner = safe_open(*arguments, **options)
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return list(self._inner.keys())
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(self._inner.get_slice(name))
+
+
+def strategy_of(ranks: Ranks) -> Strategy:
+    return FSDP2(ranks, torch.device("cpu"), TrainerConfig()) if ranks.size > 1 else Strategy(ranks)
+
+
+def engine(path: str, algorithm: str, ranks: Ranks, **overrides: Any) -> TorchEngine:
+    return TorchEngine(engine_config(path, **overrides), make_algorithm(algorithm), strategy_of(ranks))
+
+
+# ---- in the processes
+
+
+def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[int, tuple[int, int, int]]:
+    """By number of ranks: bytes at the peak of own memory until the weights are there, and until the engine is; and
+    bytes that were read of the files."""
+    found = {}
+    torch_engine.load_policy = noted = Noted(torch_engine.load_policy)
+    model.safe_open = CountedFile  # type: ignore[assignment,misc]
+    for size in (2, 4):
+        engine(small, "sft", gangs[size])  # what is imported and made once
+        CountedSlice.num_bytes = 0
+        with watched() as seen:
+            noted.seen = seen
+            made = engine(large, "sft", gangs[size])
+        found[size] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
+        del made
+        gc.collect()
+    return found
+
+
+class Noted:
+    """`load_policy`, whose end is noted."""
+
+    def __init__(self, usual: Callable[..., Any]) -> None:
+        self._usual = usual
+        self.seen: list[int] = []
+        self.num_seen = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        result = self._usual(*arguments, **options)
+        self.num_seen = len(self.seen)
+        return result
+
+
+def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[int, int, bool]:
+    """Of four ranks that resume what they saved: bytes that this one read, those of the checkpoint, and whether the
+    state is the same."""
+    ranks, storage = gangs[4], CountingStorage(folder)
+    made = engine(path, "sft", ranks)
+    made.train_step(supervised_batch([([1, 2, 3, 4], 2, None)] * 4, [f"t/0/0/{i}/0" for i in range(4)], 1), 1)
+    files = made.state_files()
+    Checkpoints(storage, "main", ranks=ranks).save(1, files, {"step": 1})
+    total = sum(ranks.all_gather(sum(map(len, files.values()))))
+    again = engine(path, "sft", ranks, seed=5)
+    storage.num_bytes = 0
+    found = Checkpoints(storage, "main", ranks=ranks).load_newest()
+    assert found is not None
+    again.load_state_files(found[2])
+    return storage.num_bytes, total, again.state_files() == files
+
+
+class CountingStorage(LocalStorage):
+    """Of which what is read is counted."""
+
+    num_bytes = 0
+
+    def get(self, path: str) -> bytes:
+        data = super().get(path)
+        self.num_bytes += len(data)
+        return data
+
+    def get_part(self, path: str, start: int, stop: int) -> bytes:
+        data = super().get_part(path, start, stop)
+        self.num_bytes += len(data)
+        return data
+
+
+def load_cases(gangs: dict[int, Ranks], folder: str) -> dict[str, bool]:
+    """Whether four ranks hold what one rank holds, by case."""
+    same: dict[str, bool] = {}
+    for case, (name, algorithm, options) in CASES.items():
+        alone, found = (engine(f"{folder}/{name}", algorithm, gangs[size], **options) for size in (1, 4))
+        files = found.state_files()
+        if gangs[4].is_rank0:
+            expected = alone.state_files()
+            same[case] = all(files[n] == expected[n] for n in expected if "optim" not in n and "coefs" not in n)
+    return same
+
+
+# ---- the promises
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("small")
+    build_toy_model(folder, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("large")
+    build_toy_model(folder, hidden_size=HIDDEN, intermediate_size=INNER, num_layers=LAYERS, num_heads=4)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    whole.save_pretrained(folder, max_shard_size="30MB")
+    return str(folder)
+
+
+def test_a_rank_loads_its_part_of_the_weights_alone(small: str, large: str, tmp_path: Path) -> None:
+    tensor, layer = 4 * HIDDEN * INNER, 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+    for found in run_ranks(4, tmp_path, load_large, small, large):
+        for size, (loaded, peak, read) in found.items():
+            part = (layer * LAYERS + 4 * 258 * HIDDEN) / size
+            assert loaded <= 1.2 * part + tensor, f"{size} ranks, {loaded / MIB:.0f} MiB"
+            # A first pass, by which the model is looked at, brings layers together, as those of training do.
+            assert peak <= 1.2 * part + 4 * layer, f"{size} ranks, {peak / MIB:.0f} MiB"
+            # The files are bfloat16, the weights float32.
+            assert read <= 1.01 * part / 2, f"{size} ranks, {read / MIB:.0f} MiB"
+
+
+def test_ranks_that_resume_read_each_byte_to_verify_it_and_to_load_it(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4)
+    found = run_ranks(4, tmp_path, resume, str(tmp_path / "run"), str(tmp_path / "model"))
+    assert all(same for _, _, same in found)
+    assert sum(read for read, _, _ in found) <= 2.1 * found[0][1], found
+
+
+def test_a_rank_holds_what_it_would_hold_of_the_whole_model(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 18, "intermediate_size": 33, "num_layers": 2, "num_heads": 3}
+    for name in ("tied", "untied", "experts", "pickles"):
+        build_toy_model(tmp_path / name, **sizes)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "untied")
+    whole.config.tie_word_embeddings = False
+    whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach() + 1)
+    whole.save_pretrained(tmp_path / "untied")
+    torch.manual_seed(1)
+    moe = Qwen3MoeConfig(
+        **{"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4, "intermediate_size": 16},
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+        },
+    )
+    Qwen3MoeForCausalLM(moe).save_pretrained(tmp_path / "experts")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "pickles")
+    (tmp_path / "pickles" / "model.safetensors").unlink()
+    torch.save(whole.state_dict(), tmp_path / "pickles" / "pytorch_model.bin")
+    found = {case: same for part in run_ranks(4, tmp_path, load_cases, str(tmp_path)) for case, same in part.items()}
+    assert len(found) == len(CASES)
+    assert all(found.values()), found

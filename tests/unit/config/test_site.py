@@ -1,0 +1,77 @@
+"""Promises about what a site says once.
+
+- A profile lies below the keys of a configuration, is found by name in the user's folder or by path, and is read once:
+  what was loaded names it no more, so that a job never reads it.
+- The template of scripts may be a file, whose text takes its place.
+- What cannot be read, or says anything but how to use a cluster, is one mistake with its file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_cases import config, grpo, problems
+
+from rftdask.config import load_config
+
+PROFILE = """
+cluster:
+  type: slurm
+  interface: ib0
+  slurm:
+    template: wrap.sh
+    controller: {partition: small, walltime: "08:00:00"}
+    trainer: {partition: gpus, gres: "gpu:h100:4", account: group7}
+"""
+WRAP = "{% extends 'job.sh' %}{% block command %}nice {{ command }}; echo ${HOME}{% endblock %}\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "rftdask"
+    folder.mkdir()
+    (folder / "leonardo.yaml").write_text(PROFILE)
+    (folder / "wrap.sh").write_text(WRAP)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return folder
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_profile_lies_below_the_keys_of_a_configuration(site: Path, by_path: bool) -> None:
+    name = str(site / "leonardo.yaml") if by_path else "leonardo"
+    loaded = config(grpo(), f"cluster.slurm.profile={name}", "cluster.slurm.trainer.account=mine")
+    cluster = loaded.cluster
+    assert (cluster.type, cluster.interface, cluster.slurm.controller.partition) == ("slurm", "ib0", "small")
+    assert (cluster.slurm.trainer.gres, cluster.slurm.trainer.account) == ("gpu:h100:4", "mine")
+    assert cluster.slurm.template == WRAP
+
+
+def test_what_was_loaded_reads_no_file_of_the_site_again(site: Path, tmp_path: Path) -> None:
+    loaded = config(grpo(), "cluster.slurm.profile=leonardo")
+    for file in site.iterdir():
+        file.unlink()
+    assert loaded.cluster.slurm.profile is None
+    submitted = tmp_path / "submitted.yaml"
+    submitted.write_text(loaded.to_yaml())
+    assert load_config(submitted).cluster == loaded.cluster
+    assert load_config(loaded.to_dict()).cluster == loaded.cluster
+
+
+@pytest.mark.parametrize(
+    ("profile", "told"),
+    [
+        ("trainer: {num_ranks: 4}", "a profile has the section cluster alone, and not trainer"),
+        ("cluster: {slurm: {profile: other}}", "cluster.slurm.profile: a profile names no other"),
+        ("cluster: [", "not valid YAML"),
+        ("cluster: {slurm: {template: none.sh}}", "none.sh cannot be read"),
+    ],
+)
+def test_a_profile_that_says_something_else_is_a_mistake(site: Path, profile: str, told: str) -> None:
+    (site / "leonardo.yaml").write_text(profile)
+    assert told in "\n".join(problems(grpo(), "cluster.slurm.profile=leonardo"))
+
+
+def test_a_profile_that_is_not_there_is_told_with_the_places(site: Path) -> None:
+    [told] = problems(grpo(), "cluster.slurm.profile=marconi")
+    assert f"no profile 'marconi': neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in told

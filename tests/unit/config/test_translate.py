@@ -1,0 +1,120 @@
+"""Promises of translations: what a file of the reference system says elsewhere means the same here, and is told."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.config import load_config
+from rftdask.config.translate import translate
+from rftdask.errors import ConfigError
+
+TREE: dict[str, Any] = {
+    "name": "x",
+    "model": {"model_path": "m", "max_prompt_tokens": 8, "max_response_tokens": 8},
+    "buffer": {"total_steps": 4, "explorer_input": {"taskset": {"name": "math", "path": "t.jsonl"}}},
+}
+
+
+def loaded(*overrides: str) -> Any:
+    return load_config(copy.deepcopy(TREE), overrides)
+
+
+def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
+    config = loaded(
+        "algorithm.algorithm_type=ppo",
+        "trainer.trainer_config.trainer.max_actor_ckpt_to_keep=5",
+        "trainer.trainer_config.actor_rollout_ref.actor={ppo_epochs: 2, grad_clip: 0.5, optim: {lr: 3.0e-6}}",
+        "trainer.trainer_config.actor_rollout_ref.model.use_remove_padding=true",
+        "trainer.trainer_config.actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "trainer.trainer_config.critic={optim: {lr: 2.0e-5}, cliprange_value: 0.25}",
+        "trainer.trainer_config.actor_rollout_ref.rollout.n=8",
+    )
+    trainer = config.trainer
+    assert (trainer.max_checkpoints_to_keep, trainer.ppo_epochs, trainer.grad_clip) == (5, 2, 0.5)
+    assert (trainer.critic.lr, trainer.critic.cliprange_value, trainer.gradient_checkpointing) == (2e-5, 0.25, True)
+    assert config.algorithm.optimizer.lr == 3e-6
+    told = "\n".join(config.warnings)
+    at = "trainer.trainer_config.actor_rollout_ref"
+    assert f"{at}.actor.optim.lr: taken as algorithm.optimizer.lr" in told
+    assert f"{at}.model.use_remove_padding: ignored: rows are always packed" in told
+    assert f"{at}.rollout.n: ignored: it configures veRL, which is not used, and nothing here takes its place" in told
+    assert len(config.warnings) >= 9
+
+
+def test_a_stage_has_keys_of_verl_of_its_own() -> None:
+    stages = "[{stage_name: one, mode: both, trainer: {trainer_config: {actor_rollout_ref: {actor: {ppo_epochs: 2}}}}}]"
+    [stage] = loaded(f"stages={stages}").stage_configs()
+    assert stage.trainer.ppo_epochs == 2
+
+
+def test_a_key_of_ours_wins_over_that_of_verl() -> None:
+    config = loaded("trainer.ppo_epochs=3", "trainer.trainer_config.actor_rollout_ref.actor.ppo_epochs=2")
+    assert config.trainer.ppo_epochs == 3
+    assert any("ignored: trainer.ppo_epochs is given and wins" in text for text in config.warnings)
+
+
+def test_what_verl_is_given_is_checked_as_ours() -> None:
+    with pytest.raises(ConfigError, match="ppo_epochs"):
+        loaded("trainer.trainer_config.actor_rollout_ref.actor.ppo_epochs=none")
+
+
+def test_one_name_for_training_and_evaluation() -> None:
+    config = loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: other, path: o.jsonl}]")
+    assert [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets] == ["math_eval", "other"]
+    assert any("this one is called math_eval" in text for text in config.warnings)
+    with pytest.raises(ConfigError, match="2 tasksets are named 'math"):
+        loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: math, path: o.jsonl}]")
+
+
+def test_a_database_of_a_relative_path_is_where_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taskset = "buffer.explorer_input.taskset"
+    config = loaded(f"{taskset}.storage_type=sql", f"{taskset}.path=sqlite:///tasks.db")
+    assert config.buffer.explorer_input.taskset.path == f"sqlite:///{tmp_path}/tasks.db"
+
+
+def test_thinking_of_the_engine_is_that_of_the_model() -> None:
+    config = loaded("explorer.rollout_model.enable_thinking=false")
+    assert config.model.enable_thinking is False
+    with pytest.raises(ConfigError, match="enable_thinking"):
+        loaded("explorer.rollout_model.enable_thinking=false", "model.enable_thinking=true")
+
+
+def test_passes_of_one_experience() -> None:
+    assert loaded("trainer.use_dynamic_bsz=false").trainer.max_rows_per_micro_batch == 1
+    assert loaded("trainer.use_dynamic_bsz=false", "trainer.micro_batch_size=4").trainer.max_rows_per_micro_batch == 4
+    assert loaded().trainer.max_rows_per_micro_batch is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "explorer.rollout_model.enable_history=true",
+        "explorer.rollout_model.enable_openai_api=true",
+        "buffer.trainer_input.experience_buffer.enable_progress_bar=true",
+        "buffer.trainer_input.experience_buffer.schema_type=experience",
+    ],
+)
+def test_what_is_always_so_may_be_asked_for(setting: str) -> None:
+    assert any(setting.partition("=")[0] in text for text in loaded(setting).warnings)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {"trainer": 3},
+        {"trainer": {"trainer_config": 3}},
+        {"trainer": {"trainer_config": {"critic": {"optim": {"lr": 1}}}, "critic": 3}},
+        {"buffer": {"explorer_input": {"eval_tasksets": 3}}},
+        {"buffer": {"explorer_input": {"tasksets": "x", "eval_tasksets": ["y", None]}}},
+        {"explorer": {"rollout_model": {"enable_thinking": True}}, "model": None},
+        {"mode": "colocate", "cluster": "x"},
+    ],
+)
+def test_a_tree_of_other_shapes_is_left_to_the_checks(tree: dict[str, Any]) -> None:
+    before = copy.deepcopy(tree)
+    translate(tree)
+    assert tree == before, "what is given is not changed"

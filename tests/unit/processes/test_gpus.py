@@ -1,0 +1,187 @@
+"""Promises of GPUs: one that is planned is used or it is an error that says why; processes that see all of a machine's
+take different ones; a lack of memory is an error that names what was done, how much there was and what to change.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rftdask.errors import RoleError, UserError
+from rftdask.processes import gpus
+from rftdask.processes.gpus import free_host_bytes, out_of_memory, use_device
+from rftdask.processes.turns import VARIABLE, DeviceTurn
+
+GIB = 2**30
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.1 GiB is free."
+)
+
+
+def cuda(works: bool = True, problem: Exception | None = None) -> SimpleNamespace:
+    """A stand-in for torch.cuda on a GPU of 80 GiB of which another process has 2."""
+
+    def init() -> None:
+        if problem is not None:
+            raise problem
+
+    return SimpleNamespace(
+        is_available=lambda: works,
+        init=init,
+        mem_get_info=lambda: (8 * GIB, 80 * GIB),
+        memory_reserved=lambda: 70 * GIB,
+        max_memory_allocated=lambda: 66.5 * GIB,
+        max_memory_reserved=lambda: 71 * GIB,
+    )
+
+
+@pytest.fixture
+def sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Call it with the GPUs that the process sees, and a stand-in for torch.cuda."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpus, "_FREE_S", 0.0)
+    for name in (*gpus._JOBS, VARIABLE):
+        monkeypatch.setenv(name, "")
+
+    def see(names: str, stand_in: SimpleNamespace) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        monkeypatch.setattr(gpus, "_cuda", lambda: stand_in)
+
+    yield see
+    while gpus._claims:
+        os.close(gpus._claims.pop())
+
+
+def test_a_planned_gpu_is_used_or_it_is_an_error(sees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sees("3", cuda())
+    assert use_device() == "cuda"
+    sees("", cuda(works=False))
+    assert use_device() == "cpu"
+    sees("GPU-5f", cuda(works=False))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"GPU GPU-5f is planned .*built without CUDA: install .*hide the GPUs"):
+        use_device()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    old = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+    sees("0", cuda(works=False, problem=RuntimeError(old)))
+    with pytest.raises(
+        UserError, match=r"cannot use it: The NVIDIA driver on your system is too old \(found version 11"
+    ):
+        use_device()
+    sees("9", cuda(works=False))
+    with pytest.raises(UserError, match=r"finds no device of that name; look at nvidia-smi"):
+        use_device()
+
+
+def test_who_sees_more_than_it_needs_takes_what_nobody_has(sees: Any, tmp_path: Path) -> None:
+    sees("0,1,2", cuda())
+    assert use_device() == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    sees("0,1,2", cuda())
+    use_device(num_gpus=2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"
+    sees("0,1,2", cuda())
+    with pytest.raises(UserError, match=r"1 of the GPUs 0, 1, 2 are needed for this process, and 0 are free"):
+        use_device()
+    # Who was given as many as it needs was placed there, and asks nobody.
+    sees("1", cuda())
+    use_device()
+
+
+def test_a_rank_and_an_engine_that_share_gpus_find_each_other(sees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ("rank-", "engine-"):
+        for gpu in ("0", "1"):
+            monkeypatch.delenv(VARIABLE, raising=False)
+            sees("0,1", cuda())
+            use_device(shares_as=role)
+            assert os.environ[VARIABLE].rpartition(":")[2] == os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    engine = DeviceTurn.of_this_process(alone=False)
+    assert engine is not None
+    rank = DeviceTurn(os.environ[VARIABLE].rpartition(":")[0], ["1"], alone=True)
+    assert rank.try_take()
+    assert not engine.try_take()
+    # A job has GPUs of its own, which may have the names of another job's.
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    sees("0,1", cuda())
+    use_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_gpu_is_free_again_when_its_process_was_killed(sees: Any, tmp_path: Path) -> None:
+    code = "from rftdask.processes import gpus; gpus._claim(['0', '1'], 2, ''); print('has', flush=True); input()"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=-1, stdout=-1) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"has\n"
+        sees("0,1", cuda())
+        with pytest.raises(UserError, match="0 are free"):
+            use_device()
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    use_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_lack_of_gpu_memory_names_phase_peak_and_what_to_change(sees: Any) -> None:
+    sees("0", cuda())
+    error = RoleError("engine 'transformers' failed on a batch of 4 requests")
+    error.__cause__ = torch.OutOfMemoryError(TORCH_SAYS)
+    told = str(out_of_memory(error, "step 7 is trained", "trainer.gradient_checkpointing: true"))
+    assert told.startswith("out of GPU memory while step 7 is trained: CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert "the peak was 66.5 GiB in tensors, 71.0 GiB with what the allocator holds, of 80.0 GiB, of which 2.0" in told
+    assert "To change: trainer.gradient_checkpointing: true" in told
+    assert out_of_memory(RuntimeError("shapes do not fit"), "step 7 is trained", "") is None
+
+
+def test_a_lack_of_host_memory_is_told_as_one(sees: Any) -> None:
+    sees("", cuda())
+    for error in (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8589934592"), MemoryError()):
+        told = str(out_of_memory(error, "checkpoint 4 is saved", "use LoRA"))
+        assert told.startswith("out of host memory while checkpoint 4 is saved: ")
+        assert told.endswith("Give its machine or job more memory, or use LoRA")
+
+
+def test_the_transformers_engine_ends_for_want_of_memory_with_what_to_change(sees: Any) -> None:
+    from rftdask.engines.server import _telling_memory
+
+    sees("0", cuda())
+    spec = {"section": {"engine_type": "vllm"}}
+    with (
+        pytest.raises(UserError, match=r"while the engine generates.*explorer.rollout_model.gpu_memory_utilization"),
+        _telling_memory(spec, "the engine generates"),
+    ):
+        raise RoleError("engine 'vllm' failed on request 3: OutOfMemoryError: CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used"),
+    [
+        ("0::/job/step", "job", "memory.max", "memory.current"),
+        ("4:memory:/job/step", "memory/job/step", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("0::/elsewhere", "", "memory.max", "memory.current"),  # a container, which sees its own group at the top
+    ],
+)
+def test_the_host_memory_of_a_job_is_that_of_its_group(
+    tmp_path: Path, line: str, folder: str, limit: str, used: str
+) -> None:
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(f"1:cpu:/\n{line}\n")
+    machine = free_host_bytes(groups, own)
+    assert machine > 2**20  # nothing is limited
+    group = groups / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text("5000\n")
+    (group / used).write_text("4500\n")
+    (group / "memory.stat").write_text("anon 4000\ninactive_file 300\n")
+    assert free_host_bytes(groups, own) == 800
+    (group / limit).write_text("max\n")
+    assert free_host_bytes(groups, own) > 2**20

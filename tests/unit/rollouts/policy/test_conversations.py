@@ -1,0 +1,249 @@
+"""Promises of conversations: what was sampled is never tokenized again; as long as each prompt goes on where a turn
+ended they are one row, each token in it once; where one does not, another row begins, and its metrics say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.openai_client import Completions
+from rftdask.rollouts.policy.recording import Branch
+from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.workflows.base import PolicyModel, Response, Step
+from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, outcome, prompt_of, replies, run, task
+
+Messages = list[dict[str, Any]]
+_numbers = iter(range(1_000_000))
+ASKED: Messages = [{"role": "user", "content": "q"}]
+
+
+def rows_of(function: Callable[[Task, PolicyModel], Awaitable[Any]], engine: GenerateBatch, **changes: Any) -> Any:
+    """The rows of one rollout of a workflow."""
+    name = f"conversation_{next(_numbers)}"
+    workflow(name, in_process=True)(function)
+    return run([task(0, workflow=name)], engine, **changes)
+
+
+def said(answer: Response, *more: tuple[str, str]) -> Messages:
+    """The messages that an agent adds: the answer as it was given, and others."""
+    return [
+        {"role": "assistant", "content": answer.text},
+        *({"role": role, "content": content} for role, content in more),
+    ]
+
+
+def pieces(row: Experience) -> list[tuple[str, str]]:
+    """(source, text) of each turn and of what was added before it."""
+    found, end = [], 0
+    for turn in row.turns or ():
+        found += [(turn.source, row.response_text[end : turn.text_start])] * (turn.text_start > end)
+        found.append(("policy", row.response_text[turn.text_start : turn.text_end]))
+        end = turn.text_end
+    return found
+
+
+async def thirty_turns(task: Task, model: PolicyModel) -> float:
+    messages: Messages = [{"role": "user", "content": "q" * 100}]
+    for _ in range(30):
+        messages += said(await model.chat(messages), ("tool", "o" * 62))
+    return 1.0
+
+
+def test_thirty_turns_are_one_row_that_holds_each_token_once() -> None:
+    calls: list[list[GenerateRequest]] = []
+    [row] = rows_of(thirty_turns, replies("a" * 39, calls))
+    prompts = [request.prompt_tokens for [request] in calls]
+    assert sum(len(prompt) + 40 for prompt in prompts) == 56_475, "a row for each call, with all before it"
+    assert len(row.tokens) == 3_608
+    assert all(tuple(row.tokens[: len(prompt)]) == prompt for prompt in prompts)
+    # What the policy wrote is trained, with its logprobs; what the template and the tool added is not.
+    mask, logprobs = np.array(row.loss_mask), np.array(row.rollout_logprobs)
+    assert mask.sum() == 30 * 40 and set(logprobs[mask]) == {-0.5} and not logprobs[~mask].any()
+    sampled = np.array(row.tokens)[row.prompt_length :][mask]
+    assert sampled.tolist() == [*map(ord, "a" * 39), 0] * 30
+    assert (row.uid, len(row.turns or ())) == ("t/0/0/0/0", 30)
+    assert pieces(row)[:3] == [("policy", "a" * 39), ("tool", f"<tool>{'o' * 62}<assistant>"), ("policy", "a" * 39)]
+    assert row.metrics["num_response_tokens"] == 1200 and row.metrics["num_prompt_tokens"] == 3_608 - 1200
+
+
+class Merging(CharTokenizer):
+    """Writes "ab" as one token, which the policy did not."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return super().encode(text.replace("ab", "\u0100"), add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens).replace("\u0100", "ab")
+
+
+def test_sampled_tokens_stay_as_they_were_and_only_what_is_added_is_tokenized() -> None:
+    name = f"conversation_{next(_numbers)}"
+
+    async def two_turns(task: Task, model: PolicyModel) -> float:
+        answer = await model.chat(ASKED)
+        await model.chat([*ASKED, *said(answer, ("user", "ab"))])
+        return 1.0
+
+    workflow(name, in_process=True)(two_turns)
+    calls: list[list[GenerateRequest]] = []
+    engine = TextEngine(replies("ab", calls), Merging())
+    [row] = outcome([task(0, workflow=name)], engine, {}).experiences
+    first = [*map(ord, "<user>q<assistant>"), ord("a"), ord("b"), 0]
+    assert list(calls[1][0].prompt_tokens) == [*first, *map(ord, "<user>"), 0x100, *map(ord, "<assistant>")]
+    assert list(row.tokens[: len(first)]) == first
+
+
+class Stripping(CharTokenizer):
+    """Leaves out what was thought before the last message of the user, as Qwen3's template does."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        last = max(n for n, message in enumerate(conversation) if message["role"] == "user")
+        shown = [
+            {**message, "content": message["content"].rpartition("</think>")[2] if n < last else message["content"]}
+            for n, message in enumerate(conversation)
+        ]
+        return super().apply_chat_template(shown, **options)
+
+
+@pytest.mark.parametrize(("role", "num_turns"), [("tool", [2]), ("user", [1, 1])])
+def test_a_template_that_strips_thinking_begins_a_row_where_it_does(role: str, num_turns: list[int]) -> None:
+    name = f"conversation_{next(_numbers)}"
+
+    async def two_turns(task: Task, model: PolicyModel) -> float:
+        answer = await model.chat(ASKED)
+        await model.chat([*ASKED, *said(answer, (role, "r"))])
+        return 1.0
+
+    workflow(name, in_process=True)(two_turns)
+    rows = outcome([task(0, workflow=name)], TextEngine(replies("<think>hm</think>a"), Stripping()), {}).experiences
+    assert [len(row.turns or (1,)) for row in rows] == num_turns
+    assert [row.metrics.get("branches/answer", 0.0) for row in rows] == [0.0, 1.0][: len(rows)]
+
+
+async def changed_answer(task: Task, model: PolicyModel) -> float:
+    answer = await model.chat(ASKED)
+    await model.chat([*ASKED, {"role": "assistant", "content": answer.text.upper()}, {"role": "user", "content": "r"}])
+    return 1.0
+
+
+async def summarized(task: Task, model: PolicyModel) -> float:
+    await model.chat(ASKED)
+    await model.chat([{"role": "user", "content": "in short: q"}])
+    return 1.0
+
+
+async def asked_again(task: Task, model: PolicyModel) -> float:
+    await asyncio.gather(model.chat(ASKED), model.chat(ASKED))
+    return 1.0
+
+
+async def forked(task: Task, model: PolicyModel) -> float:
+    answer = await model.chat(ASKED)
+    for question in ("r", "s"):
+        await model.chat([*ASKED, *said(answer, ("user", question))])
+    return 1.0
+
+
+async def cooler(task: Task, model: PolicyModel) -> float:
+    answer = await model.chat(ASKED)
+    await model.chat([*ASKED, *said(answer, ("user", "r"))], temperature=0.5)
+    return 1.0
+
+
+async def too_long(task: Task, model: PolicyModel) -> float:
+    answer = await model.chat(ASKED)
+    await model.chat([*ASKED, *said(answer, ("user", "r"))])
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reason", "num_turns"),
+    [
+        (changed_answer, Branch.ANSWER, [1, 1]),
+        (summarized, Branch.HISTORY, [1, 1]),
+        (asked_again, Branch.FORKED, [1, 1]),
+        (forked, Branch.FORKED, [2, 1]),
+        (cooler, Branch.SAMPLING, [1, 1]),
+        (too_long, Branch.TRUNCATED, [1, 1]),
+    ],
+)
+def test_a_prompt_that_does_not_go_on_begins_a_row_that_says_why(
+    workflow: Any, reason: Branch, num_turns: list[int]
+) -> None:
+    rows = rows_of(workflow, replies("a"), model=cut_at(40, enable_prompt_truncation=True))
+    if workflow is too_long:
+        rows = rows_of(workflow, replies("a"), model=cut_at(20, enable_prompt_truncation=True))
+    assert [len(row.turns or (1,)) for row in rows] == num_turns
+    assert [row.uid for row in rows] == [f"t/0/0/0/{ordinal}" for ordinal in range(len(rows))]
+    reasons = [[name for name in row.metrics if name.startswith("branches/")] for row in rows]
+    assert reasons == [[], [f"branches/{reason}"]]
+    assert [row.reward for row in rows] == [1.0] * len(rows)
+
+
+def test_a_fork_keeps_the_sampled_tokens_as_its_prompt_and_trains_only_its_own() -> None:
+    first, second = rows_of(forked, replies("a"))
+    shared = len("<user>q<assistant>a") + 1
+    assert list(first.tokens[:shared]) == list(second.tokens[:shared]) and first.tokens[shared - 1] == 0
+    assert (first.prompt_length, second.prompt_length) == (shared - 2, len(second.tokens) - 2)
+
+
+async def sub_agents(task: Task, model: PolicyModel) -> list[Step]:
+    chats: dict[str, Messages] = {name: [{"role": "user", "content": name}] for name in "AB"}
+    steps = []
+    for turn in range(2):
+        for name, messages in chats.items():
+            messages += said(await model.chat(messages), ("tool", "more"))
+            steps.append(Step(state=f"{name}{turn}", reward=float(turn)))
+    return steps
+
+
+def test_conversations_that_take_turns_are_a_row_each() -> None:
+    rows = rows_of(sub_agents, replies(lambda request: prompt_of(request)[6].lower()))
+    assert [row.prompt_text for row in rows] == ["<user>A<assistant>", "<user>B<assistant>"]
+    turns = [[(turn.number, turn.env_state, turn.turn_reward) for turn in row.turns] for row in rows]
+    assert turns == [[(0, "A0", 0.0), (2, "A1", 1.0)], [(1, "B0", 0.0), (3, "B1", 1.0)]]
+    assert [pieces(row)[-1] for row in rows] == [("policy", "a"), ("policy", "b")]
+    table = experiences_to_table(rows)
+    assert table.column("turns").to_pylist()[1][1]["env_state"] == "B1"
+
+
+def test_a_row_is_truncated_if_any_of_its_turns_was() -> None:
+    async def cut_once(task: Task, model: PolicyModel) -> float:
+        answer = await model.chat(ASKED, max_tokens=1)
+        await model.chat([*ASKED, *said(answer, ("user", "r"))])
+        return 1.0
+
+    [row] = rows_of(cut_once, replies("abc"))
+    assert row.status is Status.TRUNCATED and len(row.turns) == 2
+
+
+def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() -> None:
+    written = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
+    chats: list[Messages] = []
+
+    class Model:
+        async def chat(self, messages: Any, **options: Any) -> Response:
+            chats.append(list(messages))
+            return Response(written, (), (), (), "stop")
+
+    async def talk() -> None:
+        client = Completions(Model(), None)
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        answer = (await client.create(messages=ASKED, tools=tools)).choices[0].message
+        # As an agent gives it back: the object, or plain data that came over JSON.
+        for message in (answer, json.loads(answer.model_dump_json())):
+            await client.create(messages=[*ASKED, message, {"role": "tool", "content": "2"}], tools=tools)
+
+    asyncio.run(talk())
+    assert [chat[1] for chat in chats[1:]] == [{"role": "assistant", "content": written}] * 2
