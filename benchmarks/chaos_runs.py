@@ -145,10 +145,13 @@ class LocalRun(Run):
         code = self._process.poll()
         return None if code is None else f"code {code}: see {self._log.name}" * bool(code)
 
-    def living(self) -> list[psutil.Process]:
-        # Its driver by the process that was started: a title that Dask gives it may stand where its environment was.
-        own = [psutil.Process(self._process.pid)] if self.ended() is None else []
-        return [*own, *(process for process in super().living() if process not in own)]
+    def strike(self, kind: str, rng: random.Random) -> bool:
+        if kind != "driver":
+            return super().strike(kind, rng)
+        # The process that was started: where the variables of a Dask parent are inherited, Dask gives it another name.
+        self._note(kind)
+        self._process.kill()
+        return True
 
     def recover(self, kind: str) -> None:
         if kind == "driver":
