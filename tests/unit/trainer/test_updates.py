@@ -36,6 +36,9 @@ from tests.numerics import shifted_seed
 from tests.unit.trainer.trainer_cases import engine_config
 
 EPOCHS, NUM_PARTS, STEPS = 2, 3, 2
+CLOSE = 1e-4
+"""A hundredth of what an update moves a weight by (the learning rate): Adam divides a gradient by its size, and so the
+rounding of the smallest, which is another one on another processor."""
 SETTINGS: dict[str, Any] = {
     "deterministic": True,
     "algorithm__repeat_times": 4,
@@ -130,7 +133,7 @@ def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Pat
     ours = load(bytes(tested.weights()["model.safetensors"]))
     theirs = plain.state_dict()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=CLOSE)
 
 
 def test_the_critic_has_as_many_updates_clipped_around_its_values_at_the_start(model: Path) -> None:
@@ -165,10 +168,10 @@ def test_the_critic_has_as_many_updates_clipped_around_its_values_at_the_start(m
             optimizer.step()
             losses.append(float(loss.detach()))
     metrics = tested.train_step(batch, 1)
-    assert metrics["critic_loss"] == pytest.approx(np.mean(losses), abs=1e-6)
+    assert metrics["critic_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     saved = load(bytes(tested.state_files()["critic/model.safetensors"]))
     for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-5)
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=CLOSE)
 
 
 # ---- what a loss is given
@@ -279,7 +282,7 @@ def test_two_ranks_make_the_updates_of_one(model: Path) -> None:
         for name, value in alone.items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         for name, tensor in found.items():
-            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-5)
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=CLOSE)
 
 
 @given(st.integers(0, 12), st.integers(0, 8), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(0, 5))
