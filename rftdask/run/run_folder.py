@@ -90,6 +90,7 @@ _FREE_KEYS = {
     "trainer.reshard_after_forward",
     "trainer.save_hf_checkpoint",
     "trainer.save_interval",
+    "trainer.save_minutes",
     "trainer.save_strategy",
     "trainer.tensor_parallel_size",
     "trainer.total_steps",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ from rftdask.weights.manifest import (
 )
 from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer
 
+INTERIM = "interim"
+"""In the manifest of a checkpoint that goes when there are newer ones."""
 STATE_FILE = "trainer_state.json"
 HF_FOLDER = "actor/huggingface"
 
@@ -141,6 +144,8 @@ class Checkpoints:
         self._turns = turns_of(strategy, self.ranks.all_gather(socket.gethostname()))
         self._in_background = strategy != "single_thread"
         self._background = Background("saver")
+        self._interim: dict[int, bool] = {}
+        """By step, what was read in its manifest."""
         self.on_commit: Callable[[int], None] = lambda step: None
         """Told of every checkpoint that was made to exist; from any thread."""
 
@@ -150,12 +155,17 @@ class Checkpoints:
         files: Mapping[str, Data],
         state: Mapping[str, Any],
         relies_on: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        interim: bool = False,
     ) -> None:
         """Write this rank's `files` and, on rank 0, the manifest with `state`, which is JSON; then drop the oldest
         checkpoints beyond the limit.
 
         relies_on: waits, before the manifest is written, until what `state` says of other files is true; what it
-            returns is added to the manifest. Raises: RftError: this checkpoint or the one before could not be written.
+            returns is added to the manifest.
+        interim: it goes when there are newer ones, whatever the limit.
+
+        Raises: RftError: this checkpoint or the one before could not be written.
         """
         self.flush()
         # A resumed trainer repeats steps that were saved before it died; rank 0 says so for all.
@@ -165,7 +175,7 @@ class Checkpoints:
         # All or none: a rank that went on to write would wait for the reports of those that returned.
         if self.ranks.broadcast(is_there):
             return  # its files are what the manifest says, and must stay so
-        write = partial(self._write, step, files, state, relies_on)
+        write = partial(self._write, step, files, state, relies_on, {INTERIM: True} if interim else {})
         if self._in_background:
             self._background.start(write)
         else:
@@ -185,6 +195,7 @@ class Checkpoints:
         files: Mapping[str, Data],
         state: Mapping[str, Any],
         relies_on: Callable[[], Mapping[str, Any]],
+        extra: dict[str, Any],
     ) -> None:
         folder = checkpoint_folder(step)
         report: dict[str, Any] = {}
@@ -214,7 +225,7 @@ class Checkpoints:
         # The state, then the manifest, then the pointer: a kill at any line leaves the checkpoint before as the newest.
         all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
         # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
-        extra = {key: value for key, value in state.items() if key == "fingerprint"} | dict(relies_on())
+        extra |= {key: value for key, value in state.items() if key == "fingerprint"} | dict(relies_on())
         commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
         self._settle(step)
         self.on_commit(step)
@@ -262,6 +273,16 @@ class Checkpoints:
         move_pointer(self._storage, CHECKPOINT_POINTER, newest)
         # Those after it stay out of the count: they are not valid, and are written again when their step comes.
         older = [step for step in checkpoint_steps(self._storage) if step < newest]
-        if self._max_to_keep > 0:
-            for step in older[: max(0, len(older) + 1 - self._max_to_keep)]:
-                remove_folder(self._storage, checkpoint_folder(step))
+        surplus = older[: max(0, len(older) + 1 - self._max_to_keep)] if self._max_to_keep > 0 else []
+        # One stays, to fall back to where a disk gives the newest back damaged.
+        surplus += [step for step in older if self._is_interim(step)][:-1]
+        for step in dict.fromkeys(surplus):
+            remove_folder(self._storage, checkpoint_folder(step))
+
+    def _is_interim(self, step: int) -> bool:
+        if step not in self._interim:
+            manifest = None
+            with suppress(DamagedError):  # nothing is removed by what cannot be read
+                manifest = read_manifest(self._storage, checkpoint_folder(step))
+            self._interim[step] = manifest is not None and bool(manifest.extra.get(INTERIM))
+        return self._interim[step]

@@ -116,6 +116,7 @@ class Trainer:
         self._fingerprint: tuple[int, Fingerprint | None] = (0, None)
         # The steps whose weights were published and saved last; what rank 0 says of them counts.
         self._published = self._saved = 0
+        self._saved_s = time.monotonic()
         self._publishing = Background("publisher")
         # The step that was published last in this life, and what became of it; on rank 0.
         self._publication: tuple[int, Future[PublishedWeights]] | None = None
@@ -183,12 +184,13 @@ class Trainer:
                 trained = time.perf_counter()
 
                 # Published before it is saved: explorers wait for weights, and nobody waits for a checkpoint.
-                if self.ranks.broadcast(self.ranks.is_rank0 and self._is_publish_due(step)):
+                # Rank 0 says what is due, by its clock and by what it knows of explorers: both are calls of all ranks.
+                publishes, saves = self.ranks.broadcast(self._what_is_due(step) if self.ranks.is_rank0 else None)
+                if publishes:
                     self._publish(step)
                 published = time.perf_counter()
 
-                # By the number of the step, which all ranks know: saving is a call of all of them.
-                if self.section.save_interval and step % self.section.save_interval == 0:
+                if saves:
                     self._save(step, last=self._is_last(step))
                 saved = time.perf_counter()
 
@@ -269,6 +271,16 @@ class Trainer:
     def _is_publish_due(self, step: int) -> bool:
         return self.publish_due is not None and self._published < step and self.publish_due(step, self._published)
 
+    def _what_is_due(self, step: int) -> tuple[bool, bool]:
+        """Whether the weights after `step` are to be published, and saved."""
+        is_late = time.monotonic() - self._saved_s >= 60 * self.section.save_minutes > 0
+        # The last step is saved when the run ends.
+        saves = self._is_of_interval(step) or (is_late and not self._is_last(step))
+        return self._is_publish_due(step), saves
+
+    def _is_of_interval(self, step: int) -> bool:
+        return self.section.save_interval > 0 and step % self.section.save_interval == 0
+
     def _resume(self) -> int:
         """Load the newest checkpoint; the step that it is of, 0: there is none."""
         found = self.checkpoints.load_newest()
@@ -315,8 +327,11 @@ class Trainer:
             self._fingerprint = (step, self.engine.fingerprint())
         return self._fingerprint[1]
 
-    def _save(self, step: int, last: bool) -> None:
-        """Write a checkpoint; each rank what it holds, rank 0 the manifest."""
+    def _save(self, step: int, *, last: bool, interim: bool = True) -> None:
+        """Write a checkpoint; each rank what it holds, rank 0 the manifest.
+
+        interim: it may go when there are newer ones, unless it is one of the interval.
+        """
         self.doing = f"checkpoint {step} is saved"
         # A copy of the state: the next step changes the weights while these bytes are still being written.
         files = dict(self.engine.state_files())
@@ -326,8 +341,9 @@ class Trainer:
         # Rank 0 alone forms batches and writes the manifest: its cursor is the one that is kept.
         state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
         # Goes on in the background; `flush` waits for it.
-        self.checkpoints.save(step, files, state, partial(_wait_for, step, self._publication))
-        self._saved = step
+        relies_on = partial(_wait_for, step, self._publication)
+        self.checkpoints.save(step, files, state, relies_on, interim=interim and not self._is_of_interval(step))
+        self._saved, self._saved_s = step, time.monotonic()
 
     def _evaluate(self, step: int) -> None:
         """Measure the weights after `step` on the held-out rows, once."""
@@ -352,7 +368,7 @@ class Trainer:
             self._publish(step)
         unsaved = step > self._saved
         if unsaved:
-            self._save(step, last=True)
+            self._save(step, last=True, interim=stopped)
         # Durable before the trainer says that it has ended, for then nobody waits for it any more.
         self._publishing.flush()
         self.checkpoints.flush()

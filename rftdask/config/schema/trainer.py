@@ -71,7 +71,10 @@ class TrainerConfig(Section):
     """Mixtures of experts: weight of the loss that keeps experts evenly used, as transformers computes it of each pass.
     0: none."""
     save_interval: Natural = 0
-    """Steps between checkpoints. 0: only after the last step."""
+    """Steps between checkpoints. 0: only after the last step, and as `save_minutes` says."""
+    save_minutes: float = Field(default=10.0, ge=0)
+    """Minutes of training after which there is a checkpoint in any case, which is the most that a killed trainer loses.
+    Of these, and of those of a stop before the end, one stays beside the newest checkpoint. 0: none."""
     eval_interval: Natural = 0
     """Steps between evaluations on `buffer.trainer_input.eval_buffer`, and, where a dataset is trained, of
     `eval_tasksets`. 0: before the first and after the last alone."""
@@ -82,7 +85,7 @@ class TrainerConfig(Section):
     grad_clip: Annotated[float, Filled("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
     """Largest norm of the gradient; 0 means no limit."""
     max_checkpoints_to_keep: Natural = 0
-    """Older checkpoints are removed. 0: all are kept."""
+    """Older checkpoints are removed. 0: all of `save_interval` and of the ends are kept."""
     use_dynamic_bsz: bool = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
     False: `micro_batch_size` experiences, whatever their length; without one, a single one."""

@@ -87,6 +87,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "max_retry_times",  # and these two
         "max_retry_interval",
         "trust_remote_code",  # of engines
+        "save_minutes",
         "flush_age_s",
         "final_temperature",
         "temperature_steps",

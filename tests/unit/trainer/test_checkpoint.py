@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from storage_kills import killed_at_put, killed_before
 
@@ -69,6 +71,25 @@ def test_a_damaged_checkpoint_is_none_and_is_written_again(storage: Storage, pat
     assert found[0] == 2
     save(storage, 4)
     assert newest_valid_checkpoint(storage) == 4
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "valid"),
+    [(None, [3, 6, 7]), (2, [3, 5, 7]), (3, [3, 6, 7])],
+    ids=["not killed", "before the manifest of 6", "before the pointer to 6"],
+)
+def test_of_interim_checkpoints_one_stays_beside_the_newest(
+    storage: Storage, killed_at: int | None, valid: list[int]
+) -> None:
+    for step in range(1, 8):
+        dies = killed_at is not None and step == 6
+        checkpoints = Checkpoints(
+            FaultyStorage(storage, killed_at_put(killed_at or 0, [])) if dies else storage, "main"
+        )
+        checkpoints.load_newest()  # as every start of a trainer does
+        with pytest.raises(StorageError) if dies else nullcontext():
+            checkpoints.save(step, {"a": b"%d" % step}, {"step": step}, interim=step != 3)
+    assert [step for step in checkpoint_steps(storage) if is_valid(storage, f"global_step_{step}")] == valid
 
 
 def test_a_valid_checkpoint_is_not_written_again(storage: Storage) -> None:

@@ -286,6 +286,39 @@ def test_only_so_many_checkpoints_are_kept(storage: Storage) -> None:
     assert checkpoint_steps(storage) == [4, 5]
 
 
+def test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones(storage: Storage) -> None:
+    seen: list[list[int]] = []
+    at_each_step = lambda *_: seen.append(checkpoint_steps(storage)) or True  # noqa: E731
+    make_trainer(storage, save_interval=3, save_minutes=1e-9, publish_due=at_each_step).run()
+    assert checkpoint_steps(storage) == [3, 4, 5], "3 is of the interval, 5 the last, and 4 the newest other"
+    assert [1] in seen
+    assert [1, 2] in seen
+    assert storage.exists(f"global_step_5/{HF_FOLDER}/model.safetensors")
+    assert not storage.exists(f"global_step_4/{HF_FOLDER}/model.safetensors")
+
+
+def test_no_checkpoint_comes_by_the_clock_where_none_is_asked_for(storage: Storage) -> None:
+    make_trainer(storage, save_interval=0, save_minutes=0).run()
+    assert checkpoint_steps(storage) == [NUM_STEPS]
+    again = new_storage()
+    fill_log(again, NUM_STEPS)
+    make_trainer(again, save_interval=0).run()
+    assert checkpoint_steps(again) == [NUM_STEPS], "steps of milliseconds, and it is every 10 minutes"
+
+
+def test_a_run_killed_between_checkpoints_of_the_clock_ends_in_the_same_state(storage: Storage) -> None:
+    whole = new_storage()
+    fill_log(whole, NUM_STEPS)
+    make_trainer(whole).run()
+    for kill_at in range(5, 90, 7):
+        killed = new_storage()
+        fill_log(killed, NUM_STEPS)
+        run_killed_at(killed, kill_at, save_interval=0, save_minutes=1e-9)
+        make_trainer(killed, save_interval=0, save_minutes=1e-9).run()
+        assert final_state(killed)["weights"] == final_state(whole)["weights"]
+        assert checkpoint_steps(killed) == [4, 5]
+
+
 def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storage) -> None:
     asked: list[int] = []
     trainer = make_trainer(storage, should_stop=lambda: len(asked) == 3 or asked.append(1) is not None, save_interval=0)
