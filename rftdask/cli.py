@@ -54,6 +54,9 @@ AcceptChanges = Annotated[
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run")]
 
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
+OpenBrowser = Annotated[bool, typer.Option(help="Open the page in the browser")]
+
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_STOPPED = 130
@@ -564,15 +567,17 @@ def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/
 @app.command()
 def view(
     run: Run,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
-    browser: Annotated[bool, typer.Option(help="Open the page in the browser")] = True,
+    port: Port = 0,
+    browser: OpenBrowser = True,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write one page instead of serving")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Experiences in the page of --html")] = 100,
 ) -> None:
-    """Browse the experiences of a run with their tokens, in pages that only this machine sees."""
+    """Browse the experiences of a run with their tokens: the studio of one run."""
     from pathlib import Path
 
-    from rftdask.provenance.browse import Browser, serve, static_page
+    from rftdask.provenance.browse import Browser
+    from rftdask.studio.pages import static_page
+    from rftdask.studio.server import serve
 
     if html:
         page = static_page(Browser(run), limit)
@@ -582,7 +587,24 @@ def view(
             raise UserError(f"--html {html}: {error.strerror}") from error
         _say(html)
     else:
-        serve(run, port, open_browser=browser, say=typer.echo)  # what it says has a token, to be used
+        # What it says has a token, to be used.
+        serve(run, port, page="/experiences", open_browser=browser, say=typer.echo)
+
+
+@app.command()
+def studio(
+    folder: Annotated[
+        str, typer.Argument(metavar="[FOLDER]", help="Folder or URL with runs below it, or a run")
+    ] = "runs",
+    port: Port = 0,
+    browser: OpenBrowser = True,
+) -> None:
+    """Look at runs in the browser: live curves, answers by step, comparisons, logs; in pages that only this machine
+    sees.
+    """
+    from rftdask.studio.server import serve
+
+    serve(folder, port, open_browser=browser, say=typer.echo)  # what it says has a token, to be used
 
 
 @app.command()

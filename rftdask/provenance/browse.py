@@ -1,52 +1,33 @@
-"""Browse: the experiences of a run in a browser of this machine: a filtered, sorted list, and one with its tokens.
+"""Browse: the experiences of a run as a person looks for them: a filtered, sorted list, and one with its tokens.
 
-Holds the values that a page shows (`Browser`), the pages, and their server. Invariants:
-
-- what the pages say is in the tables; nothing is computed that an algorithm would compute otherwise, so no advantages,
-  only the distance of a reward to the mean of its group;
-- what models wrote is untrusted: every value goes through the autoescaping of the templates, invisible characters
-  become visible, there is no script on a page, and the policy of the pages forbids the browser to run or load anything;
-- the server listens on 127.0.0.1 only, answers GET and HEAD only, writes nothing, and answers no request that was made
-  for another host name, so that a page elsewhere cannot read the run by pointing its own name at this machine;
-- every user of this machine reaches 127.0.0.1, so each page asks for the token of the printed URL; a cookie
-  keeps it.
+Holds values, and knows no page (see `studio`). Invariant: what is said is in the tables; nothing is computed that an
+algorithm would compute otherwise, so no advantages, only the distance of a reward to the mean of its group.
 """
 
 from __future__ import annotations
 
 import math
-import secrets
-import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pyarrow.compute as pc
 
-from rftdask.buffer.log.schema import conversation, runs_to_mask, sampled_spans
-from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
-from rftdask.provenance.tables import RunTables
+from rftdask.buffer.log.schema import runs_to_mask, sampled_spans
+from rftdask.errors import DamagedError, DataError, NotFoundError
+from rftdask.provenance.tables import STATE_SCHEMA, RunTables
 from rftdask.run.view import Stage
-from rftdask.storage.base import numbers_in
-from rftdask.text.terminal import cell, printable
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
     import pandas as pd
 
-ADDRESS = "127.0.0.1"
 PAGE_SIZE = 50
-CONTENT_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-)
 PROBABILITY_LEVELS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03)
 """Lower ends of the classes in which a token is shown, the likeliest first."""
-_LEVELS = tuple(
+LEVELS = tuple(
     f"{high:.0%} to {low:.0%}" if high < 1 else f"above {low:.0%}"
     for high, low in zip((1.0, *PROBABILITY_LEVELS), (*PROBABILITY_LEVELS, 0.0), strict=True)
 )
@@ -60,7 +41,8 @@ SORTS = {
 Place: TypeAlias = tuple[str, str, int]
 """Stage, shard and row number of an experience."""
 _PLACE = ("stage", "shard", "row")
-_LIST_COLUMNS = ["stage", "shard", "row", "uid", "taskset", "epoch", "task_index", "explore_step", "status", "reward"]
+_LIST_COLUMNS = ["stage", "shard", "row", "uid", "taskset", "epoch", "task_index", "rollout", "explore_step", "status"]
+_NUMBERS = ["reward", "max_policy_version", "prompt_length"]
 _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
 
 
@@ -155,23 +137,23 @@ class Browser:
     Example: browser = Browser("runs/project/name"); browser.page(Filter(status="failed"), 1).rows
     """
 
-    def __init__(self, url: str | Path) -> None:
-        """Raises: DataError: `url` is no run folder."""
-        self.url = str(url)
-        tables = RunTables(url)
-        self._experiences = tables.table("experiences")
-        self._states = tables.table("states")
+    def __init__(self, url: str | Path, *, evals: bool = False) -> None:
+        """evals: the answers of evaluations, which no ledger knows. Raises: DataError: `url` is no run folder."""
+        self.url, self.evals = str(url), evals
+        self.tables = tables = RunTables(url)
+        self._experiences = tables.table("eval_experiences" if evals else "experiences")
+        self._states = STATE_SCHEMA.empty_table() if evals else tables.table("states")
         self._spell = {stage.name: _read_spelling(stage) for stage in tables.stages}
         self.problems = tables.problems
         """Files that could not be read."""
 
     def choices(self, *columns: str) -> list[str]:
         """Values that these columns of the list have, for a menu."""
-        return sorted({str(value) for column in columns for value in self._list[column].dropna().unique()})
+        return sorted({str(value) for column in columns for value in self.rows[column].dropna().unique()})
 
     def page(self, wanted: Filter, number: int, size: int = PAGE_SIZE) -> ListPage:
         """Page `number` of what `wanted` lets through, or the last page if there are fewer."""
-        rows = self._list
+        rows = self.rows
         keep = rows["uid"].notna()  # all of them
         for name, value in wanted.query.items():
             match name:
@@ -196,7 +178,7 @@ class Browser:
             found = found.sort_values(sort.removeprefix("-"), ascending=not sort.startswith("-"), kind="stable")
         num_pages = max(1, math.ceil(len(found) / size))
         number = min(max(1, number), num_pages)
-        return ListPage(_records(found.iloc[(number - 1) * size : number * size]), len(found), number, num_pages)
+        return ListPage(records(found.iloc[(number - 1) * size : number * size]), len(found), number, num_pages)
 
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
         """One experience, or None if the run has none there."""
@@ -205,7 +187,7 @@ class Browser:
         if place not in rows:
             return None
         experience = self._experiences.take(rows[place]).to_pylist()[0]
-        group = self._list.iloc[lines[place]]
+        group = self.rows.iloc[lines[place]]
         group = group.drop_duplicates("row")  # a row that several ledger entries name has several lines
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
 
@@ -219,11 +201,11 @@ class Browser:
             sampled += [(experience["rollout_logprobs"][n], mask[n], "") for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
-        return Shown(experience, tokens, self._states.take(states[place]).to_pylist(), _records(group))
+        return Shown(experience, tokens, self._states.take(states.get(place, [])).to_pylist(), records(group))
 
     @cached_property
     def _index(self) -> tuple[dict[Place, list[int]], dict[Place, list[int]], dict[Place, list[int]]]:
-        """By place: row numbers of `_experiences`, of `_states`, and of the whole group in `_list`."""
+        """By place: row numbers of `_experiences`, of `_states`, and of the whole group in `rows`."""
         rows: dict[Place, list[int]] = {}
         states: dict[Place, list[int]] = {}
         for table, numbers in ((self._experiences, rows), (self._states, states)):
@@ -232,7 +214,7 @@ class Browser:
         lines: dict[Place, list[int]] = {}
         groups: dict[tuple[str, str, str], list[int]] = {}
         for number, (stage, shard, row, group) in enumerate(
-            zip(*(self._list[n] for n in (*_PLACE, "group")), strict=True)
+            zip(*(self.rows[n] for n in (*_PLACE, "group")), strict=True)
         ):
             # One list object for all rows of a group: what is appended to it later is seen by the earlier ones.
             lines[stage, shard, row] = groups.setdefault((stage, shard, group), [])
@@ -240,10 +222,12 @@ class Browser:
         return rows, states, lines
 
     @cached_property
-    def _list(self) -> pd.DataFrame:
-        """One line for each line of `states`, without tokens."""
+    def rows(self) -> pd.DataFrame:
+        """One line for each line of `states`, without tokens: columns of the tables, `response_length` in tokens,
+        `surprise` (mean logprob of the response), and `group`, whose rows of one shard are siblings.
+        """
         table = self._experiences
-        frame = table.select([*_LIST_COLUMNS, *_TEXT_COLUMNS, "prompt_length"]).to_pandas()
+        frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
         turns = table["turns"].to_pylist()
         frame["response_length"] = [
             length if told is None else sum(turn["end"] - turn["start"] for turn in told)
@@ -258,7 +242,8 @@ class Browser:
         return frame.merge(states.astype({"step": "Int64"}), how="left", on=["stage", "shard", "row"])
 
 
-def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """A dict for each row; what is missing is None."""
     # Column by column: pandas would look at every value once for each of its types.
     columns = [
         [
@@ -299,173 +284,3 @@ def _read_spelling(stage: Stage) -> Callable[[int], str]:
         return f" {text}" if raw[0] in "\u2581\u0120" and not text.startswith(" ") else text
 
     return spell
-
-
-# ---- pages
-
-
-def list_page(browser: Browser, wanted: Filter, number: int) -> str:
-    """Render page `number` of the experiences that `wanted` lets through."""
-    menus = {name: browser.choices(name) for name in ("stage", "status")}
-    menus["state"] = browser.choices("state", "reason")
-    page = browser.page(wanted, number)
-    return _render("list.html.j2", browser=browser, wanted=wanted, page=page, menus=menus, sorts=SORTS)
-
-
-def experience_page(browser: Browser, shown: Shown) -> str:
-    """Render one experience with its tokens."""
-    return _render("experience.html.j2", browser=browser, shown=shown, levels=_LEVELS)
-
-
-def static_page(browser: Browser, num_rows: int) -> str:
-    """Render the first `num_rows` experiences as one page that needs no server."""
-    page = browser.page(Filter(), 1, size=num_rows)
-    places = dict.fromkeys((row["stage"], row["shard"], row["row"]) for row in page.rows)
-    experiences = [shown for place in places if (shown := browser.show(*place)) is not None]
-    return _render("static.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=_LEVELS)
-
-
-def _render(template: str, **values: Any) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only pages need it
-
-    def finalize(value: Any) -> Any:
-        # Every value is made printable before it is escaped; what is HTML already has been through it.
-        is_text = isinstance(value, str) and not hasattr(value, "__html__")
-        return printable(value, keep="\n\t") if is_text else value
-
-    environment = Environment(
-        loader=PackageLoader("rftdask.provenance", "templates"),
-        autoescape=True,
-        finalize=finalize,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["cell"] = cell
-    environment.filters["conversation"] = conversation
-    environment.filters["link"] = lambda row: "/experience?" + urlencode({k: row[k] for k in ("stage", "shard", "row")})
-    # Line ends and tabs of a token stand behind a sign.
-    environment.filters["visible"] = lambda text: text.replace("\n", "\u21b5\n").replace("\t", "\u2192\t")
-    return environment.get_template(template).render(policy=CONTENT_POLICY, **values)
-
-
-# ---- the server
-
-
-class ViewServer(ThreadingHTTPServer):
-    """The pages of one run.
-
-    Example:
-        with ViewServer("runs/project/name") as server:
-            print(server.address); server.serve_forever()
-    """
-
-    # A page that is still being made does not keep the command alive.
-    daemon_threads = True
-
-    def __init__(self, url: str | Path, port: int = 0) -> None:
-        """Port 0 takes a free one. Raises: DataError: no run folder; OSError: the port is taken."""
-        self.browser = Browser(url)
-        """What is shown; a request for /reload puts a newer one in its place, whole, so threads need no lock."""
-        # Every user of this machine reaches the port; who lacks the token sees nothing.
-        self.token = secrets.token_urlsafe(24)
-        super().__init__((ADDRESS, port), _Handler)
-
-    @property
-    def address(self) -> str:
-        """URL of the list, with the token that opens it."""
-        return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
-
-    @property
-    def cookie(self) -> str:
-        """Name of the cookie that keeps the token; browsers tell ports apart by nothing else."""
-        return f"rftdask-{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ViewServer
-
-    def do_GET(self) -> None:
-        try:
-            status, page = self._answer()
-        except DataError as error:
-            status, page = _message(HTTPStatus.BAD_REQUEST, "Not understood", str(error))
-        data = page.encode("utf-8", errors="replace")
-        self.send_response(status)
-        headers = {
-            "Content-Type": "text/html; charset=utf-8",
-            "Content-Length": str(len(data)),
-            # Pages show text that a policy wrote, which may be HTML that would like to run.
-            "Content-Security-Policy": CONTENT_POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-store",
-        }
-        if status == HTTPStatus.SEE_OTHER:
-            headers["Location"] = "/"
-            # The token moves from the address, which lands in histories, to a cookie that scripts cannot read.
-            headers["Set-Cookie"] = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    do_HEAD = do_GET
-
-    def _answer(self) -> tuple[HTTPStatus, str]:
-        # A name of another host that points here is a page elsewhere that wants to read the run.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
-            return _message(HTTPStatus.FORBIDDEN, "Not here", f"this server answers for {ADDRESS} alone")
-        parts = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        if "token" in query and self._opens(query["token"]):
-            return HTTPStatus.SEE_OTHER, ""  # to a URL without it, for it would stand in the history
-        # By hand: the browser sends along what other servers of this machine have set, and the parser gives up on some.
-        cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
-        if not any(name == self.server.cookie and self._opens(value) for name, _, value in cookies):
-            return _message(HTTPStatus.FORBIDDEN, "Not yours", "open the whole URL that rftdask view printed")
-        browser = self.server.browser
-        if parts.path == "/":
-            pages = numbers_in([query.get("page", "1")])
-            if not pages:
-                raise DataError(f"page must be a number, not {query['page']!r:.100}")
-            return HTTPStatus.OK, list_page(browser, Filter.from_query(query), pages[0])
-        if parts.path == "/experience":
-            rows = numbers_in([query.get("row", "")])
-            shown = browser.show(query.get("stage", ""), query.get("shard", ""), rows[0]) if rows else None
-            if shown is None:
-                return _message(HTTPStatus.NOT_FOUND, "Not found", "the run has no such experience")
-            return HTTPStatus.OK, experience_page(browser, shown)
-        if parts.path == "/reload":
-            self.server.browser = Browser(browser.url)
-            return HTTPStatus.SEE_OTHER, ""
-        return _message(HTTPStatus.NOT_FOUND, "Not found", "there is no such page")
-
-    def _opens(self, token: str) -> bool:
-        return secrets.compare_digest(token.encode(), self.server.token.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is the user's."""
-
-
-def _message(status: HTTPStatus, title: str, text: str) -> tuple[HTTPStatus, str]:
-    return status, _render("message.html.j2", title=title, text=text)
-
-
-def serve(url: str | Path, port: int, *, open_browser: bool, say: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises: UserError: the port is taken, or `url` is no run folder."""
-    try:
-        server = ViewServer(url, port)
-    except OSError as error:
-        raise UserError(
-            f"port {port} of {ADDRESS} cannot be had: {error.strerror}; --port 0 takes a free one"
-        ) from error
-    with server:
-        say(f"{server.address}  (Ctrl-C ends it)")
-        if open_browser:
-            webbrowser.open(server.address)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            say("ended")

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import re
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,20 +52,30 @@ def open_tables(url: str | Path) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def query(tables: RunTables, sql: str) -> pa.Table:
+def query(tables: RunTables, sql: str, *, confined: bool = False, deadline_s: float | None = None) -> pa.Table:
     """The rows that `sql` gives; of the run only what it names is read.
 
+    confined: it may neither read nor write a file, nor load an extension; for a statement that somebody else may have
+    written, such as one in a URL. deadline_s: it is ended after so many seconds.
     Raises: UserError: duckdb is not installed, or says what is wrong with the statement.
     """
     connection = _connect(tables, [name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)])
     import duckdb  # late, as below
 
+    if confined:
+        connection.execute("set enable_external_access = false")
+        connection.execute("set lock_configuration = true")
+    timer = threading.Timer(math.inf if deadline_s is None else deadline_s, connection.interrupt)
+    timer.daemon = True
+    if deadline_s is not None:
+        timer.start()
     try:
         found = connection.sql(sql)
         return pa.table({}) if found is None else found.to_arrow_table()
     except duckdb.Error as error:
         raise UserError(f"{error}\n(tables: {', '.join(TABLES)}; docs/lineage.md explains their columns)") from error
     finally:
+        timer.cancel()
         connection.close()
 
 

@@ -9,6 +9,7 @@ explore step 2, batch 0, writer aaa...   tasks 4 and 5, policy version 1    wait
 from __future__ import annotations
 
 import itertools
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ from rftdask.weights.published import publish_weights
 
 EVIL = "<script>alert('x')</script>\x1b[2J\u202e"
 """What a model could write: markup, terminal codes, a change of direction."""
-
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def make_config(root: str, **sections: Any) -> Config:
 
 
 def new_root(kind: str, folder: Path) -> str:
-    return str(folder) if kind == "local" else f"memory://lineage-{next(_numbers)}"
+    return str(folder) if kind == "local" else f"memory://lineage-{uuid.uuid4().hex}"
 
 
 def experience(task: int, rollout: int, **fields: Any) -> Experience:

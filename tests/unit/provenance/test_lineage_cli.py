@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from rftdask.cli import app
 from rftdask.errors import DataError
-from rftdask.provenance.browse import Browser, static_page
+from rftdask.provenance.browse import Browser
+from rftdask.studio.pages import static_page
 
 SQL = "select step, count(*) as n from ledger group by all order by all"
 

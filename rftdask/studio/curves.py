@@ -1,0 +1,190 @@
+"""Curves: the metrics of runs as a page draws them, and what sets runs apart.
+
+Pure: stages and configs in, plain values for JSON out. Invariant: every number is one that a role wrote, or, of more
+than `MOST_POINTS` rows, the mean of neighbors; nothing is filled in where a role wrote nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rftdask.config import Config
+from rftdask.config.base import plain
+from rftdask.monitor.explain import DIRECTIONS, METRICS, explain
+from rftdask.run.view import Stage
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_POINTS = 1000
+"""Of a curve; more than twice the pixels of a chart tell nobody more."""
+
+_EITHER = ("trainer", "explorer")
+"""Of a metric of both, the trainer's counts the rollouts that were trained, and is drawn in front."""
+_SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
+    "Does it learn?": (
+        (("eval",), "accuracy"),
+        (_EITHER, "reward"),
+        (("eval",), "eval_loss"),
+        (("trainer",), "loss"),
+        (_EITHER, "flat_groups"),
+        (_EITHER, "reward_std"),
+    ),
+    "Is it stable?": tuple(
+        (_EITHER, name)
+        for name in ("entropy", "kl", "ppo_kl", "clip_frac", "mismatch_kl", "grad_norm", "critic_loss", "lr")
+    ),
+    "What is it fed?": tuple(
+        (_EITHER, name)
+        for name in (
+            "response_length",
+            "truncated",
+            "failed",
+            "num_rows",
+            "staleness",
+            "staleness_max",
+            "dropped/total",
+            "num_turns",
+        )
+    ),
+    "Who waits for whom?": (
+        (("trainer",), "step_s"),
+        (("trainer",), "wait_s"),
+        (("explorer",), "wait_s"),
+        (("trainer",), "train_s"),
+        (("explorer",), "generate_s"),
+        (("trainer",), "tokens_per_s"),
+        (("explorer",), "tokens_per_s"),
+    ),
+}
+REST = "Everything else"
+_IDENTITY = {"project", "group", "name", "checkpoint_root_dir", "monitor", "cluster", "log", "private"}
+"""Keys that say where a run is and who watches it, and change no step of it."""
+_SEED = "seed"
+
+
+def charts_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """What can be drawn: {"key", "role", "metric", "section", "label", "unit", "direction", "formula", "advice"}, in
+    the order of a page. The key is "<role>.<metric>".
+    """
+    measured: dict[tuple[str, str], None] = {}
+    for stage in stages:
+        for role, rows in stage.metrics.groupby("role") if len(stage.metrics) else ():
+            columns = rows.select_dtypes("number").dropna(axis="columns", how="all").columns
+            measured |= dict.fromkeys((str(role), str(c)) for c in columns if c not in ("step", "time_s"))
+    charts: dict[tuple[str, str], str] = {}
+    for section, wanted in _SECTIONS.items():
+        for roles, metric in wanted:
+            found = next(((role, metric) for role in roles if (role, metric) in measured), None)
+            if found is not None:
+                charts.setdefault(found, section)
+    order = {name: number for number, name in enumerate(METRICS)}
+    rest = sorted(measured.keys() - charts.keys(), key=lambda k: (k[0], order.get(k[1], len(order)), k[1]))
+    return [_chart(*key, charts.get(key, REST)) for key in (*charts, *rest)]
+
+
+def _chart(role: str, metric: str, section: str) -> dict[str, Any]:
+    told = explain(metric)
+    return {
+        "key": f"{role}.{metric}",
+        "role": role,
+        "metric": metric,
+        "section": section,
+        "label": told.label if told else metric,
+        "unit": told.unit if told else "",
+        "direction": DIRECTIONS[told.direction] if told else "",
+        "formula": told.formula if told else "written by a workflow, a reward function or an operator",
+        "advice": told.advice if told else "",
+    }
+
+
+def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """The curves of a run, for each stage that has some.
+
+    {"stage", "mean_of", "x": {line: {"step", "time", "tokens"}}, "y": {"<role>.<metric>": {line: values}}}: a line is
+    a role, or "eval/<taskset>"; values are floats or None, as many as its x has; time in seconds since the run's first
+    number, tokens that the trainer had trained by then, over all stages; each value is the mean of `mean_of` rows.
+    """
+    begun = [stage for stage in stages if len(stage.metrics)]
+    start, tokens, found = min((stage.span[0] for stage in begun), default=0.0), 0.0, []
+    for stage in begun:
+        trainer = stage.rows("trainer")
+        spent = trainer["num_tokens"].fillna(0.0).cumsum() + tokens if "num_tokens" in trainer else None
+        x: dict[str, Any] = {}
+        y: dict[str, dict[str, Any]] = {}
+        mean_of = 1
+        for role, rows in stage.metrics.groupby("role", sort=False):
+            # No row of a stage without evaluations has the tag; else it is "" where it is missing.
+            parts = rows.groupby("taskset", sort=False) if "taskset" in rows else [("", rows)]
+            for taskset, part in parts:
+                line = f"{role}/{taskset}" if taskset else str(role)
+                part = part.sort_values("step")
+                part = part.assign(time=part["time_s"] - start, tokens=math.nan)
+                if spent is not None:
+                    # What was trained when the row was written.
+                    part["tokens"] = np.interp(part["time_s"], trainer["time_s"], spent, left=tokens)
+                every = -(-len(part) // MOST_POINTS)
+                mean_of = max(mean_of, every)
+                part = part.select_dtypes("number").dropna(axis="columns", how="all")
+                if every > 1:
+                    part = part.groupby(np.arange(len(part)) // every).mean()
+                x[line] = {name: _values(part[name]) for name in ("step", "time", "tokens") if name in part}
+                for metric in part.columns.difference(["step", "time", "time_s", "tokens"]):
+                    y.setdefault(f"{role}.{metric}", {})[line] = _values(part[metric])
+        tokens = float(spent.max()) if spent is not None and len(spent) else tokens
+        found.append({"stage": stage.name, "mean_of": mean_of, "x": x, "y": y})
+    return found
+
+
+def _values(column: pd.Series[Any]) -> list[float | None]:
+    # Six digits: more would double what is sent, and no pixel shows them.
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in column.tolist()]
+
+
+def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:
+    """Key -> value of each config, of the keys whose values differ, in the order of the configuration. What names a
+    run, and where it runs, is left out; None where a config has no such key.
+    """
+    trees = [_flat(plain(config)) for config in configs]
+    keys = dict.fromkeys(key for tree in trees for key in tree if key.partition(".")[0] not in _IDENTITY)
+    table = {key: [tree.get(key) for tree in trees] for key in keys}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def _flat(tree: Any, key: str = "") -> dict[str, Any]:
+    if isinstance(tree, Mapping) and tree:
+        items = [(str(name), value) for name, value in tree.items()]
+    elif isinstance(tree, list | tuple) and any(isinstance(value, Mapping) for value in tree):
+        # Stages and tasksets by their names, so that one more in front makes no difference of all others.
+        items = [(_name_of(value, n), value) for n, value in enumerate(tree)]
+    else:
+        return {key: list(tree) if isinstance(tree, tuple) else tree}
+    parts = [_flat(value, f"{key}.{name}".lstrip(".")) for name, value in items]
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _name_of(value: Any, number: int) -> str:
+    names = [value.get(key) for key in ("stage_name", "name")] if isinstance(value, Mapping) else []
+    return next((str(name) for name in names if name), str(number))
+
+
+def arms_of(names: Sequence[str], differing: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The arm of each run: those that differ in nothing but their seed are one arm. Where no two runs are, or two have
+    the same seed, too, each run is an arm of its own, by its name.
+    """
+    seeds = differing.get(_SEED, [None] * len(names))
+    settings = {key: values for key, values in differing.items() if key != _SEED}
+    chosen = [tuple(repr(values[n]) for values in settings.values()) for n in range(len(names))]
+    is_repeated = len(set(zip(chosen, map(repr, seeds), strict=True))) < len(names)
+    if is_repeated or len(set(chosen)) == len(names):
+        return list(names)
+    labels: dict[tuple[str, ...], str] = {}
+    for n, key in enumerate(chosen):
+        label = ", ".join(f"{name.rpartition('.')[2]}={values[n]}" for name, values in settings.items()) or "all seeds"
+        # A long list of settings names nothing; the page has it as a table.
+        labels.setdefault(key, label if len(label) <= 60 else f"like {names[n]}")
+    return [labels[key] for key in chosen]

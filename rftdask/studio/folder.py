@@ -1,0 +1,237 @@
+"""Folder: the runs below a URL, and what was read of them lately.
+
+It starts nothing and writes nothing. Invariants: a run is named by its path below the folder, and only a name that
+`runs` has found is ever opened, so no name leads out of the folder; what is kept is read again when it is older than
+a look is worth, therefore a page that asks every few seconds costs a slow storage a twentieth of its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rftdask.config import Config
+from rftdask.config.plan import make_plan
+from rftdask.errors import DataError, NotFoundError, RftError
+from rftdask.provenance.browse import Browser
+from rftdask.run.run_folder import ROLES, RUN_FILE, lease_holder, read_driver, read_end, read_run_config
+from rftdask.run.view import Stage, open_stages
+from rftdask.storage import open_storage
+from rftdask.storage.base import in_order
+
+HERE = "."
+"""Name of a folder that is itself a run."""
+_DEEPEST = 4
+"""<project>/<group>/<name>, and one more for who keeps runs by year or user."""
+_NUM_READERS = 8  # Small files read at once: on object stores a read is mostly waiting.
+_FRESH_S = 2.0
+_FRESH_TIMES = 20.0
+"""What took t seconds to read is read again after so many t."""
+_MOST_TABLES = 4
+"""Tables of experiences that are held in memory."""
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """What the list of runs says of one."""
+
+    name: str
+    """Path below the folder."""
+    state: str
+    """running, finished, failed, stopped, not begun, or killed: it said nothing of its end."""
+    why: str = ""
+    """Of a failure."""
+    algorithms: tuple[str, ...] = ()
+    """Of its stages."""
+    stage: str = ""
+    """The one that it is in, or ended in; empty for a run without stages."""
+    step: int = 0
+    total: int | None = None
+    """Optimizer steps of that stage; None: nothing here tells."""
+    progress: float | None = None
+    """Of all stages, 0 to 1, each of them as long as the others."""
+    reward: float | None = None
+    """Of the last step with one."""
+    first_accuracy: float | None = None
+    accuracy: float | None = None
+    accuracy_error: float = math.nan
+    """Standard error; nan where it is not known."""
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    """From the first number of each stage to its last, pauses included."""
+    began_s: float = 0.0
+    """Unix seconds of the first number; 0: there is none."""
+    last_sign_s: float | None = None
+    """Seconds since the last number."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody works on it now."""
+        return self.state == "running"
+
+
+class Folder:
+    """Example: folder = Folder("runs"); [line.state for line in folder.lines()]; folder.stages("project/name")"""
+
+    def __init__(self, url: str | Path) -> None:
+        """Raises: StorageError: the URL is of no storage."""
+        self._storage = open_storage(url)
+        self.url = self._storage.url
+        self._kept: dict[Hashable, tuple[float, Any]] = {}
+        self._browsers: OrderedDict[tuple[str, bool], None] = OrderedDict()
+        self._locks: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def runs(self) -> list[str]:
+        """Names of the runs, sorted; the folder itself is `HERE` where it is one, and then the only one."""
+        return self._keep("runs", self._find)
+
+    def url_of(self, name: str) -> str:
+        """Raises: DataError: the folder has no such run."""
+        if name not in self.runs():
+            raise DataError(f"{self.url} has no run {name!r:.200}")
+        return self.url if name == HERE else f"{self.url.rstrip('/')}/{name}"
+
+    def stages(self, name: str) -> list[Stage]:
+        """The stages of a run, each with what was read of it lately. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+
+        def read() -> list[Stage]:
+            stages = open_stages(url)
+            for stage in stages:
+                _ = stage.metrics  # here, so that the time it takes is known
+            return stages
+
+        return self._keep(("stages", name), read)
+
+    def config(self, name: str) -> Config:
+        """The config with which a run began, its stages within. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+        return self._keep(("config", name), lambda: read_run_config(open_storage(url)))
+
+    def line(self, name: str) -> RunLine:
+        """What there is to say of a run in one line. Raises: DataError: there is no such run."""
+        return self._keep(("line", name), lambda: read_line(name, self.url_of(name), self.stages(name)))
+
+    def lines(self) -> list[RunLine]:
+        """Of all runs, those that run first, then the newest first. One that cannot be read says so."""
+
+        def line(name: str) -> RunLine:
+            try:
+                return self.line(name)
+            except RftError as error:
+                return RunLine(name, "not read", str(error))
+
+        found = in_order(line, self.runs(), _NUM_READERS)
+        return sorted(found, key=lambda line: (not line.is_alive, -line.began_s, line.name))
+
+    def browser(self, name: str, *, evals: bool = False) -> Browser:
+        """The experiences of a run, or its answers to evaluations. Raises: DataError: there is no such run."""
+        url, key = self.url_of(name), (name, evals)
+        browser = self._keep(("browser", *key), lambda: Browser(url, evals=evals))
+        with self._lock:
+            self._browsers[key] = None
+            self._browsers.move_to_end(key)
+            while len(self._browsers) > _MOST_TABLES:  # they hold all tokens
+                oldest, _ = self._browsers.popitem(last=False)
+                self._kept.pop(("browser", *oldest), None)
+        return browser
+
+    def forget(self) -> None:
+        """Read all of it again when it is next asked for."""
+        with self._lock:
+            self._kept.clear()
+
+    def _keep(self, key: Hashable, read: Callable[[], _Read]) -> _Read:
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:  # of two that ask at once, one reads
+            until, value = self._kept.get(key, (0.0, None))
+            began = time.monotonic()
+            if began >= until:
+                value = read()
+                took = time.monotonic() - began
+                self._kept[key] = began + took + max(_FRESH_S, _FRESH_TIMES * took), value
+            found: _Read = value
+            return found
+
+    def _find(self) -> list[str]:
+        if self._storage.exists(RUN_FILE):
+            return [HERE]
+        found, level = list[str](), [""]
+        for _ in range(_DEEPEST):
+            names = in_order(self._entries, level, _NUM_READERS)
+            listed = [(path, entries) for path, entries in zip(level, names, strict=True)]
+            # What is below a run is its own: its stages are runs to themselves, and no others.
+            found += [path for path, entries in listed if path and RUN_FILE in entries]
+            level = [
+                f"{path}/{name.rstrip('/')}".lstrip("/")
+                for path, entries in listed
+                if not (path and RUN_FILE in entries)
+                for name in entries
+                if name.endswith("/") and not name.startswith(".")
+            ]
+        return sorted(found)
+
+    def _entries(self, path: str) -> list[str]:
+        with contextlib.suppress(NotFoundError, ValueError):  # ValueError: a folder with a name that no run has
+            return self._storage.list(path)
+        return []
+
+
+def read_line(name: str, url: str, stages: list[Stage]) -> RunLine:
+    """What the files of a run say of it in one line. Raises: DamagedError: one of them."""
+    storage = open_storage(url)
+    begun = [stage for stage in stages if stage.has_begun]
+    folders = [storage, *(stage.storage for stage in begun)]
+    alive = read_driver(storage) is not None or any(lease_holder(f, role) for f in folders for role in ROLES)
+    end, _, why = (read_end(storage) or "").partition(": ")
+    state = "running" if alive else end or ("killed" if begun else "not begun")
+    steps = [int(stage.rows("trainer")["step"].max()) if len(stage.rows("trainer")) else 0 for stage in begun]
+    last = begun[-1] if begun else stages[0]
+    totals = {} if state == "finished" else {stage.name: _total_of(stage) for stage in begun}
+    shares = [min(1.0, step / total) for step, total in zip(steps, totals.values(), strict=False) if total]
+    # Earlier stages have ended, whatever their plan was.
+    done = len(begun) - 1 + shares[-1] if shares and totals[last.name] else None
+    rewards = [value for stage in begun for value in (stage.values("trainer", "reward")[-1:])]
+    accuracies = [accuracy for stage in begun for accuracy in stage.accuracies]
+    spans = [stage.span for stage in begun if len(stage.metrics)]
+    return RunLine(
+        name,
+        state,
+        why=why,
+        algorithms=tuple(stage.config.algorithm.algorithm_type for stage in stages),
+        stage=last.name if len(stages) > 1 else "",
+        step=steps[-1] if steps else 0,
+        total=steps[-1] if state == "finished" and steps else totals.get(last.name),
+        progress=1.0 if state == "finished" else None if done is None else done / len(stages),
+        reward=rewards[-1] if rewards else None,
+        first_accuracy=accuracies[0].value if accuracies else None,
+        accuracy=accuracies[-1].value if accuracies else None,
+        accuracy_error=accuracies[-1].error if accuracies else math.nan,
+        eval_loss=next((v for stage in reversed(begun) for v in stage.values("eval", "eval_loss")[-1:]), None),
+        seconds=sum(end - start for start, end in spans),
+        began_s=min((start for start, _ in spans), default=0.0),
+        # Not below 0: clocks of two machines differ.
+        last_sign_s=max(0.0, time.time() - max(end for _, end in spans)) if spans else None,
+        warnings=tuple(
+            f"{stage.name}: {warning}" if len(stages) > 1 else warning for stage in begun for warning in stage.warnings
+        ),
+    )
+
+
+def _total_of(stage: Stage) -> int | None:
+    # Its dataset may be elsewhere, or nowhere any more.
+    with contextlib.suppress(RftError, OSError, ValueError):
+        return make_plan(stage.config).stages[0].train_steps
+    return None

@@ -1,0 +1,441 @@
+"""The studio's server: a Starlette application over a `Folder`, run by uvicorn.
+
+Invariants:
+
+- it listens on 127.0.0.1 only, answers GET and HEAD only, writes nothing, and answers no request that was made for
+  another host name, so that a page elsewhere cannot read a run by pointing its own name at this machine;
+- every user of this machine reaches 127.0.0.1, so everything asks for the token of the printed URL; a cookie keeps it;
+- a query of the SQL page reaches the tables of one run, and neither files nor settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rftdask.commands.jobs import read_logs, read_run_jobs
+from rftdask.commands.status import read_status
+from rftdask.errors import DataError, RftError, UserError
+from rftdask.provenance.browse import LEVELS, SORTS, Filter
+from rftdask.provenance.sql import OVERVIEW, query
+from rftdask.provenance.tables import TABLES
+from rftdask.storage.base import numbers_in
+from rftdask.studio.answers import TASK_ORDERS, distribution, groups_of, task_table
+from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings
+from rftdask.studio.folder import HERE, Folder
+from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
+
+ADDRESS = "127.0.0.1"
+MOST_COMPARED = 24
+"""Runs on one page: more lines than eyes tell apart."""
+_MOST_SQL_ROWS = 500
+_SQL_DEADLINE_S = 60.0
+_LOG_LINES = 200
+_TASKS = 50
+_GROUPS = 20
+
+
+class _Guard:
+    """Lets through who has the token, and sets the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self._app, self._token, self._cookie = app, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # nothing here speaks websocket, and uvicorn then refuses it
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name.lower() for name, _ in message["headers"]}
+                message["headers"] += [(n, v) for n, v in _HEADERS if n not in given]
+            await send(message)
+
+        await self._answer(scope)(scope, receive, send_guarded)
+
+    def _answer(self, scope: Scope) -> ASGIApp:
+        request = HTTPConnection(scope)
+        # A name of another host that points here is a page elsewhere that wants to read the run.
+        if request.headers.get("host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
+            return _message(403, "Not here", f"this server answers for {ADDRESS} alone")
+        given = dict(request.query_params)
+        if self._opens(given.pop("token", "")):
+            # To a URL without it, for it would stand in the history; it moves to a cookie that scripts cannot read.
+            moved = RedirectResponse(link("/" + request.url.path.lstrip("/"), given), status_code=303)
+            moved.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+            return moved
+        if not self._opens(request.cookies.get(self._cookie, "")):
+            return _message(403, "Not yours", "open the whole URL that the command printed")
+        return self._app
+
+    def _opens(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self._token.encode())
+
+
+_HEADERS = (
+    # Pages show text that a policy wrote, which may be HTML that would like to run.
+    (b"content-security-policy", NO_SCRIPTS.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+
+
+def _page(template: str, *, scripts: bool = False, **values: Any) -> HTMLResponse:
+    headers = {"Content-Security-Policy": OWN_SCRIPTS} if scripts else None
+    return HTMLResponse(render(template, scripts=scripts, **values), headers=headers)
+
+
+def _message(status: int, title: str, text: str) -> HTMLResponse:
+    return HTMLResponse(render("message.html.j2", title=title, text=text), status_code=status)
+
+
+class Studio:
+    """The pages of a folder of runs: each method is one, from a query to an answer."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def app(self, token: str, cookie: str) -> Starlette:
+        """The application that a server runs."""
+        pages = {
+            "/": self.runs,
+            "/run": self.run,
+            "/curves.json": self.curves,
+            "/compare": self.compare,
+            "/samples": self.samples,
+            "/task": self.task,
+            "/groups": self.groups,
+            "/experiences": self.experiences,
+            "/experience": self.experience,
+            "/distributions": self.distributions,
+            "/sql": self.sql,
+            "/logs": self.logs,
+            "/reload": self.reload,
+        }
+        static = StaticFiles(directory=Path(__file__).parent / "static")
+        return Starlette(
+            routes=[
+                *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+                Route("/favicon.ico", lambda _: Response(status_code=204)),  # browsers ask for one
+                Mount("/static", static),
+            ],
+            middleware=[Middleware(_Guard, token=token, cookie=cookie), Middleware(GZipMiddleware, minimum_size=2000)],
+            exception_handlers={HTTPException: self._refuse, RftError: self._refuse},
+        )
+
+    def _refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            status = error.status_code
+            return _message(status, "Not found" if status == 404 else "Not understood", str(error.detail))
+        title = "Not understood" if isinstance(error, DataError | UserError) else "Not read"
+        return _message(400 if title == "Not understood" else 500, title, str(error))
+
+    def _name(self, request: Request) -> str:
+        """The run that is asked for; of a folder that is one, that one."""
+        name = request.query_params.get("run", HERE)
+        self.folder.url_of(name)  # raises where there is none
+        return name
+
+    def _head(self, name: str) -> dict[str, Any]:
+        """What every page of a run says above: which run, and how it stands."""
+        line = self.folder.line(name)
+        title = self.folder.stages(name)[0].config.name.partition("/")[0] if name == HERE else name
+        return {"run": name, "title": title, "line": line, "url": self.folder.url_of(name), "has_others": name != HERE}
+
+    # ---- runs
+
+    def runs(self, request: Request) -> Response:
+        """All runs, to be filtered, opened and compared."""
+        if self.folder.runs() == [HERE]:
+            return RedirectResponse(link("run"), status_code=303)
+        return _page("runs.html.j2", scripts=True, lines=self.folder.lines(), url=self.folder.url)
+
+    def run(self, request: Request) -> Response:
+        """One run: why it does not learn, where it stands, its curves."""
+        name = self._name(request)
+        status = read_status(self.folder.url_of(name))
+        return _page("run.html.j2", scripts=True, **self._head(name), page="run", status=status)
+
+    def curves(self, request: Request) -> Response:
+        """The numbers of the runs that a page draws."""
+        names = self._several(request)
+        stages = {name: self.folder.stages(name) for name in names}
+        differing = differing_settings([self.folder.config(name) for name in names])
+        arms = arms_of(names, differing)
+        runs = [
+            {"run": n, "arm": arm, "state": self.folder.line(n).state, "stages": curves_of(stages[n])}
+            for n, arm in zip(names, arms, strict=True)
+        ]
+        return JSONResponse({"charts": charts_of([s for own in stages.values() for s in own]), "runs": runs})
+
+    def compare(self, request: Request) -> Response:
+        """Several runs: in what they differ, then their curves over each other."""
+        names = self._several(request)
+        differing = differing_settings([self.folder.config(name) for name in names])
+        return _page(
+            "compare.html.j2",
+            scripts=True,
+            lines=[self.folder.line(name) for name in names],
+            arms=arms_of(names, differing),
+            differing=differing,
+            url=self.folder.url,
+        )
+
+    def _several(self, request: Request) -> list[str]:
+        names = list(dict.fromkeys(request.query_params.getlist("run"))) or [HERE]
+        if len(names) > MOST_COMPARED:
+            raise DataError(f"at most {MOST_COMPARED} runs can be compared on one page, not {len(names)}")
+        for name in names:
+            self.folder.url_of(name)  # raises where there is none
+        return names
+
+    # ---- what it said
+
+    def samples(self, request: Request) -> Response:
+        """Tasks by steps: which were learned, and which were not."""
+        name, asked = self._name(request), request.query_params
+        evals = self._of_evals(name, asked)
+        rows = self.folder.browser(name, evals=evals).rows
+        chosen = {key: asked.get(key, "") for key in ("stage", "taskset", "text")}
+        if chosen["text"]:
+            texts = rows["prompt_text"] + "\0" + rows["response_text"]
+            rows = rows[texts.str.contains(chosen["text"], case=False, regex=False)]
+        menus = {key: sorted(map(str, rows[key].unique())) for key in ("stage", "taskset")}
+        for key in menus:
+            if chosen[key]:
+                rows = rows[rows[key] == chosen[key]]
+        order = asked.get("order", "")
+        if order not in TASK_ORDERS:
+            raise DataError(f"order must be one of {', '.join(filter(None, TASK_ORDERS))}, not {order!r:.100}")
+        number = max(1, _number(asked, "page", 1))
+        table = task_table(rows, order=order, first=(number - 1) * _TASKS, size=_TASKS)
+        return _page(
+            "samples.html.j2",
+            **self._head(name),
+            page="samples",
+            evals=evals,
+            chosen=chosen,
+            menus=menus,
+            order=order,
+            orders=TASK_ORDERS,
+            table=table,
+            number=number,
+            num_pages=-(-table.num_tasks // _TASKS),
+        )
+
+    def task(self, request: Request) -> Response:
+        """One task: its answers from the first policy to the last."""
+        asked = request.query_params
+        wanted = {key: asked.get(key, "") for key in ("stage", "taskset", "task_index")}
+        return self._groups(request, "task", wanted)
+
+    def groups(self, request: Request) -> Response:
+        """The groups of a step, side by side with their rewards."""
+        return self._groups(request, "groups", {})
+
+    def _groups(self, request: Request, page: str, wanted: dict[str, str]) -> Response:
+        name, asked = self._name(request), request.query_params
+        evals = self._of_evals(name, asked)
+        rows = self.folder.browser(name, evals=evals).rows
+        for key, value in wanted.items():
+            rows = rows[rows[key].astype(str) == value]
+        steps = sorted(map(int, rows["explore_step"].unique()))
+        step = _number(asked, "step", steps[-1] if steps else 0)
+        if not wanted:
+            rows = rows[rows["explore_step"] == step]
+        number = max(1, _number(asked, "page", 1))
+        found, count = groups_of(rows, (number - 1) * _GROUPS, _GROUPS)
+        if wanted and not found:
+            raise HTTPException(404, "the run has no answers to such a task")
+        which = wanted or {"step": str(step)}
+        return _page(
+            "groups.html.j2",
+            **self._head(name),
+            page="samples",
+            evals=evals,
+            query={"run": name, "evals": "yes" if evals else "no", **which},
+            where=page,
+            steps=steps,
+            step=step,
+            groups=found,
+            count=count,
+            number=number,
+            num_pages=-(-count // _GROUPS),
+        )
+
+    def _of_evals(self, name: str, asked: QueryParams) -> bool:
+        """Answers to evaluations, the same tasks each time, where there are some and nothing else is asked for."""
+        if "evals" in asked:
+            return asked["evals"] == "yes"
+        return bool(len(self.folder.browser(name, evals=True).rows))
+
+    def experiences(self, request: Request) -> Response:
+        """The experiences as a list."""
+        name, asked = self._name(request), request.query_params
+        browser, wanted = self.folder.browser(name), Filter.from_query(asked)
+        menus = {key: browser.choices(key) for key in ("stage", "status")}
+        menus["state"] = browser.choices("state", "reason")
+        found = browser.page(wanted, _number(asked, "page", 1))
+        shown: dict[str, Any] = {"browser": browser, "wanted": wanted, "found": found, "menus": menus, "sorts": SORTS}
+        return _page("experiences.html.j2", **self._head(name), page="experiences", **shown)
+
+    def experience(self, request: Request) -> Response:
+        """One experience to the token."""
+        name, asked = self._name(request), request.query_params
+        evals = asked.get("evals", "") == "yes"
+        browser, rows = self.folder.browser(name, evals=evals), numbers_in([asked.get("row", "")])
+        shown = browser.show(asked.get("stage", ""), asked.get("shard", ""), rows[0]) if rows else None
+        if shown is None:
+            raise HTTPException(404, "the run has no such experience")
+        told: dict[str, Any] = {"browser": browser, "shown": shown, "levels": LEVELS, "evals": evals}
+        return _page("experience.html.j2", **self._head(name), page="experiences", **told)
+
+    def distributions(self, request: Request) -> Response:
+        """Rewards and lengths of the rollouts by explore step."""
+        name = self._name(request)
+        rows = self.folder.browser(name).rows
+        wanted = {"reward": "Reward", "response_length": "Response length (tokens)", "surprise": "Mean logprob"}
+        found = [
+            drawn
+            for stage in rows["stage"].unique()
+            for column, label in wanted.items()
+            if (drawn := distribution(rows, column, label, str(stage))) is not None
+        ]
+        return _page("distributions.html.j2", **self._head(name), page="distributions", found=found)
+
+    def sql(self, request: Request) -> Response:
+        """The tables of a run, asked in SQL."""
+        name, asked = self._name(request), request.query_params
+        text, table, problem = asked.get("q", "").strip() or OVERVIEW.strip(), None, ""
+        tables = self.folder.browser(name).tables
+        try:
+            table = query(tables, text, confined=True, deadline_s=_SQL_DEADLINE_S)
+        except UserError as error:
+            problem = str(error)
+        return _page(
+            "sql.html.j2",
+            **self._head(name),
+            page="sql",
+            text=text,
+            columns=[] if table is None else table.column_names,
+            rows=[] if table is None else [list(r.values()) for r in table.slice(0, _MOST_SQL_ROWS).to_pylist()],
+            num_rows=0 if table is None else table.num_rows,
+            problem=problem,
+            tables=TABLES,
+        )
+
+    # ---- how it runs
+
+    def logs(self, request: Request) -> Response:
+        """Who works on it, its jobs, and what they logged last."""
+        name, asked = self._name(request), request.query_params
+        url, role = self.folder.url_of(name), asked.get("role", "")
+        # A file name of a log is made of it.
+        if not all(c.isalnum() or c in "-_." for c in role):
+            raise DataError(f"role must be the beginning of the name of a log, not {role!r:.100}")
+        found = dict[str, list[str]]()
+        with contextlib.suppress(DataError):  # it has not logged
+            found = dict(read_logs(url, "", _LOG_LINES))
+        roles = sorted({log.rpartition("/")[2].split("-")[0].split(".")[0] for log in found})
+        shown = {log: lines for log, lines in found.items() if log.rpartition("/")[2].startswith(role)}
+        jobs = read_run_jobs(url)
+        status = read_status(url) if jobs.has_begun else []
+        told = {"jobs": jobs, "status": status, "logs": shown, "roles": roles, "role": role}
+        return _page("logs.html.j2", scripts=True, **self._head(name), page="logs", **told)
+
+    def reload(self, request: Request) -> Response:
+        """Read everything again, then the page that is asked for."""
+        name = self._name(request)
+        self.folder.forget()
+        return RedirectResponse(link("experiences", run=name), status_code=303)
+
+
+def _number(asked: QueryParams, key: str, default: int) -> int:
+    numbers = numbers_in([asked[key]]) if key in asked else [default]
+    if not numbers or numbers[0] < 0:
+        raise DataError(f"{key} must be a number, not {asked[key]!r:.100}")
+    return numbers[0]
+
+
+class StudioServer:
+    """The studio on a port of its own.
+
+    Example:
+        with StudioServer("runs") as server:
+            print(server.address()); server.run()
+    """
+
+    def __init__(self, url: str | Path, port: int = 0) -> None:
+        """Port 0 takes a free one. Raises: UserError: the port is taken; StorageError: the URL is of no storage."""
+        import uvicorn  # late: only who serves needs it
+
+        self.folder = Folder(url)
+        # Every user of this machine reaches the port; who lacks the token sees nothing.
+        self.token = secrets.token_urlsafe(24)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((ADDRESS, port))
+            self._socket.listen()  # here, so that who opens the address before `run` waits, and is not refused
+        except OSError as error:
+            self._socket.close()
+            raise UserError(
+                f"port {port} of {ADDRESS} cannot be had: {error.strerror}; --port 0 takes a free one"
+            ) from error
+        self.port: int = self._socket.getsockname()[1]
+        self.cookie = f"rftdask-{self.port}"
+        """Name of the cookie that keeps the token; browsers tell ports apart by nothing else."""
+        app = Studio(self.folder).app(self.token, self.cookie)
+        # The terminal is the user's: no line for each request.
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        self._server = uvicorn.Server(config)
+
+    def address(self, path: str = "/", **query: str) -> str:
+        """URL of a page, with the token that opens it."""
+        return f"http://{ADDRESS}:{self.port}{link(path, query, token=self.token)}"
+
+    def run(self) -> None:
+        """Serve until `stop` is called, or a signal comes in the main thread."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._server.should_exit = True
+
+    def __enter__(self) -> StudioServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+
+def serve(url: str | Path, port: int, *, page: str = "/", open_browser: bool, say: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C. Raises: UserError: the port is taken; DataError: there is no run at or below `url`."""
+    with StudioServer(url, port) as server:
+        if not server.folder.runs():
+            raise DataError(f"{server.folder.url} has no run: no folder at or below it has a run.json")
+        address = server.address(page)
+        say(f"{address}  (Ctrl-C ends it)")
+        if open_browser:
+            webbrowser.open(address)
+        try:
+            server.run()
+        except KeyboardInterrupt:
+            say("ended")

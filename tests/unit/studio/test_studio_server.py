@@ -1,0 +1,244 @@
+"""The studio's pages and their server. Promises: nothing that a model wrote becomes markup, and no page of text may run
+a script; the server answers this machine alone, who has the token, and reads only; a query reaches the tables and
+nothing else; no name leads out of the folder.
+"""
+
+import http.client
+import json
+from html.parser import HTMLParser
+from urllib.parse import quote
+
+import pytest
+
+from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.errors import DataError, UserError
+from rftdask.provenance.browse import Browser
+from rftdask.studio.pages import static_page
+from rftdask.studio.server import StudioServer, serve
+from tests.unit.provenance.lineage_cases import Case, conversation, make_run
+
+RUN = "run=p%2Frun"
+PAGES = ("run", "samples", "groups", "distributions", "experiences", "sql", "logs", "compare")
+
+
+class Tags(HTMLParser):
+    """Names of the elements of a page, the sources of its scripts, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.sources: set[str | None] = set()
+        self.text = ""
+        self.words: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        if tag == "script":
+            self.sources.add(dict(attrs).get("src"))
+
+    def handle_data(self, data):
+        self.text += data
+        self.words += data.split()
+
+
+def fetch(
+    server: StudioServer, path: str, method: str = "GET", host: str = "", cookie: str | None = None
+) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    kept = f"{server.cookie}={server.token}" if cookie is None else cookie
+    headers = {"Host": host or f"127.0.0.1:{server.port}", "Cookie": f"odd name=[]; {kept}"}
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text, {name.title(): value for name, value in answer.headers.items()}
+
+
+def experience_path(case: Case, row: int) -> str:
+    return f"/experience?{RUN}&stage=run&shard={case.second.text}&row={row}"
+
+
+# ---- what is on the pages
+
+
+def test_what_a_model_wrote_is_text_on_every_page(case, server):
+    paths = [
+        f"/experiences?{RUN}",
+        experience_path(case, 2),
+        f"/groups?{RUN}&evals=no&step=1",
+        f"/task?{RUN}&evals=no&stage=run&taskset=sums&task_index=3",
+        f"/sql?{RUN}&q={quote('select response_text from experiences')}",
+        f"/samples?{RUN}&evals=no&text=alert",
+    ]
+    for path in paths:
+        status, page, headers = fetch(server, path)
+        tags = Tags(page)
+        assert status == 200, path
+        assert "script" not in tags.names and "<script>alert" not in page
+        assert "\x1b" not in page and "\u202e" not in page
+        assert "script-src" not in headers["Content-Security-Policy"], path
+        assert "<script>alert('x')</script>" in tags.text, path
+    page = static_page(Browser(case.url), 100)
+    assert "script" not in Tags(page).names and "<script>alert" not in page
+
+
+@pytest.mark.parametrize("path", ["/", *(f"/{page}?{RUN}" for page in PAGES)])
+def test_no_page_asks_another_host_or_has_a_script_of_its_own(server, path):
+    status, page, headers = fetch(server, path)
+    assert status == 200
+    assert Tags(page).sources <= {"static/studio.js", "static/uPlot.iife.min.js"}
+    assert "http:" not in page and "https:" not in page
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
+def test_what_a_user_typed_is_text_too(server):
+    evil = quote('"><script>x</script>')
+    for path in (f"/experiences?{RUN}&text={evil}", f"/sql?{RUN}&q={evil}", f"/samples?{RUN}&text={evil}"):
+        assert "script" not in Tags(fetch(server, path)[1]).names
+
+
+def test_the_list_of_runs_says_how_they_stand(server):
+    text = " ".join(Tags(fetch(server, "/")[1]).words)
+    assert "p/run killed grpo 2 0.333 90.0% \u00b1 30.0 from 10.0%" in text
+
+
+def test_a_run_is_shown_with_its_numbers(server):
+    text = " ".join(Tags(fetch(server, f"/run?{RUN}")[1]).words)
+    assert "p/run killed" in text and "16 committed" in text
+
+
+def test_a_conversation_is_told_turn_by_turn(own_case, own_server):
+    name = ParquetLog(own_case.storage).commit([conversation(6)], explore_step=3, unit=0)
+    _, page, _ = fetch(own_server, f"/experience?{RUN}&stage=run&shard={name.text}&row=0")
+    text = " ".join(Tags(page).text.split())
+    assert "As text prompt?turn 0Hitool<2+2=4>turn 14" in text and 'title="tool, token 3' in page
+
+
+def test_an_experience_without_tokens_has_a_page(case, server):
+    page = fetch(server, experience_path(case, 3))[1]
+    assert "no tokens" in page and "ValueError: no number" in page
+
+
+def test_the_static_page_holds_the_first_experiences(case):
+    text = Tags(static_page(Browser(case.url), 5)).text
+    assert "the first 5 of 16" in text
+    assert "sums/0/1/1/0" in text and "sums/0/2/0/0" not in text
+
+
+def test_siblings_stand_side_by_side_with_their_distance_to_the_mean(server):
+    _, page, _ = fetch(server, f"/groups?{RUN}&evals=no&step=2")
+    text = " ".join(Tags(page).words)
+    assert "sums 4 2 answers, mean reward 0.5 , spread 0.5 ?" in text
+    assert text.index("reward 1 +0.5") < text.index("reward 0 -0.5")
+
+
+def test_the_curves_are_numbers_for_every_stage_and_role(server):
+    told = json.loads(fetch(server, f"/curves.json?{RUN}")[1])
+    (run,) = told["runs"]
+    (stage,) = run["stages"]
+    assert (run["run"], run["arm"], stage["x"]["trainer"]["step"]) == ("p/run", "p/run", [1, 2])
+    assert stage["y"]["trainer.loss"] == {"trainer": [0.5, 0.25]}
+    assert stage["y"]["eval.accuracy"] == {"eval/held_out": [0.1, 0.9]}
+    assert [chart["key"] for chart in told["charts"]][:2] == ["eval.accuracy", "trainer.reward"]
+
+
+def test_the_server_shows_what_came_since_when_asked_to(own_case, own_server):
+    path = f"/experiences?{RUN}&step=3"
+    assert "sums/0/4/0/0" not in fetch(own_server, path)[1]
+    Ledger(own_case.storage).write(LedgerEntry(3, "main", (Rows(own_case.waiting.text, (0, 1)),)))
+    status, _, headers = fetch(own_server, f"/reload?{RUN}")
+    assert (status, headers["Location"]) == (303, f"experiences?{RUN}")
+    assert "sums/0/4/0/0" in fetch(own_server, path)[1]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"/experience?{RUN}&stage=run&shard=nope&row=0", 404),
+        (f"/experience?{RUN}&row=-1", 404),
+        (f"/task?{RUN}&evals=no&stage=run&taskset=sums&task_index=99", 404),
+        ("/../etc/passwd", 404),
+        ("/static/../server.py", 404),
+        ("/static/%2e%2e/server.py", 404),
+        ("/run?run=nope", 400),
+        ("/run?run=p", 400),
+        ("/run?run=p%2Frun%2F..%2Frun", 400),
+        ("/run?run=%2Fetc", 400),
+        (f"/logs?{RUN}&role=..%2F..%2F*", 400),
+        (f"/experiences?{RUN}&page=x", 400),
+        (f"/experiences?{RUN}&page={'9' * 5000}", 400),
+        (f"/experience?{RUN}&stage=run&shard=nope&row={'9' * 5000}", 404),
+        (f"/experiences?{RUN}&step=<script>", 400),
+        (f"/samples?{RUN}&order=x", 400),
+        ("/compare?" + "&".join(f"run=r{n}" for n in range(30)), 400),
+    ],
+)
+def test_the_server_refuses_what_it_does_not_know(server, path, status):
+    found, page, _ = fetch(server, path)
+    assert found == status and "script" not in Tags(page).names
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select * from read_csv('{file}', header=false)",
+        "select * from '{file}'",
+        "copy (select 1) to '{folder}/new.csv'",
+        "attach '{folder}/new.db'",
+        "set enable_external_access = true; select * from read_csv('{file}')",
+        "select * from glob('/*')",
+    ],
+)
+def test_a_query_reaches_no_file(server, tmp_path, statement):
+    (tmp_path / "secret.csv").write_text("top secret\n")
+    before = sorted(tmp_path.rglob("*"))
+    asked = statement.format(file=tmp_path / "secret.csv", folder=tmp_path)
+    status, page, _ = fetch(server, f"/sql?{RUN}&q={quote(asked)}")
+    assert status == 200 and "Error" in Tags(page).text and "top secret" not in page
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_server_answers_no_other_host_and_no_other_method(server):
+    assert fetch(server, "/", host="evil.example:80")[0] == 403
+    assert fetch(server, "/", method="POST")[0] == 405
+    assert fetch(server, "/", method="HEAD")[:2] == (200, "")
+
+
+@pytest.mark.parametrize("path", ["/", f"/experiences?{RUN}", f"/curves.json?{RUN}", "/static/studio.js", "/none"])
+def test_everything_asks_for_the_token(server, path):
+    for cookie in ("", f"{server.cookie}=guess", f"{server.cookie}=", f"{server.cookie}x={server.token}"):
+        status, page, headers = fetch(server, path, cookie=cookie)
+        assert status == 403 and "sums/" not in page and "Set-Cookie" not in headers
+
+
+def test_the_printed_url_opens_the_pages(server):
+    assert fetch(server, "/?token=guess%C3%A9", cookie="")[0] == 403
+    path = server.address("/run", run="p/run").partition(str(server.port))[2]
+    status, _, headers = fetch(server, path, cookie="")
+    assert (status, headers["Location"]) == (303, f"/run?{RUN}") and "HttpOnly" in headers["Set-Cookie"]
+    assert fetch(server, "/", cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
+    # Not to another host, whoever wrote the link.
+    _, _, headers = fetch(server, f"//evil.example/?token={server.token}", cookie="")
+    assert headers["Location"] == "/evil.example/"
+
+
+def test_a_folder_that_is_a_run_is_that_run(case):
+    served = make_run("memory://studio-one")
+    with StudioServer(served.url) as server:
+        assert server.folder.runs() == ["."]
+        assert server.folder.line(".").step == 2
+
+
+def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
+    with pytest.raises(UserError, match="cannot be had"):
+        serve(case.url, server.port, open_browser=False, say=print)
+
+
+def test_a_folder_without_runs_is_said(tmp_path):
+    with pytest.raises(DataError, match="has no run"):
+        serve(tmp_path, 0, open_browser=False, say=print)
