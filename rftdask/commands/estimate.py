@@ -411,7 +411,19 @@ def estimate(
                     "offloaded", num_bytes, "of the ranks" if sizes.offloaded else "of the ranks, while engines sample"
                 )
             )
-        host.append(Part("publication", _MASTER * float(sizes.trained or shape.num_parameters), "whole, on rank 0"))
+        count = float(sizes.trained or shape.num_parameters)
+        dtype = config.explorer.rollout_model.dtype_on("cuda" if sizes.compute_bytes == 2 else "cpu")
+        # Adapters are published as they are trained.
+        published = _MASTER if sizes.trained or dtype == "float32" else 2
+        host.append(Part("publication", published * count, "a copy of the weights, on rank 0"))
+        # The trainer goes on while it is written: weights by rank 0, the optimizer's state by all ranks.
+        saved = _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
+        if sizes.critic is not None:
+            critic = replace(sizes, trained=None)
+            saved += (
+                _MASTER * sizes.critic.num_parameters + here / sizes.num_ranks * _state_bytes(sizes.critic, critic)[0]
+            )
+        host.append(Part("checkpoint", saved, "a copy of weights and optimizer state"))
     if config.has_explorer and not config.is_external:
         num_engines = layout.num_workers("explorer")
         found.append(_explorer(config, shape, num_engines, memory_bytes))
@@ -422,7 +434,9 @@ def estimate(
             host.append(Part("asleep", here * weights, "weights of the engines, while ranks train"))
     if config.mode in ("both", "train") and not (sizes.sharded or sizes.offloaded):
         # When they load, ranks have nothing else there but themselves.
-        beside = sum(part.num_bytes for part in host if part.name in ("publication", "offloaded", "asleep"))
+        beside = sum(
+            part.num_bytes for part in host if part.name in ("publication", "checkpoint", "offloaded", "asleep")
+        )
         ranks = int(min(sizes.num_ranks, a_machine))
         host.append(Part("loading", max(0.0, ranks * loading - beside), f"beyond that, of {ranks} whole models"))
     return [*found, Estimate("host of a machine", 0, tuple(part for part in host if part.num_bytes))]

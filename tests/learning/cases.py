@@ -102,7 +102,12 @@ CASES = (
     Case("mix", toy="unheard", dataset="unheard", lr=1e-2),
     Case("mix_chord", toy="unpaid", dataset="echo"),
     Case("on_policy_distill"),
-    Case("on_policy_distill", settings=("algorithm.policy_loss_fn=importance_sampling",), shows="importance_sampling"),
+    Case(
+        "on_policy_distill",
+        steps=60,
+        settings=("algorithm.policy_loss_fn=importance_sampling",),
+        shows="importance_sampling",
+    ),
     Case("jsd"),
     Case("jsd", settings=("algorithm.policy_loss_fn_args={beta: 0.0}",), shows="forward"),
     Case("jsd", settings=("algorithm.policy_loss_fn_args={beta: 1.0}",), shows="reverse"),

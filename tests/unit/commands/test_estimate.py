@@ -14,9 +14,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from benchmarks import sizes
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.cli import app
 from rftdask.cluster.layout import plan_layout
 from rftdask.commands.estimate import (
@@ -42,6 +47,7 @@ from rftdask.trainer import model as trainer_model
 from rftdask.trainer.attention import pack_if_equal
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 
@@ -250,6 +256,32 @@ def test_the_state_of_an_optimizer_is_exact(saved: tuple[Any, ModelShape, Path],
     measured = sum(value.nbytes for value in states if value.numel() > 1)
     parts = {part.name: part.num_bytes for part in train_parts(shape, train_sizes(config, shape))}
     assert parts.get("optimizer", 0) == measured
+
+
+@pytest.mark.parametrize("settings", [(), ("algorithm.algorithm_type=ppo",), ("model.lora_configs=[{lora_rank: 2}]",)])
+def test_the_copies_on_the_host_are_those_that_a_trainer_makes(
+    saved: tuple[Any, ModelShape, Path], settings: tuple[str, ...]
+) -> None:
+    _, shape, folder = saved
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0"))
+    ).save_pretrained(folder)
+    config = make_config(folder, "algorithm.repeat_times=2", "explorer.rollout_model.dtype=float32", *settings)
+    algorithm = make_algorithm(config.algorithm.algorithm_type)
+    engine = TorchEngine(config, algorithm)
+    batch = supervised_batch([([1, 2, 3, 4], 2, None)] * 2, [f"t/0/0/{i}/0" for i in range(2)], 2)
+    logprobs = np.full(len(batch.rollout_logprobs), -5.0, np.float32)
+    batch = replace(
+        batch, rewards=np.array([0.0, 1.0], np.float32), rollout_logprobs=logprobs, experts=np.zeros(2, bool)
+    )
+    engine.train_step(batch, 1)
+    parts = {part.name: part.num_bytes for part in estimate(config, shape)[-1].parts}
+    for name, files in (("publication", engine.weights()), ("checkpoint", engine.state_files())):
+        held = [load(bytes(data)) for file, data in files.items() if not file.endswith(".json")]
+        # Without what is counted once: the steps of the optimizer, coefficients.
+        num_bytes = sum(tensor.nbytes for tensors in held for tensor in tensors.values() if tensor.numel() > 2)
+        # A critic is counted with the head of its body, in place of which it has one number.
+        assert num_bytes == pytest.approx(parts[name], rel=0.05 if "ppo" in str(settings) else 1e-9), name
 
 
 def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> None:
