@@ -80,10 +80,11 @@ settings.load_profile("rftdask")
 
 @pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three processes for two cores: real runs wait for their own processes a third of their time, and half of it in
-    the slow tier. A fourth gains nothing in the fast one: what it waits less, it imports.
+    """For two cores three processes, and five in the slow tier: a real run waits for its own processes a third of its time,
+    a slow one more than half of it. A fourth gains nothing in the fast one: what it waits less, it imports.
     """
-    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
+    cores = len(os.sched_getaffinity(0))
+    return max(1, 5 * cores // 2 if config.getoption("dist") == "loadgroup" else 3 * cores // 2)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m decides what runs, and before xdist looks at the groups
