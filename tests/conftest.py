@@ -57,11 +57,14 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 TESTS = Path(__file__).parent
 LONGEST_FIRST = (
-    "test_runs_on_s3.py",
     "test_slurm_runs.py",
+    "test_runs_on_s3.py",
+    "test_benchmarks.py",
     "test_bit_exact_resume.py",
     "test_ranks_agree.py",
-    "test_benchmarks.py",
+    "test_colocated_runs.py",
+    "test_compiled_layers.py",
+    "test_wheel.py",
     "test_elastic_runs.py",
     "test_crash_short.py",
     "test_lost_roles.py",
@@ -80,8 +83,8 @@ settings.load_profile("rftdask")
 
 @pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For two cores three processes, and five in the slow tier: a real run waits for its own processes a third of its time,
-    a slow one more than half of it. A fourth gains nothing in the fast one: what it waits less, it imports.
+    """For two cores three processes, and five in the slow tier: a real run waits for its own processes a third of its
+    time, a slow one more than half of it. A fourth gains nothing in the fast one: what it waits less, it imports.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, 5 * cores // 2 if config.getoption("dist") == "loadgroup" else 3 * cores // 2)
