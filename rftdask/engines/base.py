@@ -42,6 +42,9 @@ class SamplingParams:
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts of which the first that is complete ends a response. An engine may go on past it: what is beyond is cut off
+    where tokens become text (rollouts/policy/recording.py)."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
+from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
@@ -261,7 +262,8 @@ def remote_model(name: str, config: Config) -> RemoteModel:
 def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> TextEngine:
     """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one.
 
-    In calls where a run is to repeat its bits (style fixed), save for an engine that never does.
+    In calls where a run is to repeat its bits (style fixed), save for an engine that never does. Raises: UserError: see
+    AnswerParser.
     """
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
@@ -273,7 +275,10 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
 
     in_calls = config.synchronizer.sync_style == "fixed" and client.spec.section.traits.repeats_bits
     # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
-    return TextEngine(generate if in_calls else Streaming(client.submit, timeout_s, str(client)), tokenizer, logprobs)
+    asked = generate if in_calls else Streaming(client.submit, timeout_s, str(client))
+    section = client.spec.section
+    parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
+    return TextEngine(asked, tokenizer, logprobs, parser)
 
 
 def _name(model: InferenceModelConfig) -> str:

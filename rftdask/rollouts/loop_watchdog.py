@@ -21,6 +21,10 @@ _TAIL_LINES = 6
 log = logging.getLogger(__name__)
 
 
+class BlockedLoopError(Exception):
+    """A blocking call was made on the event loop that would have to answer it."""
+
+
 class BlockedLoopTimeout(BaseException):
     """Raised in the middle of code that has blocked its event loop for too long. No `except Exception` stops it."""
 

@@ -27,6 +27,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout, RolloutTimes, max_block_s
 from rftdask.rollouts.loop_watchdog import Watchdog
+from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, RecordingModel, Served, ServedModel, ServedRemote
 from rftdask.rollouts.policy.remote import RemoteModel
@@ -52,6 +53,8 @@ class TextEngine:
     tokenizer: Tokenizer
     logprobs: LogprobsBatch | None = None
     """None: the engine cannot score given tokens."""
+    parser: AnswerParser | None = None
+    """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ async def run_work_unit(
         generate = engine.generate
         queue = StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, wait_s)
         queues.append(queue)
-        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, own, engine.logprobs)
+        parser = engine.parser or AnswerParser(engine.tokenizer)
+        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, own, engine.logprobs, parser)
 
     serve_policy = serve(policy, max_wait_s, model)
     queue = queues[0] if queues else None

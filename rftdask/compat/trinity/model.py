@@ -9,11 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rftdask.compat.trinity.experience import Experience
-from rftdask.rollouts.policy.openai_client import OpenAIClient
+from rftdask.rollouts.policy.endpoint import Answering
+from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+T = TypeVar("T")
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "repetition_penalty", "tools")
 _WITHOUT_EFFECT = {"logprobs", "n", "seed"}
@@ -116,16 +122,15 @@ class ModelWrapper:
 
     # ---- openai's interface
 
-    def get_openai_client(self) -> OpenAIClient:
-        """An object like `openai.OpenAI()`."""
-        return self._client(self._wait)
+    def get_openai_client(self) -> OpenAI:
+        """An `openai.OpenAI`, which also knows its `model_path`."""
+        client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).blocking_client_of(_Recorder(self)))
+        vars(client)["model_path"] = self.model_path
+        return client
 
-    def get_openai_async_client(self) -> OpenAIClient:
-        """An object like `openai.AsyncOpenAI()`."""
-        return self._client(None)
-
-    def _client(self, wait: Callable[[Any], Any] | None) -> OpenAIClient:
-        client = OpenAIClient(_Recorder(self), wait)
+    def get_openai_async_client(self) -> AsyncOpenAI:
+        """An `openai.AsyncOpenAI`, which also knows its `model_path`."""
+        client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).async_client_of(_Recorder(self)))
         vars(client)["model_path"] = self.model_path
         return client
 
@@ -145,7 +150,7 @@ class ModelWrapper:
         self._state.update(state)
         set_state = getattr(self._asked, "set_state", None)
         if set_state is not None:
-            self._wait_or_call(lambda: set_state(**state))
+            self._on_the_loop(lambda: set_state(**state))
 
     def clean_workflow_state(self) -> None:
         """Forget the state."""
@@ -155,16 +160,16 @@ class ModelWrapper:
         """The state."""
         return dict(self._state)
 
-    def _wait_or_call(self, call: Callable[[], None]) -> None:
-        async def on_the_loop() -> None:
-            call()
+    def _on_the_loop(self, call: Callable[[], T]) -> T:
+        async def called() -> T:
+            return call()
 
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # in a thread of its own
-            self._wait(on_the_loop())
-        else:
-            call()
+            result: T = self._wait(called())
+            return result
+        return call()
 
     def _recorded(self, response: Response, asked: Any) -> Experience:
         # A model behind an API tells no tokens.
@@ -190,10 +195,11 @@ class _Recorder:
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        response = await self._model._asked.chat(messages, **options)
-        self._model._recorded(response, messages)
-        return response
+    async def openai(self, path: str, body: Any) -> OpenAIAnswer:
+        answer = await cast(Answering, self._model._asked).openai(path, body)
+        for response in answer.responses:
+            self._model._recorded(response, body.get("messages", body.get("prompt")))
+        return answer
 
 
 def _options(given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

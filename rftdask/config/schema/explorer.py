@@ -28,6 +28,24 @@ registered_engines = partial(read_parts, "rftdask.engines", "engine_type")
 """Call for engine_type -> class, of the engines of this package; read from their source: they load torch and vLLM."""
 
 
+# fmt: off
+ToolCallParser = Literal[
+    "hermes", "none", "template", "apertus", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
+    "deepseek_v32", "deepseek_v4", "ernie45", "functiongemma", "gemma4", "gigachat3", "glm45", "glm47", "granite",
+    "granite-20b-fc", "granite4", "hf", "hunyuan_a13b", "hy_v3", "inkling", "internlm", "jamba", "kimi_k2", "kimi_k3",
+    "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minicpm5", "minimax_m2",
+    "minimax_m3", "mistral", "olmo3", "openai", "phi4_mini_json", "poolside_v1", "pythonic", "qwen3_coder",
+    "qwen3_json", "qwen3_xml", "seed_oss", "solar_open2", "step3", "step3p5", "xlam",
+]
+ReasoningParser = Literal[
+    "think", "deepseek_r1", "qwen3", "none", "template", "cohere_command3", "cohere_command4", "deepseek_v3",
+    "deepseek_v4", "ernie45", "gemma4", "glm45", "glm47", "granite", "holo2", "hunyuan_a13b", "hy_v3", "inkling",
+    "kimi_k2", "kimi_k3", "mimo", "minimax_m2", "minimax_m2_append_think", "minimax_m3", "mistral", "nemotron_v3",
+    "olmo3", "openai_gptoss", "poolside_v1", "seed_oss", "solar_open2", "step3", "step3p5",
+]
+# fmt: on
+
+
 class EngineTraits:
     """Base of `rftdask.engines.base.Engine`. All values are literals.
 
@@ -119,6 +137,13 @@ class InferenceModelConfig(Section):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """auxiliary_models: prompt and response together, by which vLLM sizes its cache. None: as long as the model and its
     cache allow."""
+    tool_call_parser: ToolCallParser | None = None
+    """How the model writes calls of tools, for workflows that ask by `model.openai_client()`. hermes: JSON within
+    <tool_call>. template: as the tokenizer's response_template says. none: calls stay text. The others are vLLM's and
+    need it. None: what the model's chat template shows, else hermes."""
+    reasoning_parser: ReasoningParser | None = None
+    """How the model tells thoughts from its answer, for the same workflows. think, deepseek_r1, qwen3: they end with
+    </think>. template and none: as above. The others are vLLM's. None: what the chat template shows, else none."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1

@@ -10,19 +10,27 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from rftdask.rollouts.policy.openai_client import OpenAIClient
+from rftdask.rollouts.loop_watchdog import BlockedLoopError
+from rftdask.rollouts.policy.endpoint import Answering, close_client, open_client
+from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Response
 
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
 T = TypeVar("T")
-Method = Literal["chat", "generate", "logprobs"]
+Method = Literal["chat", "generate", "logprobs", "openai"]
 POLICY = ""
 """Name of the policy among the models that can be asked."""
 
 
 class _Asking(ABC):
     """A model that can be asked: questions in, `Response`s out."""
+
+    def __init__(self) -> None:
+        self._clients: list[AsyncOpenAI | OpenAI] = []
 
     @abstractmethod
     async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
@@ -44,18 +52,48 @@ class _Asking(ABC):
         """Log p of each token of `response` after `prompt`, in nats."""
         return tuple(await self._ask("logprobs", {"prompt": prompt, "response": response}))
 
+    async def openai(self, path: str, body: Any) -> OpenAIAnswer:
+        """The answer to a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions"."""
+        answer: OpenAIAnswer = await self._ask("openai", {"path": path, "body": body})
+        return answer
+
+    def openai_client(self) -> AsyncOpenAI:
+        """An `openai.AsyncOpenAI` whose calls are this model's; for other programs its base_url and api_key do. Called
+        on an event loop. Raises: UserError: the package is not installed.
+        """
+        return self.async_client_of(self)
+
+    def async_client_of(self, asked: Answering) -> AsyncOpenAI:
+        """As `openai_client`, of another that answers; closed with this one's."""
+        client = open_client(asked, blocking=False)
+        self._clients.append(client)
+        return client
+
+    def blocking_client_of(self, asked: Answering) -> OpenAI:
+        """An `openai.OpenAI`, otherwise as `async_client_of`; its calls are made in another thread."""
+        client = open_client(asked, blocking=True)
+        self._clients.append(client)
+        return client
+
+    def close_clients(self) -> None:
+        """Close the clients. Idempotent."""
+        while self._clients:
+            close_client(self._clients.pop())
+
 
 class PolicyHandle(_Asking):
     """A `PolicyModel`; `times` are the seconds spent by what `timer` named, and in the models ("generate")."""
 
     def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
+        super().__init__()
         self.times: dict[str, float] = {}
         self.auxiliary_names = tuple(auxiliary_names)
+        self._auxiliary = {name: _Auxiliary(self, name) for name in self.auxiliary_names}
         self._state: dict[str, Any] = {}
 
     @abstractmethod
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """The answer of the model called `name`: a Response, or a tuple of logprobs."""
+        """The answer of the model called `name`: a Response, a tuple of logprobs, or an OpenAIAnswer."""
 
     async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
         return await self.ask(POLICY, method, arguments)
@@ -86,11 +124,12 @@ class PolicyHandle(_Asking):
         if name not in names:
             there = ", ".join(names) or "none"
             raise ValueError(f"no auxiliary model is called {name!r}; explorer.auxiliary_models has: {there}")
-        return _Auxiliary(self, name)
+        return self._auxiliary[name]
 
-    def openai_client(self) -> OpenAIClient:
-        """An object like `openai.AsyncOpenAI()`, whose calls are recorded."""
-        return OpenAIClient(self)
+    def close_clients(self) -> None:
+        super().close_clients()
+        for each in self._auxiliary.values():
+            each.close_clients()
 
     def blocking(self) -> BlockingModel:
         """This handle for code in another thread; called on the event loop that answers."""
@@ -101,6 +140,7 @@ class _Auxiliary(_Asking):
     """An auxiliary model of a handle."""
 
     def __init__(self, handle: PolicyHandle, name: str) -> None:
+        super().__init__()
         self._handle = handle
         self._name = name
 
@@ -156,10 +196,11 @@ class BlockingModel:
         # Of an auxiliary model only the questions are of use.
         return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 
-    def openai_client(self) -> OpenAIClient:
-        """An object like `openai.OpenAI()`."""
-        return OpenAIClient(self._handle, wait=self.wait)
+    def openai_client(self) -> OpenAI:
+        """An `openai.OpenAI`; see PolicyModel.openai_client."""
 
+        async def opened() -> OpenAI:  # on the loop, which will answer
+            handle = cast(_Asking, self._handle)
+            return handle.blocking_client_of(handle)
 
-class BlockedLoopError(Exception):
-    """A blocking call was made on the event loop that would have to answer it."""
+        return self.wait(opened())

@@ -8,13 +8,19 @@ run's seed and on who asks, not on the attempt or the order of events. Auxiliary
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import json
 import math
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeAlias
+
+from jinja2 import TemplateError
 
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.tokenizer import (
@@ -26,8 +32,23 @@ from rftdask.data.tokenizer import (
     with_first_token,
 )
 from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
+from rftdask.errors import UserError
+from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
+from rftdask.rollouts.policy.openai_api import (
+    CHAT,
+    BadRequestError,
+    OpenAIAnswer,
+    OpenAIRequest,
+    Told,
+    chat_completion,
+    plain_message,
+    read_request,
+    refusal,
+    text_completion,
+    token_usage,
+)
 from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
@@ -49,6 +70,8 @@ class ServedModel:
     """Its max_prompt_tokens and enable_prompt_truncation."""
     logprobs_batch: LogprobsBatch | None = None
     """None: the engine cannot score given tokens."""
+    parser: AnswerParser | None = None
+    """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,17 @@ class Branch(StrEnum):
     FORKED = "forked"  # another call has gone on from there already, or the same prompt is asked again
     SAMPLING = "sampling"  # the temperature, top_p or top_k is another, and a sequence has one
     TRUNCATED = "truncated"  # the prompt lost its beginning to max_prompt_tokens
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as rendered, and what may be known of it."""
+
+    text: str
+    source: str = ""
+    """Role of its last message; "": a text without roles."""
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    """See `hide_special`."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +165,8 @@ class RecordingModel(PolicyHandle):
         self._num_turns = 0
         self._num_asked = 0
         self._closed = False
+        # What the policy wrote, by the messages that OpenAI's API made of it.
+        self._told: dict[str, str] = {}
 
     @property
     def calls(self) -> list[Call]:
@@ -162,6 +198,8 @@ class RecordingModel(PolicyHandle):
         model = self._models[name]
         began = time.perf_counter()
         try:
+            if method == "openai":
+                return await self._openai(name, model, **arguments)
             if isinstance(model, ServedRemote):
                 return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
@@ -169,25 +207,99 @@ class RecordingModel(PolicyHandle):
             # A chat becomes text here, by the model's own template; from there on both kinds of questions are tokens.
             options = dict(arguments)
             if method == "chat":
-                source = str(options["messages"][-1].get("role", ""))
-                prompt, hidden = _render(model.tokenizer, options)
+                messages, tools = options.pop("messages"), options.pop("tools", None)
+                prompt = _render(model.tokenizer, messages, {"tools": tools} if tools else {})
             else:
-                source, prompt, hidden = "", options.pop("prompt"), {}
-            return await self._generate(name, model, source, prompt, hidden, options)
+                prompt = _Prompt(options.pop("prompt"))
+            return (await self._generate(name, model, prompt, options))[1]
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
+
+    async def _openai(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+        """The answer to a request of OpenAI's API; what cannot be done is one, too."""
+        parser = None
+        if isinstance(model, ServedModel):
+            parser = model.parser or AnswerParser(model.tokenizer)
+        try:
+            asked = read_request(path, body, model.tokenizer if isinstance(model, ServedModel) else None)
+            messages = self._as_sampled(name, asked.messages)
+            prompts = [_Prompt(text) for text in asked.prompts]
+            if asked.path == CHAT:
+                prompts = [_Prompt("")]
+                if isinstance(model, ServedModel):
+                    prompts = [_render(model.tokenizer, messages, asked.template_options)]
+
+            async def sample(prompt: _Prompt, number: int) -> Told:
+                seed = None if asked.seed is None else f"{asked.seed}/{number}"
+                if not isinstance(model, ServedModel):
+                    return await self._openai_remote(name, model, asked, messages, prompt)
+                turn, response = await self._generate(name, model, prompt, asked.options, seed)
+                if asked.path != CHAT:
+                    return Told(response, ParsedAnswer(response.text, None, ()), turn)
+                assert parser is not None
+                parsed = parser.parse(response.text, response.tokens, prompt.text, asked.tools)
+                return Told(response, parsed, turn)
+
+            # All of them begin in this pass of the event loop, in their order: who is which turn is no matter of time.
+            told = await asyncio.gather(*(sample(prompt, i) for prompt in prompts for i in range(asked.n)))
+        except PromptTooLongError as error:
+            return refusal(str(error), "messages", "context_length_exceeded")
+        except BadRequestError as error:
+            return refusal(str(error), error.param, error.code)
+        except (ValueError, TypeError, TemplateError, UserError) as error:
+            return refusal(f"{type(error).__name__}: {error}")
+        if "openai" not in sys.modules:
+            # In a thread: it takes most of a second, and others are answered meanwhile.
+            await asyncio.to_thread(importlib.import_module, "openai.types.chat")
+        num_prompt = sum(len(each.response.prompt_tokens) for each in told[:: asked.n])
+        usage = token_usage(num_prompt, sum(len(each.response.tokens) for each in told))
+        tokenizer = model.tokenizer if isinstance(model, ServedModel) else None
+        if asked.path != CHAT:
+            return text_completion(asked, told, tokenizer, usage)
+        answer = chat_completion(asked, told, tokenizer, usage)
+        for choice, each in zip(answer.body["choices"], told, strict=True):
+            if each.parsed.calls or each.parsed.reasoning is not None:
+                for key in _message_keys([*asked.messages, choice["message"]])[-1]:
+                    self._told[f"{name}/{key}"] = each.response.text
+        return answer
+
+    def _as_sampled(self, name: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages, those that were parsed from an answer of the policy as it wrote them: a template would write
+        the calls of tools in its own way, and the thoughts are not in them.
+        """
+        found: list[Mapping[str, Any]] = []
+        for message, keys in zip(messages, _message_keys(messages), strict=True):
+            texts = [self._told.get(f"{name}/{key}") for key in keys] if message["role"] == "assistant" else []
+            text = next((text for text in texts if text is not None), None)
+            found.append(message if text is None else {"role": "assistant", "content": text})
+        return found
+
+    async def _openai_remote(
+        self, name: str, model: ServedRemote, asked: OpenAIRequest, messages: Sequence[Any], prompt: _Prompt
+    ) -> Told:
+        given = {**asked.options, **asked.template_options, **({} if asked.seed is None else {"seed": asked.seed})}
+        given |= {"logprobs": True} if asked.logprobs else {}
+        passed_on = {"tools", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty"}
+        for param in given.keys() - passed_on:
+            raise BadRequestError(f"{param} is not passed on to a model behind an API", param)
+        is_chat = asked.path == CHAT
+        question: dict[str, Any] = {"messages": messages} if is_chat else {"prompt": prompt.text}
+        question |= {"tools": asked.tools} if asked.tools else {}
+        response = await self._ask_remote(name, model, "chat" if is_chat else "generate", {**question, **asked.options})
+        calls = tuple(parse_tool_calls(response.text)) if asked.tools else ()
+        return Told(response, ParsedAnswer(None if calls else response.text, None, calls), self._num_asked)
 
     async def _generate(
         self,
         name: str,
         model: ServedModel,
-        source: str,
-        prompt: str,
-        hidden: Mapping[str, str],
+        asked: _Prompt,
         sampling: Mapping[str, Any],
-    ) -> Response:
-        # source: role of the last message, "" for a text; prompt, hidden: as `_render` gives them.
-        turn, seed = self._next_turn(name)
+        own_seed: str | None = None,
+    ) -> tuple[int, Response]:
+        # own_seed: of the request; else the turn's. Returns the turn, too.
+        prompt, hidden, source = asked.text, asked.hidden, asked.source
+        turn, seed = self._next_turn(name, own_seed)
         parent = self._parent(prompt) if name == POLICY else None
         # Special tokens that stood in a message are text again: only the template may write real ones.
         if parent is not None:
@@ -210,9 +322,17 @@ class RecordingModel(PolicyHandle):
             self._asked.append(prompt)
         if extends is not None:
             self._extended.add(extends)
-        generation = await model.queue.generate(self._key, turn, request)
+        try:
+            generation = await model.queue.generate(self._key, turn, request)
+        except BaseException:
+            # It was never answered, so another may go on from there.
+            if name == POLICY:
+                self._asked.remove(prompt)
+                self._extended.discard(-1 if extends is None else extends)
+            raise
+        generation, text = _cut_at_stop(model.tokenizer, generation, request.sampling.stop)
         response = Response(
-            text=model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True),
+            text=text,
             prompt_tokens=request.prompt_tokens,
             tokens=generation.tokens,
             logprobs=generation.logprobs,
@@ -234,7 +354,7 @@ class RecordingModel(PolicyHandle):
                 source,
                 prompt + sampled_text(model.tokenizer, generation.tokens),
             )
-        return response
+        return turn, response
 
     def _parent(self, prompt: str) -> int | None:
         """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt; None: of none."""
@@ -274,17 +394,21 @@ class RecordingModel(PolicyHandle):
             self._calls[turn] = Call(prompt, False, request, generation, response, *counts)
         return response
 
-    def _next_turn(self, name: str) -> tuple[int, int]:
+    def _next_turn(self, name: str, own_seed: str | None = None) -> tuple[int, int]:
         # Turns of the policy are numbered without gaps, whatever judges were asked in between: they are in the uid.
         turn = self._num_turns if name == POLICY else self._num_asked
         self._num_turns += name == POLICY
         # A judge of the same rollout and turn must not draw by the very numbers by which the policy drew.
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
+        if own_seed is not None:
+            # The same seed gives the same answer again, in this rollout: its siblings are to differ.
+            return turn, rollout_seed(self._run_seed, f"{identity}/seed {own_seed}", self._key.rollout, 0)
         return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
 
     def close(self) -> None:
         """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
         self._closed = True
+        self.close_clients()
 
 
 async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
@@ -299,20 +423,53 @@ async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[flo
     return logprobs
 
 
-def _render(tokenizer: Tokenizer, options: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    # Render a chat as text, with what is hidden in it (`hide_special`), and leave the sampling in its `options`. A last
-    # message of the assistant is continued.
-    chat = [dict(message) for message in options.pop("messages")], options.pop("tools", None)
-    (messages, tools), hidden = hide_special(tokenizer, chat)
-    continues = messages[-1]["role"] == "assistant"
+def _render(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
+) -> _Prompt:
+    # A last message of the assistant is continued.
+    (chat, options), hidden = hide_special(tokenizer, ([dict(message) for message in messages], dict(template_options)))
+    continues = chat[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
-        **({"tools": tools} if tools else {}),
+        chat, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues, **options
     )
-    return text, hidden
+    return _Prompt(text, str(messages[-1].get("role", "")), hidden)
+
+
+def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Of each message what tells it from others: among all that stood before it, and by itself alone."""
+    keys, before = [], blake2b(digest_size=16)
+    for message in messages:
+        plain = plain_message(message)
+        own = json.dumps([plain["role"], plain["content"], plain.get("tool_calls") or ()], sort_keys=True, default=str)
+        before.update(own.encode())
+        keys.append((before.hexdigest(), own))
+    return keys
+
+
+def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str]:
+    """What was sampled until the first of the texts `stop` was complete, and the text before it.
+
+    Exact: an engine that goes on past it has sampled the same tokens up to there.
+    """
+
+    def decoded(num_tokens: int) -> str:
+        return tokenizer.decode(list(generation.tokens[:num_tokens]), skip_special_tokens=True)
+
+    text = decoded(len(generation.tokens))
+    if not any(each in text for each in stop):
+        return generation, text
+    # The fewest tokens that hold one, by halves: a text that is there stays there.
+    least, most = 1, len(generation.tokens)
+    while least < most:
+        middle = (least + most) // 2
+        if any(each in decoded(middle) for each in stop):
+            most = middle
+        else:
+            least = middle + 1
+    text = decoded(most)
+    tokens, logprobs = generation.tokens[:most], generation.logprobs[:most]
+    cut = replace(generation, tokens=tokens, logprobs=logprobs, finish_reason="stop")
+    return cut, text[: min(text.index(each) for each in stop if each in text)]
 
 
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
+import inspect
 import math
 import numbers
 import os
@@ -42,6 +44,11 @@ from rftdask.rollouts.workflows.registry import find_workflow
 _PACKET_BYTES = 128 << 10
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
+_OPENAI = (
+    *("rftdask.rollouts.policy.blocking_client", "starlette.applications", "starlette.responses"),
+    *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.off"),
+)
+"""Imported, with what they need, before there are forks of workflows that use them: it takes most of a second."""
 _GRACE_S = 2.0
 """For a stopped fork server to go on (a batch system may stop a whole job for a while), or a deaf one to end."""
 _LOOK_S = 0.2
@@ -107,8 +114,20 @@ def _serve(control_fd: int) -> None:
         problem = messages.Imported((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
         control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(problem)))
         return
+    if any(map(_asks_by_openai, spec.workflows)):
+        for module in _OPENAI:
+            with contextlib.suppress(ImportError):  # a fork tells what is missing, if it needs it
+                importlib.import_module(module)
     control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(messages.Imported())))
     _ForkServer(control, spec).run()
+
+
+def _asks_by_openai(workflow: str) -> bool:
+    """Whether the source of a workflow's module asks for a client of openai, as far as can be seen."""
+    found = sys.modules.get(find_workflow(workflow).module)
+    with contextlib.suppress(OSError, TypeError):
+        return found is not None and "openai_client" in inspect.getsource(found)
+    return False
 
 
 class _ForkServer:
@@ -362,7 +381,7 @@ class _Attempt:
                 too_long = message.error == PromptTooLongError.__name__
                 waiting.set_exception((PromptTooLongError if too_long else RuntimeError)(message.text))
             else:
-                waiting.set_result(message.logprobs if message.response is None else message.response)
+                waiting.set_result(message.response or message.openai or message.logprobs)
 
 
 class _RemoteModel(PolicyHandle):

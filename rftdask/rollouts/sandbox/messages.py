@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from rftdask.processes.messages import Codec
 from rftdask.rollouts.policy.base import Method
+from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import Response, Reward
 
 LENGTH = struct.Struct(">I")
@@ -105,10 +106,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the `Ask` of that number: a response, or logprobs, or an error."""
+    """The answer to the `Ask` of that number: a response, logprobs, an answer of OpenAI's API, or an error."""
 
     number: int
     response: Response | None = None
+    openai: OpenAIAnswer | None = None
     logprobs: tuple[float, ...] = ()
     error: str = ""
     """Name of the exception's class; "": there is none."""

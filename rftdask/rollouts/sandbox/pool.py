@@ -35,6 +35,7 @@ import msgpack
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError
 from rftdask.rollouts.policy.base import PolicyHandle
+from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.sandbox import messages
 from rftdask.rollouts.sandbox.bubblewrap import bwrap_command
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
@@ -338,8 +339,12 @@ class _Process:
             # By name: exceptions do not travel, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))
         else:
-            response = value if isinstance(value, Response) else None
-            self._send(messages.Answer(question.number, response, () if response is not None else tuple(value)))
+            if isinstance(value, Response):
+                self._send(messages.Answer(question.number, value))
+            elif isinstance(value, OpenAIAnswer):
+                self._send(messages.Answer(question.number, openai=value))
+            else:
+                self._send(messages.Answer(question.number, logprobs=tuple(value)))
 
     def _send(self, message: messages.ToFork) -> None:
         body = msgpack.packb(messages.TO_FORK.encode(message))

@@ -76,6 +76,9 @@ class AuxiliaryModel(Protocol):
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
         """Natural-log probability of each token of `response` after `prompt`, at temperature 1."""
 
+    def openai_client(self) -> Any:
+        """An `openai.AsyncOpenAI` that asks this model; its base_url and api_key are for other programs."""
+
 
 class PolicyModel(AuxiliaryModel, Protocol):
     """The policy as a workflow sees it; one handle per attempt at a rollout. `chat` and `generate` are recorded."""
@@ -93,12 +96,9 @@ class PolicyModel(AuxiliaryModel, Protocol):
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
         """The auxiliary model of that name; without a name the only one. Raises: ValueError: there is none."""
 
-    def openai_client(self) -> Any:
-        """An object like `openai.AsyncOpenAI()`: `await client.chat.completions.create(...)`; calls are recorded."""
-
     def blocking(self) -> Any:
         """This handle for code that blocks, in a thread other than the event loop's: chat, generate, logprobs and
-        openai_client without await."""
+        openai_client (an `openai.OpenAI`) without await."""
 
 
 class PromptTooLongError(ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rftdask.data.task import Task
-from rftdask.rollouts.policy.openai_client import ToolCall, parse_tool_calls
+from rftdask.rollouts.policy.answer_parsers import ToolCall, parse_tool_calls
 from rftdask.rollouts.rewards.arithmetic import ExpressionError, evaluate
 from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Reward

@@ -2,7 +2,7 @@
 environment's, the model is the policy.
 
 A taskset `path: verifiers:<taskset>` gives rows that hold a task and the environment's settings (see datasets.py).
-Whatever program plays an environment speaks HTTP; it is answered by a chat endpoint of this attempt, and so recorded.
+Whatever program plays an environment speaks HTTP; it asks the endpoint of this attempt, and so is recorded.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from rftdask.config import fill_from_environment
 from rftdask.data.task import Task
-from rftdask.rollouts.policy.openai_server import KEY_VARIABLE, open_endpoint
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import workflow
+
+_KEY_VARIABLE = "RFTDASK_POLICY_API_KEY"
+"""Environment variable of the key for the program that plays an environment."""
 
 
 @workflow(
@@ -42,12 +45,12 @@ async def verifiers_workflow(task: Task, model: PolicyModel) -> Reward:
     # The environment's task of the row, without loading the taskset, which may read a large dataset.
     kind = type(environment.taskset).task_type()
     own = kind(kind.data_type().model_validate(dict(task.row["task"])), environment.taskset.config.task)
-    async with open_endpoint(model) as endpoint, environment.serving():
-        client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=KEY_VARIABLE)
+    policy = model.openai_client()
+    os.environ[_KEY_VARIABLE] = policy.api_key  # this process is the attempt's alone
+    async with environment.serving():
+        client = vf.EvalClientConfig(base_url=str(policy.base_url), api_key_var=_KEY_VARIABLE)
         episode = await environment.run_slot(environment.slots(own)[0], vf.ModelContext(model="policy", client=client))
     if not episode.ok:
-        if endpoint.failure is not None:  # it says more than what came back over HTTP
-            raise endpoint.failure
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "without a reason"
         raise RuntimeError(f"the episode of task {task.group_id} failed: {text[:400]}")

@@ -22,13 +22,24 @@ VERSION = 7
 
 
 class CharTokenizer:
-    """Code points as token ids. A chat is "<role>content" after each other; token 0 stands for a special token."""
+    """Code points as token ids. A chat is "<role>content" after each other, after the names of tools and options; token
+    0 stands for a special one.
+    """
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, continue_final_message: bool
+        self,
+        conversation: Any,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Any = (),
+        **options: Any,
     ) -> str:
         assert not tokenize and add_generation_prompt != continue_final_message
-        text = "".join(f"<{message['role']}>{message['content']}" for message in conversation)
+        text = "".join(f"[{tool['function']['name']}]" for tool in tools)
+        text += "".join(f"{{{name}={value}}}" for name, value in options.items())
+        text += "".join(f"<{message['role']}>{message['content']}" for message in conversation)
         return text + "<assistant>" * add_generation_prompt
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -36,8 +47,7 @@ class CharTokenizer:
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(chr(token) for token in token_ids if token)
+        return "".join(chr(token) if token else "" if skip_special_tokens else "<end>" for token in token_ids)
 
 
 def prompt_of(request: GenerateRequest) -> str:

@@ -174,31 +174,6 @@ def test_a_call_gets_no_more_tokens_than_the_run_allows() -> None:
     assert log[0][0].sampling.max_tokens == 100
 
 
-def test_an_openai_client_records_the_tokens_that_were_sampled() -> None:
-    async def agent(task: Task, model: PolicyModel) -> float:
-        create = model.openai_client().chat.completions.create
-        answer = await create(model="any", messages=[{"role": "user", "content": "hi"}], temperature=0.5, logprobs=True)
-        assert answer.choices[0].logprobs.content[0].logprob == -0.5
-        asked, text = {"role": "user", "content": "go on"}, ""
-        async for chunk in await create(messages=[asked, answer.choices[0].message], stream=True):
-            text += chunk.choices[0].delta.content or ""
-        return float(text == LONG and answer.usage.completion_tokens == len(text) + 1)
-
-    first, second = run([task(0, named(agent))], replies(LONG))
-    assert first.reward == 1.0 and first.temperature == 0.5 and first.turn == 0
-    assert [int(token) for token in first.tokens[first.prompt_length :]][:2] == [ord("a"), ord(" ")]
-    assert second.prompt_text.startswith("<user>go on<assistant>a rather long")
-
-
-def test_a_parameter_that_the_client_does_not_know_is_refused_by_name() -> None:
-    async def agent(task: Task, model: PolicyModel) -> float:
-        await model.openai_client().chat.completions.create(messages=[{"role": "user", "content": "hi"}], stop=["x"])
-        return 1.0
-
-    [bad] = run([task(0, named(agent))], replies("4"), max_retry_times=0)
-    assert "ValueError: chat.completions.create: stop=['x'] is not supported" in bad.error
-
-
 def test_a_prompt_cut_at_its_limit_is_counted_and_one_rejected_is_typed() -> None:
     [cut] = run([task()], replies("4"), model=cut_at(4))
     assert cut.metrics["prompt_truncated"] == 1.0

@@ -5,7 +5,6 @@ ended they are one row, each token in it once; where one does not, another row b
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
-from rftdask.rollouts.policy.openai_client import Completions
 from rftdask.rollouts.policy.recording import Branch
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Step
@@ -226,24 +224,3 @@ def test_a_row_is_truncated_if_any_of_its_turns_was() -> None:
 
     [row] = rows_of(cut_once, replies("abc"))
     assert row.status is Status.TRUNCATED and len(row.turns) == 2
-
-
-def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() -> None:
-    written = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
-    chats: list[Messages] = []
-
-    class Model:
-        async def chat(self, messages: Any, **options: Any) -> Response:
-            chats.append(list(messages))
-            return Response(written, (), (), (), "stop")
-
-    async def talk() -> None:
-        client = Completions(Model(), None)
-        tools = [{"type": "function", "function": {"name": "add"}}]
-        answer = (await client.create(messages=ASKED, tools=tools)).choices[0].message
-        # As an agent gives it back: the object, or plain data that came over JSON.
-        for message in (answer, json.loads(answer.model_dump_json())):
-            await client.create(messages=[*ASKED, message, {"role": "tool", "content": "2"}], tools=tools)
-
-    asyncio.run(talk())
-    assert [chat[1] for chat in chats[1:]] == [{"role": "assistant", "content": written}] * 2

@@ -210,7 +210,8 @@ async def tells_what_it_imported(task: Task, model: PolicyModel) -> Reward:
 def blocking(task: Task, model: Any) -> Reward:
     """A plain function: its model blocks, too."""
     first = model.chat(task.messages)
-    answer = model.openai_client().chat.completions.create(messages=[{"role": "user", "content": "again"}])
+    client = model.openai_client()
+    answer = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "again"}])
     with model.timer("tool"):
         time.sleep(0.01)
     same = first.text == answer.choices[0].message.content

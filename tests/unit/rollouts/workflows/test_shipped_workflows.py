@@ -12,8 +12,8 @@ import pytest
 
 from rftdask.data.task import Task
 from rftdask.errors import UserError
+from rftdask.rollouts.policy.answer_parsers import parse_tool_calls
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
-from rftdask.rollouts.policy.openai_client import parse_tool_calls
 from rftdask.rollouts.rewards import compute_reward, get_reward
 from rftdask.rollouts.rewards.math_answer import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward

@@ -88,7 +88,7 @@ def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
 
 
 def test_a_failed_episode_is_a_failure_that_says_why() -> None:
-    asks = {"id": "addition-env", "parameters": {"stop": ["x"]}}
+    asks = {"id": "addition-env", "parameters": {"response_format": {"type": "json_object"}}}
     [failed] = rollouts(taskset(agent={"harness": asks}), replies("it is 1"))
     assert (failed.status, failed.reward) == (Status.FAILED, None)
-    assert failed.error.startswith("ValueError: chat.completions.create: stop=['x'] is not supported")
+    assert "response_format 'json_object' is not supported" in failed.error

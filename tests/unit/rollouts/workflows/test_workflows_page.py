@@ -35,7 +35,7 @@ def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         elif kind == "text":
             assert printed == text
             num_checked += 1
-    assert num_checked == 4
+    assert num_checked == 5
     find_workflow("my_workflows.short_answer")
 
 

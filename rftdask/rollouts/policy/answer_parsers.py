@@ -1,0 +1,208 @@
+"""Answer parser: what a policy wrote, as OpenAI's API tells it: content, reasoning and calls of tools apart.
+
+Models write these in ways of their own, which their chat template shows. Here are the two most common ways, JSON within
+<tool_call> and thoughts before </think>; the others are the tokenizer's own response template, or vLLM's parsers, which
+need the package vllm and nothing that computes. Text in, text out: what is trained are the tokens, parsed or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from rftdask.data.tokenizer import Tokenizer
+from rftdask.errors import UserError
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_CALLS_BY_MARK = {
+    "<function=": "qwen3_coder",
+    "<|python_tag|>": "llama3_json",
+    "[TOOL_CALLS]": "mistral",
+    "<arg_key>": "glm45",
+    "\uff5ctool\u2581calls\u2581begin\uff5c": "deepseek_v3",
+    "<|channel|>": "openai",
+    "<tool_call>": "hermes",
+}
+"""What only templates of some models hold -> the parser of their calls; the first that is found."""
+_THOUGHTS_BY_MARK = {"</think>": "think", "<|channel|>": "openai_gptoss", "[THINK]": "mistral"}
+_OWN_THOUGHTS = ("think", "deepseek_r1", "qwen3")
+"""Names for one format: thoughts end with </think>, and begin the answer or the end of the prompt with <think>."""
+_TEMPLATE = "template"
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool as a policy writes it."""
+
+    name: str
+    arguments: Any
+
+
+class ParsedAnswer(NamedTuple):
+    """An answer in its parts."""
+
+    content: str | None
+    """None: there is nothing beside calls or thoughts."""
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+_ParseCalls: TypeAlias = Callable[[str, Tools], tuple[str | None, tuple[ToolCall, ...]]]
+_ParseThoughts: TypeAlias = Callable[[str, str], tuple[str | None, str | None]]
+"""Text and prompt in; thoughts and the rest out."""
+
+
+class AnswerParser:
+    """The parser of one model's answers.
+
+    Args:
+        calls, reasoning: names of parsers, ours, vLLM's, "template" (the tokenizer's own response template) or "none";
+            None: the one that the chat template shows; where it shows none, calls are JSON within <tool_call>.
+    Raises: UserError: a parser that is named needs vLLM, which is not installed or does not have it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, calls: str | None = None, reasoning: str | None = None) -> None:
+        own = getattr(tokenizer, "response_template", None) is not None
+        self.chat_template = template_of(tokenizer)
+        self._tokenizer = tokenizer
+        self._by_template = own and calls in (None, _TEMPLATE) and reasoning in (None, _TEMPLATE)
+        if not own and _TEMPLATE in (calls, reasoning):
+            raise UserError("parser 'template': the model's tokenizer has no response_template; name another parser")
+        self._calls_name = calls or _shown(_CALLS_BY_MARK, self.chat_template) or "hermes"
+        self._thoughts_name = reasoning or _shown(_THOUGHTS_BY_MARK, self.chat_template) or "none"
+        # What a configuration names is made at once, so that a mistake is told before any rollout.
+        self._calls = self._calls_parser() if calls not in (None, _TEMPLATE) else None
+        self._thoughts = self._thoughts_parser() if reasoning not in (None, _TEMPLATE) else None
+
+    def parse(self, text: str, tokens: Sequence[int], prompt: str, tools: Tools | None) -> ParsedAnswer:
+        """The parts of an answer.
+
+        Args: text: the tokens' text, special ones left out, which is what answers to no stop; prompt: as rendered;
+            tools: those that may be called; None: calls stay text.
+        Raises: UserError: the model's format needs a parser of vLLM, which is not installed.
+        """
+        if self._by_template:
+            parsed = cast(Any, self._tokenizer).parse_response(list(tokens), prefix=prompt, tools=list(tools or ()))
+            calls = tuple(
+                ToolCall(call["function"]["name"], call["function"].get("arguments", {}))
+                for call in (parsed.get("tool_calls") or ())
+            )
+            if not calls or tools is not None:
+                thoughts = parsed.get("reasoning_content") or parsed.get("reasoning") or parsed.get("thinking")
+                return ParsedAnswer(parsed.get("content"), thoughts, calls)
+        self._thoughts = self._thoughts or self._thoughts_parser()
+        thoughts, content = self._thoughts(text, prompt)
+        if tools is None or content is None:
+            return ParsedAnswer(content, thoughts, ())
+        self._calls = self._calls or self._calls_parser()
+        content, calls = self._calls(content, tools)
+        return ParsedAnswer(content, thoughts, calls)
+
+    def _calls_parser(self) -> _ParseCalls:
+        name = self._calls_name
+        if name == "none":
+            return lambda text, tools: (text, ())
+        if name == "hermes":
+            return _hermes_calls
+        _need_vllm("tool_call_parser", name)
+        # Late: it takes seconds, and is installed where it is needed.
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        kind = _of_vllm("tool_call_parser", name, ToolParserManager.get_tool_parser)
+
+        def parse(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, ...]]:
+            request = ChatCompletionRequest(messages=[], model="policy", tools=list(tools))
+            found = kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            return found.content, tuple(
+                ToolCall(each.function.name, _loaded(each.function.arguments)) for each in found.tool_calls
+            )
+
+        return parse
+
+    def _thoughts_parser(self) -> _ParseThoughts:
+        name = self._thoughts_name
+        if name == "none":
+            return lambda text, prompt: (None, text)
+        if name in _OWN_THOUGHTS:
+            return _before_think_ends
+        _need_vllm("reasoning_parser", name)
+        # Late: as above.
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.reasoning import ReasoningParserManager
+
+        kind = _of_vllm("reasoning_parser", name, ReasoningParserManager.get_reasoning_parser)
+        parser = kind(self._tokenizer)
+
+        def parse(text: str, prompt: str) -> tuple[str | None, str | None]:
+            found: tuple[str | None, str | None] = parser.extract_reasoning(
+                text, ChatCompletionRequest(messages=[], model="policy")
+            )
+            return found
+
+        return parse
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls a response makes, written <tool_call>{"name": ..., "arguments": {...}}</tool_call> as Qwen and Hermes
+    models are taught; what is no such JSON is no call.
+    """
+    calls: list[ToolCall] = []
+    for match in _TOOL_CALL.finditer(text):
+        with contextlib.suppress(ValueError):
+            call = json.loads(match[1])
+            if isinstance(call.get("name"), str):  # the pattern begins with a brace, so it is an object
+                calls.append(ToolCall(call["name"], call.get("arguments", {})))
+    return calls
+
+
+def template_of(tokenizer: Tokenizer | None) -> str | None:
+    """The chat template's source; None: the tokenizer has no such text."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # by name: chats with tools may have one of their own
+        template = "\n".join(map(str, template.values()))
+    return template if isinstance(template, str) else None
+
+
+def _hermes_calls(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, ...]]:
+    calls = tuple(parse_tool_calls(text))
+    return (_TOOL_CALL.sub("", text).strip() or None, calls) if calls else (text, ())
+
+
+def _before_think_ends(text: str, prompt: str) -> tuple[str | None, str | None]:
+    thoughts, end, rest = text.partition("</think>")
+    opened = text.lstrip().startswith("<think>")
+    if not end and not opened and not prompt.rstrip().endswith("<think>"):
+        return None, text
+    # Cut off within its thoughts, an answer is nothing else.
+    return thoughts.replace("<think>", "", opened).strip(), rest.lstrip("\n") if end else None
+
+
+def _shown(marks: Mapping[str, str], template: str | None) -> str | None:
+    return next((name for mark, name in marks.items() if mark in (template or "")), None)
+
+
+def _need_vllm(key: str, name: str) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"explorer.rollout_model.{key}: the model's answers need vLLM's parser {name!r}, and it is not installed: "
+            "pip install 'rftdask[vllm]', or name a parser that comes with rftdask: "
+            + ("hermes, none" if key == "tool_call_parser" else f"{', '.join(_OWN_THOUGHTS)}, none")
+        )
+
+
+def _of_vllm(key: str, name: str, find: Callable[[str], Any]) -> Any:
+    try:
+        return find(name)
+    except (KeyError, ImportError) as error:
+        raise UserError(f"explorer.rollout_model.{key}: the installed vLLM has no parser {name!r}: {error}") from error
+
+
+def _loaded(arguments: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(arguments or "{}")
+    return arguments

@@ -1,0 +1,98 @@
+"""Promises of answer parsers: the one that a model's chat template shows, or the one that is named; calls, thoughts and
+content apart; what needs vLLM says so by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+import pytest
+
+from rftdask.config import load_config
+from rftdask.errors import ConfigError, UserError
+from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, ToolCall
+from tests.unit.config.config_cases import grpo
+from tests.unit.rollouts.rollout_cases import CharTokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+ADD = ToolCall("add", {"x": 1})
+without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+
+
+def parse(text: str, template: str | None = None, prompt: str = "", tools: Any = TOOLS, **names: str) -> ParsedAnswer:
+    tokenizer = CharTokenizer()
+    if template is not None:
+        tokenizer.chat_template = template  # type: ignore[attr-defined]
+    return AnswerParser(tokenizer, **names).parse(text, [*map(ord, text)], prompt, tools)
+
+
+def test_calls_are_json_within_tags_where_nothing_else_is_shown() -> None:
+    assert parse(f"so {CALL}") == ParsedAnswer("so", None, (ADD,))
+    assert parse(CALL) == ParsedAnswer(None, None, (ADD,))
+    assert parse("<tool_call>{broken}</tool_call>") == ParsedAnswer("<tool_call>{broken}</tool_call>", None, ())
+    assert parse(CALL, tools=None) == parse(CALL, calls="none") == ParsedAnswer(CALL, None, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "parsed"),
+    [
+        ("<think>\nhm\n</think>\n\n4", "", ("4", "hm")),
+        ("hm</think>4", "<think>\n", ("4", "hm")),
+        ("cut of", "<think>\n", (None, "cut of")),
+        ("<think>cut of", "", (None, "cut of")),
+        ("4", "<think>\n\n</think>\n\n", ("4", None)),
+        ("4", "", ("4", None)),
+        ("a</think>b</think>c", "<think>", ("b</think>c", "a")),
+    ],
+)
+def test_thoughts_end_where_the_template_says(text: str, prompt: str, parsed: tuple[str | None, str | None]) -> None:
+    assert parse(text, "... </think> ...", prompt)[:2] == parsed
+    assert parse(text, None, prompt, reasoning="qwen3")[:2] == parsed
+    assert parse(text, "... </think> ...", prompt, reasoning="none")[:2] == (text, None)
+
+
+def test_calls_within_thoughts_are_none() -> None:
+    assert parse(f"<think>{CALL}</think>4", "</think>").calls == ()
+    assert parse(f"<think>hm</think>{CALL}", "</think> <tool_call>") == ParsedAnswer(None, "hm", (ADD,))
+
+
+class WithTemplate(CharTokenizer):
+    """A tokenizer that knows how its model answers."""
+
+    response_template: ClassVar = {"kind": "own"}
+
+    def parse_response(self, response: list[int], prefix: str, tools: Any) -> dict[str, Any]:
+        call = {"function": {"name": "add", "arguments": {"x": len(response)}}}
+        return {"content": prefix, "thinking": "hm", "tool_calls": [call]}
+
+
+def test_a_tokenizer_that_says_how_its_model_answers_is_asked() -> None:
+    parsed = AnswerParser(WithTemplate()).parse("abc", [1, 2, 3], "p", TOOLS)
+    assert parsed == ParsedAnswer("p", "hm", (ToolCall("add", {"x": 3}),))
+    assert AnswerParser(WithTemplate(), "hermes").parse(CALL, [1], "p", TOOLS).calls == (ADD,)
+    with pytest.raises(UserError, match="no response_template"):
+        AnswerParser(CharTokenizer(), "template")
+
+
+@without_vllm
+def test_a_format_that_only_vllm_reads_is_refused_by_name() -> None:
+    # What a configuration names is told at once, what a template shows when an answer is to be read.
+    with pytest.raises(UserError, match=r"vLLM's parser 'mistral'.*hermes, none"):
+        AnswerParser(CharTokenizer(), "mistral")
+    with pytest.raises(UserError, match=r"reasoning_parser.*'glm45'"):
+        AnswerParser(CharTokenizer(), reasoning="glm45")
+    with pytest.raises(UserError, match=r"vLLM's parser 'qwen3_coder'"):
+        parse("<function=add>", "<tool_call>\n<function=")
+    assert parse("no tools, no calls", "<function=", tools=None).content == "no tools, no calls"
+
+
+def test_a_parser_that_does_not_exist_is_told_with_the_nearest() -> None:
+    for key, wrong, nearest in (
+        ("tool_call_parser", "hermess", "hermes"),
+        ("tool_call_parser", "qwen3-coder", "qwen3_coder"),
+        ("reasoning_parser", "deepseek-r1", "deepseek_r1"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}.*did you mean .*{nearest}"):
+            load_config(grpo(explorer={"rollout_model": {key: wrong}}))

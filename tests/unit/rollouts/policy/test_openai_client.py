@@ -1,0 +1,430 @@
+"""Promises of `model.openai_client()`, kept to the real package openai: every answer is the tokens that were sampled,
+and recorded so; what a request asks for is done, or refused with a 400 that names the parameter; a stream tells what
+the whole answer does; keys are of one attempt; who goes away takes the request along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from rftdask.buffer.log.schema import Experience
+from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
+from rftdask.rollouts.policy.openai_api import read_request
+from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.workflows.base import PolicyModel
+from rftdask.rollouts.workflows.registry import workflow
+from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, replies, task
+
+ASKED: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+WRITTEN = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
+TWO_CALLS = WRITTEN + '<tool_call>{"name":"add","arguments":{"x":2}}</tool_call>'
+_numbers = iter(range(1_000_000))
+
+
+def rows(
+    agent: Callable[[AsyncOpenAI], Awaitable[Any]],
+    engine: GenerateBatch,
+    tokenizer: Any = None,
+    batch: Any = None,
+) -> list[Experience]:
+    """The rows of a rollout whose workflow is `agent`, given its client; all of them ended well."""
+    name = f"openai_{next(_numbers)}"
+
+    async def run(task: Task, model: PolicyModel) -> float:
+        await agent(model.openai_client())
+        return 1.0
+
+    workflow(name, in_process=True)(run)
+    policy = TextEngine(engine, tokenizer or CharTokenizer())
+    sampling = SamplingParams(max_tokens=200)
+    found = outcome([task(0, name)], policy, batch or {}, max_retry_times=0, sampling=sampling).experiences
+    assert {row.error for row in found} == {""}, found[0].error
+    return found
+
+
+def sampled(row: Experience) -> str:
+    """What the policy wrote in a row, without end tokens."""
+    return "".join(chr(token) for token in row.tokens[row.prompt_length :] if token)
+
+
+def test_an_answer_is_what_was_sampled_and_is_recorded_so() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(model="any", messages=ASKED, temperature=0.5, logprobs=True)
+        [choice] = answer.choices
+        assert (choice.message.content, choice.finish_reason, answer.model) == ("4!", "stop", "any")
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [(each.token, each.logprob) for each in choice.logprobs.content] == [
+            ("4", -0.5),
+            ("!", -0.5),
+            ("<end>", -0.5),
+        ]
+        assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (19, 3)
+
+    [row] = rows(agent, replies("4!"))
+    assert (row.prompt_text, sampled(row), row.temperature) == ("<user>hi<assistant>", "4!", 0.5)
+    assert list(row.rollout_logprobs) == [-0.5] * 3
+
+
+def test_a_stream_tells_what_the_whole_answer_does() -> None:
+    long = "an answer of more than one piece, " + WRITTEN
+
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        options = {"model": "p", "messages": ASKED, "tools": TOOLS}
+        whole = (await create(**options)).choices[0]
+        chunks = [each async for each in await create(**options, stream=True, stream_options={"include_usage": True})]
+        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+        assert "".join(delta.content or "" for delta in deltas) == whole.message.content
+        [call] = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert call.function.arguments == whole.message.tool_calls[0].function.arguments
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+        assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+        assert chunks[-1].usage.completion_tokens == len(long) + 1 and not chunks[-1].choices
+
+    assert len(rows(agent, replies(long))) == 2
+
+
+def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        messages = list(ASKED)
+        for _ in range(3):
+            message = (await create(model="p", messages=messages, tools=TOOLS)).choices[0].message
+            [call] = message.tool_calls
+            assert (message.content, call.function.name, json.loads(call.function.arguments)) == (
+                "so:",
+                "add",
+                {"x": 1},
+            )
+            # As agents give it back: the object, or plain data that came over JSON.
+            back = message if len(messages) == 1 else json.loads(message.model_dump_json())
+            messages += [back, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        assert (
+            len(
+                {
+                    message["tool_call_id"]
+                    for message in messages
+                    if isinstance(message, dict)
+                    if "tool_call_id" in message
+                }
+            )
+            == 3
+        )
+
+    [row] = rows(agent, replies(WRITTEN))
+    assert len(row.turns or ()) == 3
+    assert row.response_text == f"{WRITTEN}<tool>2<assistant>{WRITTEN}<tool>2<assistant>{WRITTEN}"
+
+
+def test_calls_are_told_apart_as_the_request_says() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        for options, num_calls in [({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)]:
+            choice = (await create(model="p", messages=ASKED, tools=TOOLS, **options)).choices[0]
+            assert len(choice.message.tool_calls or ()) == num_calls
+            assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
+        assert choice.message.content == TWO_CALLS
+
+    found = rows(agent, replies(TWO_CALLS))
+    assert {row.prompt_text for row in found} == {"[add]<user>hi<assistant>"}
+    assert [sampled(row) for row in found] == [TWO_CALLS] * 3
+
+
+def test_stop_ends_an_answer_at_the_token_that_completes_it() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        choice = (await create(model="p", messages=ASKED, stop=["zz", "wo", "orl"])).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("hello ", "stop")
+        choice = (await create(model="p", messages=[*ASKED, *ASKED], stop="never")).choices[0]
+        assert choice.message.content == "hello world"
+
+    cut, whole = rows(agent, replies("hello world"))
+    # What completed it was sampled, and is trained; nothing beyond it is.
+    assert (sampled(cut), sampled(whole)) == ("hello wo", "hello world")
+    assert len(cut.rollout_logprobs) == len("hello wo") and cut.status == "ok"
+
+
+def by_seed(requests: list[GenerateRequest]) -> list[Generation]:
+    return [generation(str(request.seed), request) for request in requests]
+
+
+async def seeded(requests: list[GenerateRequest]) -> list[Generation]:
+    return by_seed(requests)
+
+
+def test_n_answers_differ_and_a_seed_repeats_them_within_a_rollout() -> None:
+    texts: list[list[str]] = []
+
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+
+        async def ask(**options: Any) -> list[str]:
+            return [choice.message.content for choice in (await create(model="p", messages=ASKED, **options)).choices]
+
+        free, first, again, other = (
+            await ask(n=3),
+            await ask(n=2, seed=5),
+            await ask(n=2, seed=5),
+            await ask(n=2, seed=6),
+        )
+        assert first == again != other
+        assert len({*free, *first, *other}) == 7
+        texts.append(first)
+
+    found = rows(agent, seeded, batch={"repeat_times": 2})
+    # Siblings are to differ, whatever seed their agents have.
+    assert texts[0] != texts[1] and len(found) == 18
+    assert [row.metrics.get("branches/forked", 0.0) for row in found[:9]] == [0.0] + [1.0] * 8
+
+
+def test_completions_continue_texts() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.completions.create
+        answer = await create(model="p", prompt=["one", "two"], n=2, max_tokens=3, logprobs=0)
+        assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
+            (index, "hel", "length") for index in range(4)
+        ]
+        assert answer.choices[0].logprobs.tokens == ["h", "e", "l"] and answer.usage.prompt_tokens == 6
+        text = "".join([chunk.choices[0].text async for chunk in await create(model="p", prompt="x", stream=True)])
+        assert text == "hello"
+
+    found = rows(agent, replies("hello"))
+    assert [row.prompt_text for row in found] == ["one", "one", "two", "two", "x"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"seed": "x"}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [{"content": "no role"}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+    ({"extra_body": {"temprature": 1}}, "temprature"),
+]
+
+
+def test_what_cannot_be_done_is_refused_by_name_and_costs_no_call() -> None:
+    calls: list[list[GenerateRequest]] = []
+
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        for options, param in REFUSED:
+            with pytest.raises(openai.BadRequestError) as error:
+                await create(**{"model": "p", "messages": ASKED, **options})
+            assert error.value.param == param and param in error.value.message, options
+        assert "did you mean temperature" in error.value.message
+        for path in ("responses", "embeddings"):
+            with pytest.raises(openai.BadRequestError, match=f"there is no {path}"):
+                await client.post(f"/{path}", cast_to=object, body={"input": "x"})
+        assert not calls
+        await create(model="p", messages=ASKED)
+
+    rows(agent, replies("4", calls))
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        nothing = {"user": "u", "metadata": {}, "store": False, "parallel_tool_calls": True, "logit_bias": {}}
+        await create(
+            model="p",
+            messages=[
+                {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}
+            ],
+            response_format={"type": "text"},
+            frequency_penalty=0.0,
+            stop=None,
+            extra_body={"session_id": "s", "min_tokens": 1},
+            **nothing,
+        )
+
+    [row] = rows(agent, replies("4"))
+    assert row.prompt_text == "<system>be brief<assistant>"
+
+
+class Templated(CharTokenizer):
+    """Its template reads enable_thinking, and neither tools nor anything else; thoughts end with </think>."""
+
+    chat_template = "{{ messages }} {{ enable_thinking }} </think>"
+
+
+def test_a_template_is_given_what_it_reads_and_nothing_else() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        for body in ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}):
+            await create(model="p", messages=ASKED, extra_body=body)
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"extra_body": {"chat_template_kwargs": {"style": "terse"}}}, "chat_template_kwargs.style"),
+            ({"reasoning_effort": "low"}, "reasoning_effort"),
+            ({"tools": TOOLS}, "tools"),
+        ]
+        for options, param in refused:
+            with pytest.raises(openai.BadRequestError, match="template does not") as error:
+                await create(model="p", messages=ASKED, **options)
+            assert error.value.param == param
+
+    found = rows(agent, replies("4"), Templated())
+    assert {row.prompt_text for row in found} == {"{enable_thinking=False}<user>hi<assistant>"}
+
+
+def test_thoughts_are_told_apart_and_stay_in_the_conversation() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        message = (await create(model="p", messages=ASKED)).choices[0].message
+        assert (message.content, message.reasoning, message.reasoning_content) == ("4", "hm", "hm")
+        # An agent that knows no thoughts gives back the content alone.
+        back = {"role": "assistant", "content": message.content}
+        await create(model="p", messages=[*ASKED, back, {"role": "user", "content": "and?"}])
+        streamed = await create(model="p", messages=ASKED, stream=True)
+        told = [chunk.choices[0].delta async for chunk in streamed]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in told) == "hm"
+
+    whole, _ = rows(agent, replies("<think>hm</think>\n4"), Templated())
+    assert [turn.source for turn in whole.turns or ()] == ["user", "user"]
+
+
+def test_a_key_is_of_one_attempt_and_nobody_else_is_answered() -> None:
+    clients: list[AsyncOpenAI] = []
+
+    async def agent(client: AsyncOpenAI) -> None:
+        clients.append(client)
+        assert client.base_url.host == "127.0.0.1"
+        listed = await client.models.list()
+        assert [model.id for model in listed.data] == ["policy"]
+        for header in ("Bearer wrong", f"Basic {client.api_key}", client.api_key):
+            stranger = client.copy(default_headers={"Authorization": header})
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.chat.completions.create(model="p", messages=ASKED)
+        await client.chat.completions.create(model="p", messages=ASKED)
+
+    rows(agent, replies("4"), batch={"repeat_times": 2})
+    assert clients[0].api_key != clients[1].api_key and all(client.is_closed() for client in clients)
+
+
+def test_another_program_asks_by_address_and_key() -> None:
+    code = (
+        "import json, os, urllib.request as u\n"
+        "body = json.dumps({'model': 'p', 'messages': [{'role': 'user', 'content': 'from outside'}]}).encode()\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "print(u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + 'chat/completions', body, key)).read().decode())\n"
+    )
+
+    async def agent(client: AsyncOpenAI) -> None:
+        env = {**os.environ, "OPENAI_BASE_URL": str(client.base_url), "OPENAI_API_KEY": client.api_key}
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=env, stdout=subprocess.PIPE)
+        output, _ = await child.communicate()
+        assert json.loads(output)["choices"][0]["message"]["content"] == "4"
+
+    [row] = rows(agent, replies("4"))
+    assert row.prompt_text == "<user>from outside<assistant>"
+
+
+def test_who_goes_away_takes_the_request_along_and_another_goes_on_from_there() -> None:
+    answered = 0
+
+    async def slow(requests: list[GenerateRequest]) -> list[Generation]:
+        nonlocal answered
+        if "slow" in prompt_of(requests[0]):
+            await asyncio.sleep(0.3)
+        answered += len(requests)
+        return [generation("4", request) for request in requests]
+
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        first = (await create(model="p", messages=ASKED)).choices[0].message
+        more = [*ASKED, first, {"role": "user", "content": "slow"}]
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.05, max_retries=0).chat.completions.create(model="p", messages=more)
+        await asyncio.sleep(0.1)
+        await create(model="p", messages=more)
+
+    [row] = rows(agent, slow)
+    assert [turn.number for turn in row.turns or ()] == [0, 1], "what was called off is no turn of the row"
+
+
+def test_an_error_of_the_engine_is_not_tried_again_by_the_client() -> None:
+    class Broken(Exception):
+        pass
+
+    asked = 0
+
+    async def broken(requests: list[GenerateRequest]) -> list[Generation]:
+        nonlocal asked
+        asked += 1
+        raise Broken("out of memory")
+
+    async def agent(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            await client.chat.completions.create(model="p", messages=ASKED)
+
+    with pytest.raises(Broken):
+        rows(agent, broken)
+    assert asked == 1
+
+
+def test_token_ids_are_told_where_they_are_asked_for() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        answer: Any = await client.chat.completions.create(
+            model="p", messages=ASKED, extra_body={"return_token_ids": True}
+        )
+        assert answer.prompt_token_ids == [*map(ord, "<user>hi<assistant>")]
+        assert answer.choices[0].token_ids == [ord("4"), 0]
+
+    rows(agent, replies("4"))
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        def post(data: bytes) -> Any:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(urllib.request.Request(f"{client.base_url}chat/completions", data, headers))
+            with error.value as response:
+                return response.code, json.loads(response.read())["error"]["type"]
+
+        for data in (b"{", b"[]", b'"x"'):
+            assert await asyncio.to_thread(post, data) == (400, "invalid_request_error")
+        await client.chat.completions.create(model="p", messages=ASKED)
+
+    rows(agent, replies("4"))
+
+
+def test_arguments_of_calls_reach_templates_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *ASKED]
+    asked = read_request("chat/completions", {"messages": messages}, None)
+    assert (
+        asked.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1} and asked.messages[0]["content"] == ""
+    )
