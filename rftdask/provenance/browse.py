@@ -228,7 +228,7 @@ class Browser:
         """
         table = self._experiences
         frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
-        turns = table["turns"].to_pylist()
+        frame["turns"] = turns = table["turns"].to_pylist()
         frame["response_length"] = [
             length if told is None else sum(turn["end"] - turn["start"] for turn in told)
             for length, told in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -176,7 +177,7 @@ class Distribution:
     counts: Sequence[Sequence[int]]
     """[columns][bins] answers."""
 
-    @property
+    @cached_property
     def shares(self) -> list[list[float]]:
         """[columns][bins], each column summing to 1."""
         return [[count / max(1, sum(column)) for count in column] for column in self.counts]
@@ -199,7 +200,7 @@ def distribution(
         edges = np.linspace(different[0], different[-1], MOST_BINS + 1)
         if np.all(different == np.round(different)) and different[-1] - different[0] > MOST_BINS:
             edges = np.unique(np.round(edges))
-        names = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges)]
+        names = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
         edges[-1] = np.inf  # the largest belongs to the last bin
     place = np.searchsorted([last for _, last in columns], steps)
     counts = np.zeros((len(columns), len(names)), dtype=int)

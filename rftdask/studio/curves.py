@@ -146,13 +146,21 @@ def _values(column: pd.Series[Any]) -> list[float | None]:
 
 
 def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:
-    """Key -> value of each config, of the keys whose values differ, in the order of the configuration. What names a
-    run, and where it runs, is left out; None where a config has no such key.
+    """Key -> value of each config, of the keys whose values differ, in the order of the configuration; None where a
+    config has no such key. Left out is what names a run and says where it is, and what repeats another key: the seed of
+    a selector is the run's where nobody says otherwise.
     """
     trees = [_flat(plain(config)) for config in configs]
     keys = dict.fromkeys(key for tree in trees for key in tree if key.partition(".")[0] not in _IDENTITY)
-    table = {key: [tree.get(key) for tree in trees] for key in keys}
-    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+    found: dict[str, list[Any]] = {}
+    told = set[tuple[str, str]]()
+    for key in keys:
+        values = [tree.get(key) for tree in trees]
+        what = key.rpartition(".")[2], repr(values)
+        if any(value != values[0] for value in values) and what not in told:
+            told.add(what)
+            found[key] = values
+    return found
 
 
 def _flat(tree: Any, key: str = "") -> dict[str, Any]:

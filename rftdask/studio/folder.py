@@ -121,7 +121,18 @@ class Folder:
 
     def line(self, name: str) -> RunLine:
         """What there is to say of a run in one line. Raises: DataError: there is no such run."""
-        return self._keep(("line", name), lambda: read_line(name, self.url_of(name), self.stages(name)))
+        url = self.url_of(name)
+
+        def read() -> RunLine:
+            _, before = self._kept.get(("line", name), (0.0, None))
+            line = read_line(name, url, self.stages(name))
+            if before is not None and before.is_alive and not line.is_alive:
+                # It has ended since: what was read while it lived may lack its last numbers.
+                self._kept.pop(("stages", name), None)
+                line = read_line(name, url, self.stages(name))
+            return line
+
+        return self._keep(("line", name), read)
 
     def lines(self) -> list[RunLine]:
         """Of all runs, those that run first, then the newest first. One that cannot be read says so."""
@@ -233,5 +244,6 @@ def read_line(name: str, url: str, stages: list[Stage]) -> RunLine:
 def _total_of(stage: Stage) -> int | None:
     # Its dataset may be elsewhere, or nowhere any more.
     with contextlib.suppress(RftError, OSError, ValueError):
-        return make_plan(stage.config).stages[0].train_steps
-    return None
+        if (steps := make_plan(stage.config).stages[0].train_steps) is not None:
+            return steps
+    return stage.config.trainer.total_steps

@@ -35,6 +35,8 @@ from rftdask.errors import DataError, RftError, UserError
 from rftdask.provenance.browse import LEVELS, SORTS, Filter
 from rftdask.provenance.sql import OVERVIEW, query
 from rftdask.provenance.tables import TABLES
+from rftdask.run.run_folder import read_run
+from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.studio.answers import TASK_ORDERS, distribution, groups_of, task_table
 from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings
@@ -176,12 +178,13 @@ class Studio:
     def curves(self, request: Request) -> Response:
         """The numbers of the runs that a page draws."""
         names = self._several(request)
+        lines = [self.folder.line(name) for name in names]  # first: of one that has ended the stages are read again
         stages = {name: self.folder.stages(name) for name in names}
         differing = differing_settings([self.folder.config(name) for name in names])
         arms = arms_of(names, differing)
         runs = [
-            {"run": n, "arm": arm, "state": self.folder.line(n).state, "stages": curves_of(stages[n])}
-            for n, arm in zip(names, arms, strict=True)
+            {"run": line.name, "arm": arm, "state": line.state, "stages": curves_of(stages[line.name])}
+            for line, arm in zip(lines, arms, strict=True)
         ]
         return JSONResponse({"charts": charts_of([s for own in stages.values() for s in own]), "runs": runs})
 
@@ -427,10 +430,16 @@ class StudioServer:
 
 
 def serve(url: str | Path, port: int, *, page: str = "/", open_browser: bool, say: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises: UserError: the port is taken; DataError: there is no run at or below `url`."""
+    """Serve until Ctrl-C. page: to open first; any but the list is one of a run, which `url` then must be.
+
+    Raises: UserError: the port is taken; DataError: there is nothing at `url`, or no run where it must be one.
+    """
+    storage = open_storage(url)
+    if page != "/":
+        read_run(storage)
+    elif not storage.list():
+        raise DataError(f"{storage.url} is empty, or not there; give the folder that runs are below")
     with StudioServer(url, port) as server:
-        if not server.folder.runs():
-            raise DataError(f"{server.folder.url} has no run: no folder at or below it has a run.json")
         address = server.address(page)
         say(f"{address}  (Ctrl-C ends it)")
         if open_browser:

@@ -126,9 +126,11 @@ class Chromium:
         return result["result"].get("value")
 
     def wait_for(self, condition: str, deadline_s: float = DEADLINE_S) -> None:
-        """Until it is true on the page."""
+        """Until it is true on the page; while a page goes and the next one comes nothing is."""
         deadline = time.monotonic() + deadline_s
-        while not self.evaluate(f"Boolean({condition})"):
+        # Not yet there is not yet true.
+        asked = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        while not self.evaluate(asked):
             assert time.monotonic() < deadline, f"never true: {condition}; errors: {self.errors}"
             self._loop.run_until_complete(asyncio.sleep(0.05))
 

@@ -44,7 +44,7 @@ function filterRuns() {
   const rows = [...document.querySelectorAll("#runs tbody tr")];
   for (const row of rows) row.classList.toggle("hide", !words.every((word) => row.textContent.toLowerCase().includes(word)));
   const shown = rows.filter((row) => !row.classList.contains("hide")).length;
-  document.getElementById("count").textContent = shown === rows.length ? `${shown} runs` : `${shown} of ${rows.length} runs`;
+  document.getElementById("count").textContent = (shown === rows.length ? "" : `${shown} of `) + `${rows.length} run${rows.length === 1 ? "" : "s"}`;
   document.getElementById("compare").disabled = document.querySelectorAll("#runs input:checked").length < 2;
 }
 
@@ -244,6 +244,7 @@ class Curves {
     }
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
     if (!data[0].length) return;
+    const last = data[0].length - 1;
     const text = color("--dim"), grid = { stroke: tint(color("--grid"), 0.7), width: 1 };
     const ticks = { stroke: text, font: "11px system-ui, sans-serif", grid, ticks: { show: false }, gap: 4 };
     const options = {
@@ -256,9 +257,13 @@ class Curves {
       ],
       cursor: { points: { size: 7 }, drag: { x: true, y: false } },
       legend: { live: true },
+      // Where nobody points, the newest numbers.
+      hooks: { setCursor: [(plot) => { if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: last }); }] },
     };
     host.classList.toggle("lone", series.length === 2);
-    this.plots.push(new uPlot(options, data, host));
+    const plot = new uPlot(options, data, host);
+    plot.setLegend({ idx: last });
+    this.plots.push(plot);
   }
 }
 
@@ -277,12 +282,13 @@ addEventListener("DOMContentLoaded", () => {
   every(LIVE_MS, async () => { if (filter || isLive()) await renew(); });
   const host = document.getElementById("charts");
   if (host) {
-    const curves = new Curves(host), told = document.getElementById("fresh");
+    const curves = (window.curves = new Curves(host)), told = document.getElementById("fresh");
     const load = async () => {
       await curves.load();
       told.textContent = isLive() ? "renewed every 5 s" : "";
     };
     load().catch((error) => { host.textContent = `The curves could not be read: ${error.message}`; });
-    every(LIVE_MS, async () => { if (isLive()) await load(); });
+    let wasLive = false; // once more after the end, for the last numbers
+    every(LIVE_MS, async () => { if (isLive() || wasLive) { wasLive = isLive(); await load(); } });
   }
 });

@@ -239,6 +239,9 @@ def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
         serve(case.url, server.port, open_browser=False, say=print)
 
 
-def test_a_folder_without_runs_is_said(tmp_path):
-    with pytest.raises(DataError, match="has no run"):
-        serve(tmp_path, 0, open_browser=False, say=print)
+def test_a_folder_that_is_not_there_and_a_run_that_is_none_are_said(tmp_path):
+    with pytest.raises(DataError, match="is empty, or not there"):
+        serve(tmp_path / "nope", 0, open_browser=False, say=print)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is not a run folder"):
+        serve(tmp_path, 0, page="/experiences", open_browser=False, say=print)

@@ -1,0 +1,96 @@
+"""Curves of runs. Promises: numbers are those that a role wrote, or means of neighbors; stages keep their own steps;
+runs that differ in their seed alone are one arm.
+"""
+
+import itertools
+import math
+
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.run.view import Stage
+from rftdask.storage import open_storage
+from rftdask.studio.curves import MOST_POINTS, arms_of, charts_of, curves_of, differing_settings
+from tests.unit.provenance.lineage_cases import make_config
+
+_numbers = itertools.count()
+
+
+def make_stage(name: str, began_s: float, num_steps: int, **metrics: float) -> Stage:
+    storage = open_storage(f"memory://curves-{next(_numbers)}")
+    times = itertools.count()
+    with MetricsWriter(storage, "trainer", clock=lambda: began_s + next(times)) as trainer:
+        for step in range(1, num_steps + 1):
+            trainer.write(step, {"num_tokens": 10.0, "loss": 1.0 / step, **metrics})
+    return Stage(make_config("runs", name=name), storage)
+
+
+def test_a_stage_has_its_own_steps_and_time_and_tokens_go_on():
+    first, second = curves_of([make_stage("a", 100.0, 2), make_stage("b", 200.0, 2)])
+    assert (first["stage"], second["stage"]) == ("a", "b")
+    assert first["x"]["trainer"] == {
+        "step": [1, 2],
+        "time": [0.0, first["x"]["trainer"]["time"][1]],
+        "tokens": [10, 20],
+    }
+    assert second["x"]["trainer"]["step"] == [1, 2] and second["x"]["trainer"]["tokens"] == [30, 40]
+    assert second["x"]["trainer"]["time"][0] == 100.0
+    assert first["y"]["trainer.loss"] == {"trainer": [1.0, 0.5]}
+
+
+def test_what_is_no_number_is_a_gap():
+    (stage,) = curves_of([make_stage("a", 0.0, 2, reward=math.nan, grad_norm=math.inf)])
+    assert "trainer.reward" not in stage["y"]
+    stage_with_some = make_stage("b", 0.0, 1, reward=1.0)
+    with MetricsWriter(stage_with_some.storage, "trainer", clock=lambda: 50.0) as trainer:
+        trainer.write(2, {"loss": 0.1})
+    (stage,) = curves_of([stage_with_some])
+    assert stage["y"]["trainer.reward"] == {"trainer": [1.0, None]}
+
+
+def test_a_long_curve_is_the_means_of_neighbors():
+    (stage,) = curves_of([make_stage("a", 0.0, 2 * MOST_POINTS + 2)])
+    assert stage["mean_of"] == 3 and len(stage["y"]["trainer.loss"]["trainer"]) <= MOST_POINTS
+    assert stage["x"]["trainer"]["step"][:2] == [2.0, 5.0]
+    assert stage["y"]["trainer.loss"]["trainer"][0] == float(f"{(1 + 1 / 2 + 1 / 3) / 3:.6g}")
+
+
+def test_a_metric_of_two_roles_is_drawn_once_in_front_and_the_other_among_the_rest():
+    stage = make_stage("a", 0.0, 2, reward=0.5)
+    with MetricsWriter(stage.storage, "explorer") as explorer:
+        explorer.write(1, {"reward": 0.4, "own/metric": 1.0})
+    charts = {chart["key"]: chart for chart in charts_of([stage])}
+    assert charts["trainer.reward"]["section"] == "Does it learn?"
+    assert charts["explorer.reward"]["section"] == charts["explorer.own/metric"]["section"] == "Everything else"
+    assert charts["trainer.reward"]["direction"] == "higher is better"
+    assert "workflow" in charts["explorer.own/metric"]["formula"]
+
+
+def test_settings_that_differ_are_told_and_names_are_not():
+    one = make_config("runs", name="one", seed=1)
+    two = make_config("elsewhere", name="two", seed=2, algorithm={"repeat_times": 4})
+    assert differing_settings([one, two]) == {
+        "seed": [1, 2],
+        "algorithm.repeat_times": [2, 4],
+        "buffer.train_batch_size": [8, 16],  # which follows from it
+    }
+    assert differing_settings([one, one]) == {}
+
+
+def test_a_taskset_more_makes_no_difference_of_the_others():
+    def config(*names: str):
+        sets = [{"name": name, "path": f"{name}.jsonl"} for name in names]
+        return make_config("runs", buffer={"batch_size": 4, "explorer_input": {"tasksets": sets}})
+
+    found = differing_settings([config("b"), config("a", "b")])
+    assert found and all(".a." in key for key in found), found
+
+
+def test_seeds_of_one_setting_are_one_arm():
+    names = ["a", "b", "c", "d"]
+    differing = {"seed": [1, 2, 1, 2], "algorithm.optimizer.lr": [1e-3, 1e-3, 1e-4, 1e-4]}
+    assert arms_of(names, differing) == ["lr=0.001", "lr=0.001", "lr=0.0001", "lr=0.0001"]
+    assert arms_of(names[:2], {"seed": [1, 2]}) == ["all seeds", "all seeds"]
+    # Each by itself: there are no seeds to put together, or the same run stands there twice.
+    assert arms_of(names[:2], {"algorithm.optimizer.lr": [1e-3, 1e-4]}) == ["a", "b"]
+    assert arms_of(names[:2], {}) == ["a", "b"]
+    long = {"seed": [1, 2, 1, 2], "format": ["x" * 80, "x" * 80, "y" * 80, "y" * 80]}
+    assert arms_of(names, long) == ["like a", "like a", "like c", "like c"]

@@ -1,0 +1,128 @@
+"""The runs of a folder. Promises: every run below it is found, its stages are no runs of their own, and no name leads
+elsewhere; a run that cannot be read hides no other; what was read is kept a while, and the end of a run is not missed.
+"""
+
+import json
+import os
+import time
+
+import pytest
+
+from rftdask.errors import DataError
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.run.run_folder import END_FILE, Lease, note_end
+from rftdask.storage import open_storage
+from rftdask.studio.folder import HERE, Folder
+from tests.unit.provenance.lineage_cases import make_config, make_run
+
+
+def test_runs_are_found_at_any_depth_and_stages_are_none(tmp_path):
+    make_run(str(tmp_path))
+    make_run("", make_config(str(tmp_path), name="deep", group="g"))
+    stage = tmp_path / "p/run/stage"
+    stage.mkdir()
+    (stage / "run.json").write_text("{}")
+    (tmp_path / "a/b/c/d/e/f").mkdir(parents=True)
+    assert Folder(tmp_path).runs() == ["p/g/deep", "p/run"]
+    assert Folder(tmp_path / "p" / "run").runs() == [HERE]
+    assert Folder(tmp_path / "a").runs() == []
+
+
+@pytest.mark.parametrize("name", ["..", "p/../p/run", "/etc", "", "p", "p/run/", "p/run/../../.."])
+def test_a_name_that_is_no_run_is_opened_by_nobody(tmp_path, name):
+    make_run(str(tmp_path))
+    with pytest.raises(DataError, match="has no run"):
+        Folder(tmp_path).stages(name)
+
+
+def test_a_line_says_where_a_run_stands(tmp_path):
+    case = make_run(str(tmp_path))
+    line = Folder(tmp_path).line("p/run")
+    assert (line.state, line.step, line.total, line.algorithms) == ("killed", 2, None, ("grpo",))
+    assert (line.reward, line.first_accuracy, line.accuracy) == (pytest.approx(1 / 3), 0.1, 0.9)
+    assert line.seconds > 0 and line.last_sign_s > 1e9
+    note_end(case.storage, "failed", "RoleError: no memory")
+    line = Folder(tmp_path).line("p/run")
+    assert (line.state, line.why, line.progress) == ("failed", "RoleError: no memory", None)
+    note_end(case.storage, "finished", "")
+    line = Folder(tmp_path).line("p/run")
+    assert (line.state, line.step, line.total, line.progress) == ("finished", 2, 2, 1.0)
+
+
+def test_progress_is_of_the_steps_that_the_config_promises(tmp_path):
+    make_run("", make_config(str(tmp_path), trainer={"total_steps": 8}))
+    line = Folder(tmp_path).line("p/run")
+    assert (line.total, line.progress) == (8, 0.25)
+
+
+def test_a_run_that_somebody_works_on_comes_first(tmp_path):
+    make_run(str(tmp_path))
+    other = make_run("", make_config(str(tmp_path), name="other"))
+    make_run("", make_config(str(tmp_path), name="last"))
+    with Lease(other.storage, "trainer"):
+        lines = Folder(tmp_path).lines()
+    assert (lines[0].name, lines[0].state) == ("p/other", "running")
+    assert {line.state for line in lines[1:]} == {"killed"}
+
+
+def test_a_damaged_run_says_so_and_hides_no_other(tmp_path):
+    make_run(str(tmp_path))
+    bad = tmp_path / "p" / "bad"
+    bad.mkdir()
+    for damage in ("{", "[]", json.dumps({"config": {"mode": "nonsense"}}), "[" * 5000):
+        (bad / "run.json").write_text(damage)
+        lines = {line.name: line.state for line in Folder(tmp_path).lines()}
+        assert lines == {"p/bad": "not read", "p/run": "killed"}, damage
+
+
+def test_what_was_read_is_kept_for_a_while_and_no_longer(tmp_path, monkeypatch):
+    case = make_run(str(tmp_path))
+    folder = Folder(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert len(folder.stages("p/run")[0].rows("trainer")) == 2
+    with MetricsWriter(case.storage, "trainer") as trainer:
+        trainer.write(3, {"loss": 0.1})
+    now[0] += 1.9
+    assert len(folder.stages("p/run")[0].rows("trainer")) == 2
+    now[0] += 0.2
+    assert len(folder.stages("p/run")[0].rows("trainer")) == 3
+
+
+def test_the_last_numbers_of_a_run_are_there_when_it_has_ended(tmp_path, monkeypatch):
+    case = make_run(str(tmp_path))
+    folder = Folder(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Lease(case.storage, "trainer"):
+        assert folder.line("p/run").is_alive
+        now[0] += 2.5
+        folder.stages("p/run")  # a look of its own, just before the end
+    with MetricsWriter(case.storage, "trainer") as trainer:
+        trainer.write(3, {"loss": 0.1})
+    note_end(case.storage, "finished", "")
+    assert folder.line("p/run").step == 3
+    assert len(folder.stages("p/run")[0].rows("trainer")) == 3
+
+
+def test_looking_writes_nothing(tmp_path):
+    make_run(str(tmp_path))
+    before = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
+    folder = Folder(tmp_path)
+    folder.lines()
+    folder.browser("p/run")
+    folder.browser("p/run", evals=True)
+    assert {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert not open_storage(tmp_path / "p" / "run").exists(END_FILE)
+
+
+def test_few_tables_are_held_in_memory(tmp_path):
+    for number in range(3):
+        make_run("", make_config(str(tmp_path), name=f"run-{number}"))
+    folder = Folder(tmp_path)
+    first = folder.browser("p/run-0")
+    assert folder.browser("p/run-0") is first
+    for number in range(3):
+        folder.browser(f"p/run-{number}")
+        folder.browser(f"p/run-{number}", evals=True)
+    assert folder.browser("p/run-0") is not first
