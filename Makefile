@@ -55,7 +55,7 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30
 
 extras:
-	@$(MAKE) --no-print-directory install EXTRAS=dev,reasoning-gym,verifiers
+	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,reasoning-gym,verifiers
 	tests/conformance/install_peers.sh $(VENV)
 	$(BIN)/python -m pytest -m extras --durations=10
 

@@ -1,0 +1,65 @@
+"""The agent of tool_loop.py learns to use its tool, in about a minute on a laptop: makes a toy policy, then runs
+tool_loop.yaml.
+
+    python examples/agents/learn.py [KEY=VALUE]...
+
+The toy knows how to call the tool and how to read what it says (`sft.jsonl`), and guesses seven times in ten. The
+rewards alone teach it to call.
+"""
+
+import json
+import random
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from rftdask import Experiment
+from rftdask.models.toy import EOS, build_toy_model
+from rftdask.processes.nursery import call
+
+HERE = Path(__file__).parent
+LETTERS = "abcdefgh"
+CALL = '<tool_call>{"name": "look"}</tool_call>'
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}>{{ message.content }}="
+    f"{{% elif message.role == 'assistant' %}}{{{{ message.content }}}}{EOS}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+"""What the policy reads: [look]a: and, after a call of its own, >7= for what the tool said."""
+
+
+def make_toy(assets: Path) -> None:
+    """The model and its tasks, unless they are there."""
+    if (assets / "model" / "model.safetensors").exists():  # the last file that is written
+        return
+    draw = random.Random(0)
+    asked, shown = [], []
+    for letter in LETTERS:
+        prompt = f"[look]{letter}:"
+        shown += [{"prompt": prompt, "response": str(draw.randrange(10))} for _ in range(7)]
+        shown += [{"prompt": prompt, "response": CALL}] * 3
+        shown += [{"prompt": f"{prompt}{CALL}{EOS}>{n}=", "response": str(n)} for n in range(10)]
+        asked += [{"question": f"{letter}:", "answer": str(draw.randrange(10))} for _ in range(8)]
+    assets.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", asked), ("eval", asked[::2]), ("sft", shown)):
+        (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (assets / "template.jinja").write_text(CHAT_TEMPLATE)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4}
+    call(partial(build_toy_model, assets / "model", **sizes))  # in one of the run's processes, which have torch
+
+
+def main(overrides: list[str]) -> None:
+    began = time.monotonic()
+    experiment = Experiment.from_yaml(HERE / "tool_loop.yaml", f"explorer.plugin_dirs=[{HERE}]", *overrides)
+    experiment.prepare()
+    make_toy(Path(experiment.config.checkpoint_root_dir) / "tool_loop_toy")
+    summary = experiment.run()
+    before, after = summary.accuracy_before, summary.accuracy_after
+    print(f"tool loop: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {experiment.url}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

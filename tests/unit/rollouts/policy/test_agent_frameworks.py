@@ -1,0 +1,69 @@
+"""Promise: agents of LangGraph and of the OpenAI Agents SDK run on `model.openai_client()` as they are, tools included,
+and what they ask is recorded as one conversation.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+from tests.unit.rollouts.rollout_cases import prompt_of, replies
+
+pytestmark = [
+    pytest.mark.extras,
+    # Of packages whose code is not ours.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::ResourceWarning"),
+]
+CALL = '<tool_call>{"name":"add",  "arguments":{"x": 2, "y": 3}}</tool_call>'
+ENGINE = replies(lambda request: "it is 5" if "<tool>5" in prompt_of(request) else CALL)
+CONVERSATION = f"{CALL}<tool>5<assistant>it is 5"
+
+
+def add(x: int, y: int) -> int:
+    """The sum of two numbers."""
+    return x + y
+
+
+def test_an_agent_of_langgraph_is_one_conversation() -> None:
+    pytest.importorskip("langgraph.prebuilt")
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    async def agent(client: AsyncOpenAI) -> None:
+        model = ChatOpenAI(model="policy", base_url=str(client.base_url), api_key=client.api_key, temperature=0.5)
+        ended = await create_react_agent(model, [add]).ainvoke({"messages": [("user", "2+3?")]})
+        assert ended["messages"][-1].content == "it is 5"
+        chunks = [chunk.content async for chunk in model.astream("again")]
+        assert "".join(map(str, chunks)) == CALL
+
+    whole, streamed = rows(agent, ENGINE)
+    assert (whole.prompt_text, whole.response_text) == ("[add]<user>2+3?<assistant>", CONVERSATION)
+    assert (whole.temperature, sampled(streamed)) == (0.5, CALL)
+
+
+def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents: Any = pytest.importorskip("agents")
+    monkeypatch.setitem(os.environ, "OPENAI_AGENTS_DISABLE_TRACING", "1")  # it would send what was said to openai.com
+    agents.set_tracing_disabled(True)
+
+    async def agent(client: AsyncOpenAI) -> None:
+        model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        adder = agents.Agent(name="adder", instructions="add", model=model, tools=[agents.function_tool(add)])
+        ended = await agents.Runner.run(adder, "2+3?")
+        assert ended.final_output == "it is 5"
+        streamed = agents.Runner.run_streamed(adder, "2+3 again?")
+        async for _ in streamed.stream_events():
+            pass
+        assert streamed.final_output == "it is 5"
+
+    found = rows(agent, ENGINE)
+    assert [row.prompt_text for row in found] == [
+        "[add]<system>add<user>2+3?<assistant>",
+        "[add]<system>add<user>2+3 again?<assistant>",
+    ]
+    assert [row.response_text for row in found] == [CONVERSATION] * 2
