@@ -97,6 +97,9 @@ class RoleError(RftError):
 class EngineError(RoleError):
     """An engine says why it fails, or ended before it was asked for anything: no task is to blame."""
 
+    engine: str = ""
+    """Which one, by a name that no other has; "": not known. Units that overlap in an engine fail with it."""
+
 
 class WeightsError(EngineError):
     """An engine has loaded weights and computes something else than the trainer did with them."""
@@ -107,6 +110,9 @@ class ProcessLostError(RoleError):
 
     exit_code: of the process, or minus the signal that ended it; None: not known.
     """
+
+    engine: str = ""
+    """As of an EngineError."""
 
     def __init__(self, text: str, exit_code: int | None = None) -> None:
         super().__init__(text, exit_code)

@@ -368,8 +368,7 @@ def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes:
             found, problem = vllm_parts(own, engine, int(longest), dtype_bytes, memory_bytes)
             problems += [problem] if problem else []
         else:
-            # As many responses as a work unit has are under way at most: an explorer works at one unit at a time.
-            rows = config.tasks_per_unit * config.algorithm.repeat_times
+            rows = config.slots_per_engine
             tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
             found = engine_parts(own, tokens, min(rows, tokens), dtype_bytes)
         at = f" of {engine.name or engine.model_path}" if number else ""

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -114,6 +115,13 @@ class EngineClient:
         """Futures that are not answered yet, by number."""
         self._failure: RftError | None = None
         """The error because of which nothing will be answered any more."""
+        self._num_generating = 0
+        """Requests under way; `_lock` guards these, too."""
+        self._request_s = 0.0
+        """Seconds that they were, each for itself, since `take_use`, or since the engine was ready."""
+        self._used_since_s = self._counted_s = time.monotonic()
+        self.answered_s = time.monotonic()
+        """Time of its last answer of any kind."""
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
         self._child = Child(
@@ -165,6 +173,8 @@ class EngineClient:
         with self._lock:
             self._has_work = True
             numbers = [self._register(future) for future in futures]
+            if self._failure is None:
+                self._count_generating(len(numbers))
             numbered = (server.NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
             # One message for all of them: the engine takes them in one step, and siblings share the work on their
             # prompt.
@@ -176,11 +186,27 @@ class EngineClient:
             if future.cancelled():
                 with self._lock:
                     if self._asked.pop(number, None) is not None:
+                        self._count_generating(-1)
                         self._outbox.put(server.Drop((number,)))
 
         for number, future in zip(numbers, futures, strict=True):
             future.add_done_callback(partial(drop, number))
         return futures
+
+    def take_use(self) -> tuple[float, float]:
+        """Seconds that requests were under way, each for itself, and seconds that have passed since the last call."""
+        with self._lock:
+            self._count_generating(0)
+            use = self._request_s, self._counted_s - self._used_since_s
+            self._request_s, self._used_since_s = 0.0, self._counted_s
+            return use
+
+    def _count_generating(self, change: int) -> None:
+        # `_lock` is held.
+        now_s = time.monotonic()
+        self._request_s += self._num_generating * (now_s - self._counted_s)
+        self._counted_s = now_s
+        self._num_generating += change
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
         """Generate for each request, in order. Raises: RoleError: the engine died; WaitTimeout: it hangs."""
@@ -252,6 +278,11 @@ class EngineClient:
                 return
             with self._lock:
                 future = self._asked.pop(0 if isinstance(message, server.Ready) else message.number, None)
+                self.answered_s = time.monotonic()
+                if isinstance(message, server.Ready):
+                    self._used_since_s = self.answered_s
+                elif isinstance(message, server.Generated) and future is not None:
+                    self._count_generating(-1)
             # False for one that was cancelled meanwhile: its answer is dropped.
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message.generation if isinstance(message, server.Generated) else message)
@@ -267,10 +298,13 @@ class EngineClient:
         return EngineError(str(error).partition("\n")[0]) if type(error) is RoleError else error
 
     def _fail(self, error: RftError) -> None:
+        if isinstance(error, EngineError | ProcessLostError):
+            error.engine = f"{os.uname().nodename}/{self._child.pid}"
         with self._lock:
             # The first error is the cause; what fails after it fails because of it.
             self._failure = self._failure or error
             asked, self._asked = self._asked, {}
+            self._count_generating(-self._num_generating)
         self._outbox.put(None)
         for future in asked.values():
             if future.set_running_or_notify_cancel():

@@ -9,8 +9,9 @@ and what a lost worker costs at most. `Explorer.run` is the whole loop; for each
   (which weights the step needs). Waits until every explore step that those weights are trained from is committed, and
   while more lies unread than the limits allow; the trainer's next ledger entry unblocks it. Produces a `RolloutTask`.
 - roll out and commit: by the workers, which wait for the weights to be published, with a deadline. The window of units
-  under way is 1.5 per engine and one more, so that no engine waits for the driver; a unit leaves it when its result
-  arrives, and the next one enters.
+  that want slots is 1.5 per engine and one more, so that no engine waits for the driver; a unit leaves it when its
+  result arrives or, where units overlap, when all its rollouts have slots, and the next one enters. A worker that joins
+  while others work is given units once its engine is warm.
 - record: consumes results; a step whose units are all committed is a row of metrics and an event. A unit whose worker
   was lost goes back to the workers, as poison.py says.
 
@@ -25,7 +26,7 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, Protocol
@@ -54,14 +55,17 @@ from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.worker_task import (
+    ADMITTED_TOPIC,
     BEGAN_TOPIC,
     EXPLORER_RESOURCE,
     RolloutResult,
     RolloutTask,
     UnitKey,
+    WarmUp,
     commit_poisoned,
     run_rollouts,
     step_metrics,
+    warm_up,
 )
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.metrics import MetricsWriter
@@ -83,6 +87,13 @@ _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
 """Pause before workers that were asked for and are missing are asked for again."""
+_VANISHED_S = 5.0
+"""Time after which a unit that only workers may run that are gone is sent again; Dask usually tells of it at once."""
+_OVERLAP = 2.0**-10
+"""Of a worker's resource, for a unit that overlaps with others: so many may be on a worker as have slots. A power of
+two, so that sums are exact."""
+_ADMITTED = "admitted "
+"""Before a key, in the queue of news: the task has all its slots."""
 _EVAL_PRIORITY = 1_000_000
 """Dask priority of evaluations: above every explore step's, which is minus its number."""
 
@@ -169,12 +180,23 @@ class Explorer:
         """No unit before this one is left to choose."""
         self._under_way: dict[str, tuple[RolloutTask, UnitFuture]] = {}
         """Units on the workers, by the key of their Dask task."""
+        self._admitted: set[str] = set()
+        """Keys of those of them that have all the slots they need, which their workers report."""
+        self._allowed: dict[str, tuple[str, ...]] = {}
+        """Addresses of the workers that may run them."""
+        self._seen_s: dict[str, float] = {}
+        """Time at which one of those was there last."""
+        self._warm: set[str] = set()
+        """Addresses of the workers that are given units."""
+        self._warming: dict[str, UnitFuture] = {}
+        """Engines that get warm, by the address of their worker."""
         self._retry: list[RolloutTask] = []
         self._num_attempts: dict[UnitKey, int] = {}
         self._results: dict[int, list[RolloutResult]] = {}
         """Results of the units of an explore step, until it is complete."""
         self._ended: queue.Queue[str] = queue.Queue()
-        """Keys of Dask tasks that ended, and "" for other news, from any thread."""
+        """Keys of Dask tasks that ended, those that were admitted after `_ADMITTED`, and "" for other news; from any
+        thread."""
 
         # Which weights there are, and which the steps run with.
         self._newest = 0
@@ -206,25 +228,35 @@ class Explorer:
         # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
         self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
         self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
+        self._client.subscribe_topic(ADMITTED_TOPIC, lambda message: self._take_admitted(message[1]))
         self._step_ended = time.monotonic()
         try:
             while not self._cancelled():
                 # Counted anew in each turn: workers come and go, and the window follows them.
-                workers = workers_of(self._client).values()
-                num_engines = sum(int(info["resources"].get(EXPLORER_RESOURCE, 0)) for info in workers)
+                found = {address: info["resources"] for address, info in workers_of(self._client).items()}
+                workers = {
+                    address: int(has[EXPLORER_RESOURCE]) for address, has in found.items() if EXPLORER_RESOURCE in has
+                }
+                self._warm_up(workers.keys())
+                num_engines = sum(workers[address] for address in self._warm)
                 window = math.ceil(1.5 * num_engines) + 1
+                self._retry += self._take_vanished(workers.keys())
 
                 # Choose what enters the window. Evaluations first, on half of the engines at most while there is
                 # training to go on with (one engine alone does both in turn); then units that failed; then the next
                 # ones of the schedule.
                 self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
-                while self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
+                while num_engines and self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
                     unit = self._evals.take()
                     self._roll_out_rest(unit, self._poison.begin(unit))
-                while self._retry and len(self._under_way) < window:
+                while self._retry and num_engines and len(self._under_way.keys() - self._admitted) < window:
                     self._submit(self._retry.pop(0))
-                while self._num_under_way(is_eval=False) < window and (chosen := self._choose_unit()) is not None:
+                while (
+                    num_engines
+                    and self._num_under_way(is_eval=False) < window
+                    and (chosen := self._choose_unit()) is not None
+                ):
                     self._begun.add((chosen.explore_step, chosen.unit_index))
                     self._roll_out_rest(chosen, self._poison.begin(chosen))
 
@@ -247,7 +279,9 @@ class Explorer:
         finally:  # leave nothing running and no number unwritten
             self._client.unsubscribe_topic(BEGAN_TOPIC)
             self._client.unsubscribe_topic(LEAVING_TOPIC)
-            self._client.cancel([future for _, future in self._under_way.values()], force=True)
+            self._client.unsubscribe_topic(ADMITTED_TOPIC)
+            futures = [*(future for _, future in self._under_way.values()), *self._warming.values()]
+            self._client.cancel(futures, force=True)
             for writer in self._metrics.values():
                 writer.flush()
         # Also after a cancelled loop: what is complete is complete, and the trainer need not wait for more.
@@ -382,26 +416,77 @@ class Explorer:
         if trial.is_over:
             self._complete_unit(unit)
         else:
-            self._submit(replace(unit, slots=trial.next_slots))
+            self._submit(replace(unit, slots=trial.next_slots, alone=trial.runs_alone))
+
+    def _warm_up(self, workers: Set[str]) -> None:
+        # Have the engines of workers that joined started, before they are given units.
+        self._warm &= workers
+        for address in [address for address, future in self._warming.items() if future.status != "pending"]:
+            # However it ended: what cannot get warm fails with its first unit, where the error is told.
+            del self._warming[address]
+            self._warm |= {address} & workers
+        for address in [address for address in self._warming if address not in workers]:
+            self._client.cancel([self._warming.pop(address)], force=True)
+        if not self._warm:
+            # None works that could go on meanwhile: the first units wait on the workers.
+            self._warm |= workers
+        for address in sorted(workers - self._warm - self._warming.keys()):
+            self._warming[address] = self._client.submit(
+                warm_up,
+                WarmUp(self._storage.url, self._config_fingerprint, self._threads, self._log_file),
+                key=f"warm-up-{address}-{time.time_ns()}",
+                resources={EXPLORER_RESOURCE: 1},
+                workers=(address,),
+                priority=_EVAL_PRIORITY,
+                pure=False,
+                retries=0,
+            )
+            self._warming[address].add_done_callback(lambda done: self._ended.put(""))
 
     def _submit(self, unit: RolloutTask) -> None:
         # The time makes the key new: Dask must not answer with what it knows of an earlier attempt.
         key = f"rollouts-{unit.folder.replace('/', '-')}-{unit.explore_step}-{unit.unit_index}-{time.time_ns()}"
+        overlaps = self._rules.style is not SyncStyle.FIXED
+        allowed = tuple(sorted(self._warm))
         future = self._client.submit(
             self._task,
             unit,
             key=key,
-            resources={EXPLORER_RESOURCE: 1},
+            resources={EXPLORER_RESOURCE: _OVERLAP if overlaps else 1},
+            workers=allowed,
             priority=_EVAL_PRIORITY if unit.is_eval else -unit.explore_step,
             pure=False,
             retries=0,
         )
         # Before the callback is added: a task that has ended already calls it at once, from another thread.
-        self._under_way[key] = (unit, future)
+        self._under_way[key], self._allowed[key], self._seen_s[key] = (unit, future), allowed, time.monotonic()
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
+    def _take_vanished(self, workers: Set[str]) -> list[RolloutTask]:
+        # Units that wait for workers of which none is left. Dask tells of those that it had given to one.
+        now, vanished = time.monotonic(), list[RolloutTask]()
+        for key, (unit, future) in list(self._under_way.items()):
+            if not workers.isdisjoint(self._allowed[key]) or future.status != "pending":
+                self._seen_s[key] = now
+            elif now - self._seen_s[key] > _VANISHED_S:
+                log.warning("work unit %s is sent again: its workers are gone", unit.key)
+                self._take_out(key)
+                self._client.cancel([future], force=True)
+                vanished.append(unit)
+        return vanished
+
+    def _take_out(self, key: str) -> tuple[RolloutTask, UnitFuture]:
+        self._admitted.discard(key)
+        del self._allowed[key], self._seen_s[key]
+        return self._under_way.pop(key)
+
+    def _take_admitted(self, key: str) -> None:
+        # From Dask's thread.
+        self._ended.put(f"{_ADMITTED}{key}")
+
     def _num_under_way(self, is_eval: bool) -> int:
-        return sum(unit.is_eval == is_eval for unit, _ in self._under_way.values())
+        # Those that want slots: the others are under way until they end, and are in nobody's way.
+        return sum(unit.is_eval == is_eval and key not in self._admitted for key, (unit, _) in self._under_way.items())
 
     def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture, RolloutResult | None, BaseException | None]]:
         """Take units whose Dask tasks have ended out of the window, with result or error; wait a tick for the first.
@@ -415,10 +500,13 @@ class Explorer:
             except queue.Empty:
                 return
             timeout_s = 0.0
+            if key.startswith(_ADMITTED) and (key := key.removeprefix(_ADMITTED)) in self._under_way:
+                self._admitted.add(key)
+                continue
             # "" from `wake`, or a task that was taken out before.
             if key not in self._under_way:
                 continue
-            unit, future = self._under_way.pop(key)
+            unit, future = self._take_out(key)
             result, status = None, future.status
             deadline = time.monotonic() + (_RESULT_S if status == "finished" else 0.0)
             while result is None and time.monotonic() < deadline and not self._cancelled():
@@ -517,7 +605,12 @@ class Explorer:
         if self._scale is None or now - before.seen_s < _SCALE_EVERY_S:
             return
         # A unit that waits for weights on its worker keeps it busy, and more workers would not help.
-        backlog = sum(unit.weights.version <= self._newest for unit, _ in self._under_way.values())
+        # What has all its slots needs its worker, and no other.
+        backlog = sum(
+            unit.weights.version <= self._newest and key not in self._admitted
+            for key, (unit, _) in self._under_way.items()
+        )
+        backlog += min(num_engines, len(self._admitted))
         backlog += len(self._retry) + self._evals.num_waiting
         upcoming = self._next_unit()
         # Also units of the coming steps, as far as weights and back-pressure let them begin now. More of them than the
@@ -595,17 +688,18 @@ class DaskClient(AsksScheduler, Protocol):
 
     def submit(
         self,
-        func: Callable[[RolloutTask], RolloutResult],
-        unit: RolloutTask,
+        func: Callable[[Any], Any],
+        unit: RolloutTask | WarmUp,
         /,
         *,
         key: str,
         resources: Mapping[str, float],
+        workers: Sequence[str],
         priority: int,
         pure: bool,
         retries: int,
     ) -> UnitFuture:
-        """Run a unit on a worker that has the resources."""
+        """Run a unit, or a warm-up, on one of `workers`, by their addresses, that has the resources."""
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object:
         """Cancel the tasks; what runs of them is told at its next look."""

@@ -6,7 +6,8 @@ is taken apart: its tasks run one at a time. A task is poisonous when it, alone,
 row. It is set aside, and does not run in later epochs.
 
 A unit that only waited on a lost worker is not suspected, whoever ended the worker; the workers report what they begin.
-Nor is any unit of a worker that reported it was told to end: preempted, at its walltime, cancelled.
+Nor is any unit of a worker that reported it was told to end: preempted, at its walltime, cancelled. Of several that
+overlapped on a lost worker all are suspected once; from then on each runs alone, so only one can be found guilty.
 
 Invariants: a task is blamed only for losses while nothing ran beside it; every other task of the unit ends well; one
 poisonous task costs at most 2 * STRIKES workers. This module knows no Dask, and nothing in it is needed to go on after
@@ -59,6 +60,11 @@ class Trial:
         return self.singles is None
 
     @property
+    def runs_alone(self) -> bool:
+        """True if nothing may run beside what runs next: it is suspected."""
+        return self.strikes > 0 or not self.is_whole
+
+    @property
     def is_over(self) -> bool:
         """True when nothing is left to run."""
         return self.singles == ()
@@ -95,26 +101,29 @@ class PoisonTracker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of _running and _leaving, which Dask's event thread writes
-        self._running: dict[str, str] = {}
-        """Key of the Dask task that a worker began last, by the worker's address."""
+        self._running: dict[str, set[str]] = {}
+        """Keys of the Dask tasks that a worker began and that have not ended, by the worker's address."""
         self._leaving: set[str] = set()
         self._trials: dict[UnitKey, Trial] = {}
         self._num_losses: dict[UnitKey, int] = {}
         self._poisonous: set[tuple[bool, int, int]] = set()
         self._num_in_a_row = 0
+        self._failed_engines: set[str] = set()
         self._engine_failures: dict[str, set[UnitKey]] = {}
         """Why engines failed since a unit last ended well, numbers left out, and the units that had them."""
 
     def began(self, worker: str, key: str) -> None:
         """Note that the worker has begun the Dask task."""
         with self._lock:
-            self._running[worker] = key
+            self._running.setdefault(worker, set()).add(key)
 
     def ended(self, worker: str, key: str) -> None:
-        """Note that the Dask task has ended; the worker may have begun another one since."""
+        """Note that the Dask task has ended; others may be under way beside it."""
         with self._lock:
-            if self._running.get(worker) == key:
-                del self._running[worker]
+            keys = self._running.get(worker, set())
+            keys.discard(key)
+            if not keys:
+                self._running.pop(worker, None)
 
     def leaves(self, worker: str) -> None:
         """Note that the worker was told to end."""
@@ -126,17 +135,22 @@ class PoisonTracker:
         anything; and the worker was not told to end.
         """
         with self._lock:
-            return on not in self._leaving and self._running.get(on, key) == key
+            return on not in self._leaving and key in self._running.get(on, {key})
 
     def engine_failed(self, unit: RolloutTask, key: str, error: EngineError | ProcessLostError) -> None:
         """Note why the engine failed that had the Dask task `key` of a unit.
 
         Raises: RoleError: two engines in a row failed for the same reason, so it is no task's: they cannot work. Of
-        engines that ended by themselves in their work the units must differ: of one, a task may be to blame.
+        engines that ended by themselves in their work the units must differ: of one, a task may be to blame. Units
+        that overlapped in one engine tell of it once.
         """
         with self._lock:
-            if any(self._running.get(worker) == key for worker in self._leaving):
+            if any(key in self._running.get(worker, ()) for worker in self._leaving):
                 return  # its worker was told to end: what fails there says nothing
+        if error.engine in self._failed_engines:
+            return
+        if error.engine:
+            self._failed_engines.add(error.engine)
         # Somebody else ended it (the kernel for want of memory, a batch system): nothing is known of the engine.
         if isinstance(error, ProcessLostError) and error.was_killed:
             return

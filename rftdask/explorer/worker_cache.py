@@ -1,8 +1,12 @@
-"""Worker cache: what a worker process keeps between work units, and gives to one of them at a time.
+"""Worker cache: what a worker process keeps between work units, and the seat in which one of them at a time begins.
 
 The config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork servers of
 sandboxes, and how long tasks took. All of it can be made again from the run folder, so a new worker starts with none
 of it. Invariant: nothing of another run, or of the same run with another config, is ever given out.
+
+A unit begins in the *seat*: it opens what it needs, chooses its weights, and waits for slots of the engine. Once all
+its rollouts have slots it gives the seat up, and the next unit takes what the rest of it leaves free. Who needs the
+engine for itself (other weights, style fixed, a suspicion of poison) waits in the seat until nothing is under way.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rftdask.config import Config, fill_from_environment
@@ -24,6 +30,7 @@ from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
+from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
@@ -31,6 +38,7 @@ from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine, model_sampling
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
+from rftdask.rollouts.shared_loop import SharedLoop
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
 
@@ -42,19 +50,42 @@ _EXTRA_TIME_S = 60.0
 """Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
 
 
+class Seat:
+    """The place of the one work unit that begins; see the module's text."""
+
+    def __init__(self, cache: WorkerCache) -> None:
+        self._cache = cache
+        self._held = True
+
+    def give_up(self) -> None:
+        """Let the next unit begin. Idempotent; from the thread that took the seat."""
+        if self._held:
+            self._held = False
+            self._cache.seat_lock.release()
+
+
 class WorkerCache:
-    """The cache of one worker process; its work units take turns by holding `lock`. `open` comes first.
+    """The cache of one worker process. `open` comes first, in the seat.
 
     Example:
-        with cache.lock:
+        with cache.seat() as seat:
             config = cache.open(storage, unit.config_fingerprint)
             engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
+            with cache.under_way():
+                ...
+                seat.give_up()      # as soon as another unit may begin beside this one
+                ...
     """
 
     _config: Config
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.seat_lock = threading.Lock()
+        self._num_under_way = 0
+        self._ended = threading.Condition()
+        self._last_end_s = 0.0
+        """Time at which a unit ended last, by the monotonic clock."""
+        self._shared: tuple[SharedPlaces, SharedLoop] | None = None
         self._run: tuple[str, str] | None = None
         """URL and fingerprint of the config that all below belongs to, save the policy's engine, which has a spec."""
         self._engine: EngineClient | None = None
@@ -68,18 +99,66 @@ class WorkerCache:
         self._task_times_s: dict[int, list[float]] = {}
         """Seconds of each task, by explore step."""
 
+    @contextmanager
+    def seat(self) -> Iterator[Seat]:
+        """Wait for the seat, and give it up at the end at the latest."""
+        self.seat_lock.acquire()
+        seat = Seat(self)
+        try:
+            yield seat
+        finally:
+            seat.give_up()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count a unit as under way."""
+        with self._ended:
+            self._num_under_way += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._num_under_way -= 1
+                self._ended.notify_all()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a unit is under way; in the seat, False stays so."""
+        return self._num_under_way > 0
+
+    def wait_until_idle(self) -> None:
+        """Wait until no unit is under way. In the seat, so that none begins meanwhile."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._num_under_way)
+
+    def shared(self) -> tuple[SharedPlaces, SharedLoop]:
+        """What units share that overlap: the slots of the engine, and the event loop of their rollouts."""
+        if self._shared is None:
+            self._shared = SharedPlaces({SLOT: self._config.slots_per_engine}), SharedLoop()
+        return self._shared
+
+    def count_time(self, began_s: float) -> float:
+        """Seconds of a unit that has ended now which no other unit has counted. began_s: by the monotonic clock."""
+        with self._ended:
+            now_s = time.monotonic()
+            counted_s = now_s - max(began_s, self._last_end_s)
+            self._last_end_s = now_s
+            return counted_s
+
     def open(self, storage: Storage, fingerprint: str) -> Config:
-        """The config of the run, read once; what belongs to another run is dropped.
+        """The config of the run, read once; what belongs to another run is dropped, when its units have ended.
 
         Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
         """
         # A worker may outlive a run, and a later start of the same run may have another config.
         if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
+            self.wait_until_idle()
             # Other plug-ins, environment variables or models may be meant by the same names.
             self.drop_auxiliary()
             self._tokenizer = None
             self._tasksets = {}
+            self._shared = None
             self._config, self._run = config, (storage.url, fingerprint)
         return self._config
 
@@ -89,6 +168,8 @@ class WorkerCache:
         if self._engine is not None and not self._engine.alive():
             self._note = "an engine had died; a new one takes its place"
         if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
+            # Those that had it: what they still ask of a dead one fails, and a new one has other weights.
+            self.wait_until_idle()
             self.drop_engine()
         if self._engine is None:
             self._engine = EngineClient(spec)
@@ -99,6 +180,12 @@ class WorkerCache:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def drop_hanging(self, engine: EngineClient | None) -> None:
+        """End this engine and those of auxiliary models. Idempotent: another that took its place stays."""
+        if engine is self._engine:
+            self.drop_engine()
+            self.drop_auxiliary()
 
     def end_turn(self) -> None:
         """All engines may leave devices that they share: a work unit has ended."""
@@ -133,9 +220,10 @@ class WorkerCache:
         if fork_server is not None and not fork_server.alive():
             fork_server.close()
             fork_server = None
-        # The first of the dict was used longest ago.
-        while len(self._fork_servers) >= _MAX_FORK_SERVERS:
-            self._fork_servers.pop(next(iter(self._fork_servers))).close()
+        # The first of the dict was used longest ago. Units that overlap may need more than are kept.
+        for old in [spec for spec, server in self._fork_servers.items() if not server.in_use]:
+            if len(self._fork_servers) >= _MAX_FORK_SERVERS:
+                self._fork_servers.pop(old).close()
         self._fork_servers[spec] = fork_server or ForkServer(spec)
         return self._fork_servers[spec]
 
@@ -143,6 +231,18 @@ class WorkerCache:
         """The auxiliary models by name: those of this process, loaded, and those behind an API, for the event loop that
         runs now. A teacher is the trainer's. Raises: RoleError, UserError.
         """
+        config = self._config
+        if config.algorithm.needs_teacher:
+            return {}
+        found: dict[str, TextEngine | RemoteModel] = {
+            name: text_engine(engine, self._auxiliary_tokenizers[name], config)
+            for name, engine in self.start_auxiliary(threads).items()
+        }
+        remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
+        return found | {name: remote_model(model, config) for name, model in remote.items()}
+
+    def start_auxiliary(self, threads: int) -> dict[str, EngineClient]:
+        """The auxiliary models of this process by name, loaded. Raises: RoleError, UserError."""
         config = self._config
         if config.algorithm.needs_teacher:
             return {}
@@ -164,13 +264,9 @@ class WorkerCache:
         for name, model in models.items():
             if name not in self._auxiliary_tokenizers:
                 self._auxiliary_tokenizers[name] = _tokenizer(model, config)
-        found: dict[str, TextEngine | RemoteModel] = {}
-        for name, spec in specs.items():
-            engine = self._auxiliary_engines[spec]
-            engine.wait_ready()
-            found[name] = text_engine(engine, self._auxiliary_tokenizers[name], config)
-        remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
-        return found | {name: remote_model(model, config) for name, model in remote.items()}
+        for spec in specs.values():
+            self._auxiliary_engines[spec].wait_ready()
+        return {name: self._auxiliary_engines[spec] for name, spec in specs.items()}
 
     def timeout_s(self, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
@@ -275,10 +371,10 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
 
     in_calls = config.synchronizer.sync_style == "fixed" and client.spec.section.traits.repeats_bits
     # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
-    asked = generate if in_calls else Streaming(client.submit, timeout_s, str(client))
+    streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-    return TextEngine(asked, tokenizer, logprobs, parser)
+    return TextEngine(generate if in_calls else streaming, tokenizer, logprobs, parser)
 
 
 def _name(model: InferenceModelConfig) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
-from distributed import get_client, get_worker
+from distributed import get_client, get_worker, secede
 
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
@@ -27,7 +28,7 @@ from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task_schedule import TaskRef
-from rftdask.engines.client import EngineClient
+from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
 from rftdask.explorer.worker_cache import (
     WorkerCache,
@@ -39,6 +40,7 @@ from rftdask.explorer.worker_cache import (
 )
 from rftdask.processes.dask_task import make_called_off
 from rftdask.rollouts.attempt import RolloutTimes
+from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
@@ -51,6 +53,8 @@ EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
 """Dask topic where a worker reports which task it has begun: (address, key). So it is known what was running when the
 worker is lost."""
+ADMITTED_TOPIC = "rftdask-admitted"
+"""Dask topic where a worker reports the key of a task all of whose rollouts have slots: it can take another one."""
 ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
 """Metrics that each row has for itself; every other metric is the rollout's, and stands in each of its rows, but for
 those that begin with `BRANCHES`."""
@@ -93,6 +97,8 @@ class RolloutTask:
     """File that the engine writes to; None: its output is the worker's."""
     slots: tuple[int, ...] | None = None
     """Places of the only tasks to run, of those that are not committed; None: all, so that they sample side by side."""
+    alone: bool = False
+    """Whether nothing may run beside it, since it may be what ends workers."""
 
     @property
     def is_eval(self) -> bool:
@@ -145,6 +151,12 @@ class RolloutResult:
     """Seconds in which the policy's engine had something to do."""
     time_s: float = 0.0
     """Seconds from the beginning to the commit."""
+    time_engine_s: float = 0.0
+    """Those of them that no other unit of the worker has counted: units may overlap."""
+    request_s: float = 0.0
+    """Seconds that requests were under way in the engine, each for itself, since a unit ended there last."""
+    slot_s: float = 0.0
+    """Seconds since then, times the slots of the engine: what `request_s` could have been."""
     rollout_time_sums: Mapping[str, float] = field(default_factory=dict)
     """Seconds by name of a field of RolloutTimes, summed over the rollouts."""
     pass_rates: Mapping[str, float] = field(default_factory=dict)
@@ -164,11 +176,12 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     StorageError; UserError.
     """
     worker = get_worker()
-    # One unit at a time. Dask may send the next one while the thread of a cancelled one still uses the engine.
-    with _cache.lock, _ending_turn():
+    # One unit at a time begins. Dask may send the next one while the thread of a cancelled one still uses the engine.
+    with _cache.seat() as seat, _ending_turn():
         # Before anything that may end this process: what it was running must be known then.
-        worker.log_event(BEGAN_TOPIC, (worker.address, worker.get_current_task()))
-        began = time.perf_counter()
+        key = worker.get_current_task()
+        worker.log_event(BEGAN_TOPIC, (worker.address, key))
+        began_s = time.monotonic()
         storage = open_storage(unit.url)
         config = _cache.open(storage, unit.config_fingerprint)
         log = open_log(storage, config, unit.folder)
@@ -184,39 +197,26 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
         slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
         if not slots:
             return RolloutResult(unit.key, (), unit.weights.version, worker.address)
-        # The engine with the weights that the unit needs. It loads its model while the tokenizer is read, and waits for
-        # weights last.
-        engine = None
-        started = waited = time.perf_counter()
-        if not config.is_external:
-            engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
-            _cache.tokenizer()  # read while the engine's process loads the model
-            engine.wait_ready()
-            started = time.perf_counter()
-            published = _wait_for_weights(storage, unit, config)
-            with _ending_what_hangs():
-                # After the weights are there: who waits for them in its turn would wait for a trainer that waits for
-                # this one's end.
-                engine.take_turn()
-                waited = time.perf_counter()
-                if published is not None:
-                    engine.load(storage, published)
-                elif engine.weights.version != 0:
-                    # Back to the start: only a fresh engine has the weights of the model folder.
-                    _cache.drop_engine()
-                    engine = _cache.engine(engine.spec)
-                    engine.wait_ready()
-                    engine.take_turn()
-        loaded = time.perf_counter()
+        served = _serve(storage, unit, config)
+
+        def begin_next() -> None:
+            # In this thread: Dask gives the next unit to a thread of its own.
+            seat.give_up()
+            worker.log_event(ADMITTED_TOPIC, key)
+            secede()
+
         # Roll out and commit: a group is committed when it is done or with its neighbors, see UnitWriter.
-        with UnitWriter(
-            log,
-            explore_step=unit.explore_step,
-            unit=unit.unit_index,
-            num_tasks=len(unit.tasks),
-            flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
-            committed=held,
-        ) as writer:
+        with (
+            _cache.under_way(),
+            UnitWriter(
+                log,
+                explore_step=unit.explore_step,
+                unit=unit.unit_index,
+                num_tasks=len(unit.tasks),
+                flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
+                committed=held,
+            ) as writer,
+        ):
             groups: dict[int, list[Experience]] = {}
             failures: list[OperatorError] = []
             filter_group = _group_filter(unit, config)
@@ -228,22 +228,137 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                 except OperatorError as error:  # raised below: here it would cancel the rollouts beside it
                     failures.append(error)
 
-            outcome = _roll_out(unit, slots, config, engine, commit)
+            outcome = _roll_out(unit, slots, config, served, commit, begin_next)
             if failures:
                 raise failures[0]
             outcome = replace(outcome, experiences=[each for slot in sorted(groups) for each in groups[slot]])
             names = writer.finish()
+        request_s, used_s = (0.0, 0.0) if served.engine is None else served.engine.take_use()
         return replace(
             summarize_unit(unit, outcome),
             shards=tuple(name.text for name in names),
-            version=0 if engine is None else engine.weights.version,
+            version=served.weights.version,
             worker=worker.address,
-            time_wait_s=waited - started,
-            time_load_s=started - began + loaded - waited,
+            time_wait_s=served.wait_s,
+            time_load_s=served.load_s,
             time_generate_s=outcome.engine_s,
-            time_s=time.perf_counter() - began,
+            time_s=time.monotonic() - began_s,
+            time_engine_s=_cache.count_time(began_s),
+            request_s=request_s,
+            slot_s=used_s * config.slots_per_engine,
             note=_cache.take_note(),
         )
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What a worker needs to know to start the engines of a run."""
+
+    url: str
+    """Run folder."""
+    config_fingerprint: str
+    threads: int
+    """Threads of each engine."""
+    log_file: str | None
+    """File that the policy's engine writes to; None: its output is the worker's."""
+
+
+def warm_up(run: WarmUp) -> None:
+    """Start the engines of this worker, and load the newest weights, so that its first work unit waits for neither.
+
+    Raises: as `run_rollouts`; the worker's first work unit tries again.
+    """
+    with _cache.seat(), _ending_turn():
+        storage = open_storage(run.url)
+        config = _cache.open(storage, run.config_fingerprint)
+        if config.is_external:
+            return
+        engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, run.threads, run.log_file))
+        _cache.tokenizer()
+        engine.wait_ready()
+        _cache.start_auxiliary(run.threads)
+        # On a device that is shared, the first unit loads in its turn.
+        published = latest_published(storage)
+        if published is not None and not _cache.is_busy and not engine.spec.turn_timeout_s and config.mode != "bench":
+            with _ending_what_hangs(engine):
+                engine.load(storage, published)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """The engine as a unit finds it."""
+
+    engine: EngineClient | None
+    """None: the policy is a model behind an API."""
+    weights: Published
+    shares: bool
+    """Whether other units may begin beside this one."""
+    wait_s: float = 0.0
+    """See `RolloutResult.time_wait_s`."""
+    load_s: float = 0.0
+
+
+def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
+    """The engine with the weights that the unit needs, once it has a slot for it or nothing else to do. In the seat."""
+    began = time.monotonic()
+    if config.is_external:
+        _cache.wait_until_idle()
+        return _Served(None, Published(0, "", ""), shares=False)
+    # It loads its model while the tokenizer is read, and waits for weights last.
+    engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
+    _cache.tokenizer()
+    engine.wait_ready()
+    load_s = time.monotonic() - began
+    shares = units_overlap(config, engine.spec) and not unit.alone and unit.slots is None
+    if shares:
+        # Before it looks for weights, which should be new when its first rollout begins.
+        _cache.shared()[0].wait_for_room(SLOT)
+    else:
+        _cache.wait_until_idle()
+    began = time.monotonic()
+    published = _wait_for_weights(storage, unit, config)
+    if _cache.is_busy and not may_join(unit.weights, engine.weights, published):
+        _cache.wait_until_idle()
+        # There may be newer ones by now.
+        began = time.monotonic()
+        published = _wait_for_weights(storage, unit, config)
+    if _cache.is_busy:
+        return _Served(engine, engine.weights, shares, 0.0, load_s)
+    with _ending_what_hangs(engine):
+        # After the weights are there: who waits for them in its turn would wait for a trainer that waits for this
+        # one's end.
+        engine.take_turn()
+        waited = time.monotonic()
+        if published is not None:
+            engine.load(storage, published)
+        elif engine.weights.version != 0:
+            # Back to the start: only a fresh engine has the weights of the model folder.
+            _cache.drop_engine()
+            engine = _cache.engine(engine.spec)
+            engine.wait_ready()
+            engine.take_turn()
+    return _Served(engine, engine.weights, shares, waited - began, load_s + time.monotonic() - waited)
+
+
+def units_overlap(config: Config, spec: EngineSpec) -> bool:
+    """Whether a unit may begin while the rollouts of others are under way in the engine.
+
+    Not in style fixed, which repeats its bits: what an engine samples depends on what it samples beside it. Nor where
+    the engine takes turns with a trainer, which comes when a unit has ended.
+    """
+    return config.synchronizer.sync_style != "fixed" and not spec.turn_timeout_s
+
+
+def may_join(required: WeightRequirement, served: Published, published: Published | None) -> bool:
+    """True if a unit may begin with the weights that its engine serves to others, which newer ones would have to end.
+
+    published: what it would load, had it the engine for itself; None: the model folder.
+    """
+    if served == published or (published is None and served.version == 0):
+        return True
+    # An older one will do as long as the rule says so: the bound of staleness, for the styles that have one.
+    same = published is not None and (served.version == 0 or served.lineage == published.lineage)
+    return same and not required.exact and served.version >= required.version
 
 
 @contextmanager
@@ -256,13 +371,12 @@ def _ending_turn() -> Iterator[None]:
 
 
 @contextmanager
-def _ending_what_hangs() -> Iterator[None]:
+def _ending_what_hangs(engine: EngineClient | None) -> Iterator[None]:
     # End the engines after a WaitTimeout: whoever runs the unit again is to find other ones.
     try:
         yield
     except WaitTimeout:
-        _cache.drop_engine()
-        _cache.drop_auxiliary()
+        _cache.drop_hanging(engine)
         raise
 
 
@@ -302,13 +416,14 @@ def _roll_out(
     unit: RolloutTask,
     slots: tuple[int, ...],
     config: Config,
-    engine: EngineClient | None,
+    served: _Served,
     on_group: Callable[[int, list[Experience]], None],
+    begin_next: Callable[[], None],
 ) -> UnitOutcome:
     """Run the rollouts of the tasks at `slots`, side by side.
 
-    engine: None: the policy is a model behind an API; on_group: takes the slot of a task whose rollouts have ended, and
-    their experiences.
+    on_group: takes the slot of a task whose rollouts have ended, and their experiences; begin_next: called in this
+    thread once all rollouts have slots, if others may then begin.
     """
     model, explorer = config.model, config.explorer
     names = _taskset_names(unit, config)
@@ -324,13 +439,19 @@ def _roll_out(
         for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
     }
 
+    # Here, and not on an event loop that other units share: it may take minutes.
+    _cache.start_auxiliary(unit.threads)
+    admitted = threading.Event()
+    limits = {} if explorer.slots_per_engine is None else {SLOT: explorer.slots_per_engine}
+    places, loop = _cache.shared() if served.shares else (SharedPlaces(limits), None)
+
     async def run() -> UnitOutcome:
         # Made here, because the clients of models behind an API belong to the event loop that asks them.
         auxiliary = _cache.auxiliary(unit.threads)
-        if engine is None:
+        if served.engine is None:
             policy: TextEngine | RemoteModel = remote_model(remote_models(config)[POLICY], config)
         else:
-            policy = text_engine(engine, _cache.tokenizer(), config)
+            policy = text_engine(served.engine, _cache.tokenizer(), config)
         return await run_work_unit(
             tasks,
             repeat_times=unit.repeat_times,
@@ -341,14 +462,23 @@ def _roll_out(
             explorer=explorer,
             model=model,
             sampling=sampling,
-            weights=Published(0, "", "") if engine is None else engine.weights,
+            weights=served.weights,
             max_wait_s=_MAX_WAIT_FIXED_S,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
             fork_server=_cache.fork_server,
+            places=places,
+            on_admitted=admitted.set,
         )
 
-    with _ending_what_hangs():
-        outcome = asyncio.run(run())
+    with _ending_what_hangs(served.engine):
+        if loop is None:
+            outcome = asyncio.run(run())
+        else:
+            running = loop.submit(run())
+            running.add_done_callback(lambda _: admitted.set())
+            admitted.wait()
+            begin_next()
+            outcome = running.result()
     if not unit.is_eval:
         _cache.add_task_times(unit.explore_step, outcome.task_times_s)
     return outcome
@@ -494,6 +624,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
     - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run side by side
     - tokens_per_s: of one engine, while it had its weights
+    - occupancy: requests under way in an engine, as a share of its slots, mean over the time
     - step_s: wall time since the step before was complete
     """
 
@@ -509,7 +640,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     num_rewards = max(1.0, total([r.num_rewards for r in results]))
     num_rollouts = total([r.num_rollouts for r in results])
     num_tokens = total([r.num_tokens for r in results])
-    unit_s, wait_s = total([r.time_s for r in results]), total([r.time_wait_s for r in results])
+    engine_s, wait_s = total([r.time_engine_s for r in results]), total([r.time_wait_s for r in results])
     num_by_status = by_name([r.num_by_status for r in results])
     num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
     num_rows = max(1.0, total([r.num_rows for r in results]))
@@ -537,7 +668,8 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
         "load_s": total([r.time_load_s for r in results]),
         "generate_s": total([r.time_generate_s for r in results]),
         "step_s": step_s,
-        "tokens_per_s": num_tokens / max(1e-9, unit_s - wait_s),
+        "tokens_per_s": num_tokens / max(1e-9, engine_s - wait_s),
+        "occupancy": total([r.request_s for r in results]) / max(1e-9, total([r.slot_s for r in results])),
     }
 
 

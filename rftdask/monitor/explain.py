@@ -284,6 +284,12 @@ METRICS: dict[str, Metric] = {
     "generate_s": Metric(
         "Generating", "seconds that units of the step were in their engines, summed over the units", "seconds", "down"
     ),
+    "occupancy": Metric(
+        "Slots in use",
+        "requests under way in an engine / explorer.slots_per_engine, mean over the time from work unit to work unit",
+        "fraction, 0 to 1",
+        "up",
+    ),
     "load_s": Metric(
         "Loading of weights", "seconds that engines loaded a version, summed over units", "seconds", "down"
     ),

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import ClassVar
 
 _BEAT_S = 0.2
 WARN_AFTER_S = 2.0
@@ -33,7 +34,12 @@ class Watchdog:
     """Example:
     with Watchdog(max_block_s=60, only_within="run_in_process"):
         await ...
+
+    Several on one loop are one, the first: two would break off what blocks twice.
     """
+
+    _watched: ClassVar[dict[asyncio.AbstractEventLoop, list[Watchdog]]] = {}
+    """Those that were entered on each loop and not left; the first of each watches."""
 
     def __init__(self, max_block_s: float, only_within: str) -> None:
         """only_within: name of the function below which code may be broken off; elsewhere the loop is only told of."""
@@ -44,16 +50,30 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._loop = asyncio.get_running_loop()
+        others = self._watched.setdefault(self._loop, [])
+        others.append(self)
+        if others[0] is self:
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        others = self._watched[self._loop]
+        was_first = others[0] is self
+        others.remove(self)
+        if not others:
+            del self._watched[self._loop]
+        if was_first:
+            self._ended.set()
+            self._timer.cancel()
+            self._thread.join()
+            if others:
+                others[0]._start()
+
+    def _start(self) -> None:
         self._thread_id = threading.get_ident()
         self._beat()
         self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
         self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._timer.cancel()
-        self._thread.join()
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()

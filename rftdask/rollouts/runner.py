@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import fill_from_environment
@@ -27,6 +27,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout, RolloutTimes, max_block_s
 from rftdask.rollouts.loop_watchdog import Watchdog
+from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, RecordingModel, Served, ServedModel, ServedRemote
@@ -39,9 +40,8 @@ from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 from rftdask.weights.published import Published
 
-Key = TypeVar("Key", bound=Hashable)
 _SANDBOX = "sandbox"
-"""Kind of place of the ConcurrencyLimiter for processes, beside those named by workflows."""
+"""Kind of place for processes, beside those named by workflows and the engine's slots."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class UnitOutcome:
     times: list[RolloutTimes]
     """Times of the rollouts, in their order."""
     task_times_s: list[float]
-    """Seconds from the beginning of the unit to a task's last rollout, of the tasks that were not called off."""
+    """Seconds from a task's first rollout to the end of its last, of the tasks that were not called off."""
     engine_s: float
     """Seconds in which the policy's engine had something to do."""
 
@@ -98,6 +98,8 @@ async def run_work_unit(
     greedy_baseline: bool = False,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
+    places: SharedPlaces | None = None,
+    on_admitted: Callable[[], None] = lambda: None,
 ) -> UnitOutcome:
     """Run `repeat_times` rollouts of each task, side by side.
 
@@ -110,6 +112,9 @@ async def run_work_unit(
         greedy_baseline: one more rollout of each task, the last, at temperature 0.
         on_group: takes the number of a task and its experiences as soon as all its rollouts have ended; must not block.
         fork_server: gives a living one of a spec, and keeps it; None: this unit has its own.
+        places: slots and other places, which it may share with other units on this event loop; None: it has its own,
+            and as many slots as rollouts.
+        on_admitted: called once every rollout has its places.
     Raises: UserError: a task names a workflow or a reward function that does not exist. What the engines raise.
     """
     plan = _Plan.of(tasks, explorer)
@@ -175,7 +180,7 @@ async def run_work_unit(
         ]
         # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
         with Watchdog(max_block_s(explorer), only_within="run_in_process"):
-            return await _RunningUnit(rollouts, plan, queue, explorer, on_group).run()
+            return await _RunningUnit(rollouts, plan, queue, explorer, on_group, places, on_admitted).run()
     except ExceptionGroup as group:
         # The engine's own, where it has one: what rollouts raise after it only follows from it.
         failure = engine_failure() or group.exceptions[0]
@@ -239,9 +244,9 @@ class _Plan:
         return cls(workflows, frozenset(sandboxed), spec)
 
     def kinds(self, task: Task) -> tuple[str, ...]:
-        """Kinds of places that a rollout of the task takes; see ConcurrencyLimiter."""
+        """Kinds of places that a rollout of the task takes; see SharedPlaces."""
         sandboxed = (task.workflow, task.reward_fn) in self.sandboxed
-        return (task.workflow, _SANDBOX) if sandboxed else (task.workflow,)
+        return (SLOT, task.workflow, _SANDBOX) if sandboxed else (SLOT, task.workflow)
 
     def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
         """The task's workflow where it is safe to run: here, or in a process of `pool`."""
@@ -267,18 +272,25 @@ class _RunningUnit:
         queue: RequestQueue | None,
         explorer: ExplorerConfig,
         on_group: Callable[[int, list[Experience]], None],
+        places: SharedPlaces | None,
+        on_admitted: Callable[[], None],
     ) -> None:
-        """queue: None: the policy is asked without one."""
+        """queue: None: the policy is asked without one; places: None: it has its own."""
         self._rollouts = rollouts
         self._plan = plan
         self._queue = queue
         self._over_rollout = explorer.over_rollout
         self._on_group = on_group
         limits = {name: found.max_concurrent for name, found in plan.workflows.items() if found.max_concurrent}
-        limits[_SANDBOX] = explorer.sandbox.max_processes
-        self._limiter: ConcurrencyLimiter[RolloutKey] = ConcurrencyLimiter(limits)
-        # An event for each: who may run is decided by the limiter, in its order, and not by who wakes first.
+        self._shares_places = places is not None
+        self._places, self._on_admitted = places or SharedPlaces({}), on_admitted
+        self._places.limit(limits | {_SANDBOX: explorer.sandbox.max_processes})
+        # An event for each: who may run is decided by the places, in their order, and not by who wakes first.
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
+        self._num_admitted = 0
+        self._all_admitted = asyncio.Event()
+        self._task_began: dict[int, float] = {}
+        """Time at which the first rollout of each task was admitted."""
         self._of_task: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
@@ -288,18 +300,32 @@ class _RunningUnit:
         self._num_needed = num_tasks_needed(self._over_rollout, len(self._of_task))
         self._enough = asyncio.Event()
         """Set when so many tasks are done that the others' time runs."""
-        self._began = time.perf_counter()
 
     async def run(self) -> UnitOutcome:
         """Run all of them. Raises: ExceptionGroup: an engine, or what starts sandboxes, is gone."""
         # All of them first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
-            if self._limiter.enter(rollout.key, self._plan.kinds(rollout.task)):
-                self._admit(rollout.key)
+            kinds = self._plan.kinds(rollout.task)
+            self._places.enter((self, rollout.key), kinds, partial(self._admit, rollout.key))
+        try:
+            await self._run_all()
+        finally:  # also of those that were cancelled before they began
+            for rollout in self._rollouts:
+                self._places.leave((self, rollout.key))
+        # By number and not as they ended, so that the unit is the same rows whatever was quicker.
+        experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
+        times = [rollout.times for rollout in self._rollouts]
+        engine_s = 0.0 if self._queue is None else self._queue.busy_s
+        return UnitOutcome(experiences, times, self._task_times_s, engine_s)
+
+    async def _run_all(self) -> None:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
             if self._over_rollout.ratio > 0:
                 await self._enough.wait()
+                if self._shares_places:
+                    # Not while some wait for others' slots: those would be called off before they began.
+                    await self._all_admitted.wait()
                 # Enough tasks are done: the others have a while, and what still runs then is called off.
                 wait_s = self._over_rollout.wait_after_min
                 await asyncio.wait(running, timeout=wait_s)
@@ -309,24 +335,23 @@ class _RunningUnit:
                         # First the reason: the rollout then takes its cancellation for a result.
                         rollout.called_off = f"called off {wait_s:g} s after {done} (explorer.over_rollout)"
                         task.cancel()
-        # By number and not as they ended, so that the unit is the same rows whatever was quicker.
-        experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
-        times = [rollout.times for rollout in self._rollouts]
-        engine_s = 0.0 if self._queue is None else self._queue.busy_s
-        return UnitOutcome(experiences, times, self._task_times_s, engine_s)
 
     def _admit(self, key: RolloutKey) -> None:
         if self._queue is not None:
             self._queue.enter(key)
+        self._task_began.setdefault(key.task_number, time.perf_counter())
         self._admitted[key].set()
+        self._num_admitted += 1
+        if self._num_admitted == len(self._rollouts):
+            self._all_admitted.set()
+            self._on_admitted()
 
     async def _run(self, rollout: Rollout) -> None:
         try:
             experiences = await rollout.run(self._admitted[rollout.key])
         finally:
             # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
-            for key in self._limiter.leave(rollout.key):
-                self._admit(key)
+            self._places.leave((self, rollout.key))
             if self._queue is not None:
                 self._queue.leave(rollout.key)
         number = rollout.key.task_number
@@ -336,7 +361,7 @@ class _RunningUnit:
         if len(ended) < len(siblings):
             return
         if not any(sibling.called_off for sibling in siblings):
-            self._task_times_s.append(time.perf_counter() - self._began)
+            self._task_times_s.append(time.perf_counter() - self._task_began[number])
             if len(self._task_times_s) >= self._num_needed:
                 self._enough.set()
         elif not self._over_rollout.return_partial_tasks:
@@ -362,48 +387,3 @@ def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
     Meanings as in Trinity-RFT's `explorer.over_rollout`.
     """
     return math.ceil(num_tasks * (1 - over_rollout.ratio))
-
-
-class ConcurrencyLimiter(Generic[Key]):
-    """Which rollouts may run now, under limits on how many of a kind run at once. No clock, no tasks.
-
-    Invariant: rollouts are admitted in the order of the unit, except that one that waits for a full kind does not hold
-    up those behind it that need another. So who runs depends on who has ended, not on timing.
-
-    Example:
-    limiter = ConcurrencyLimiter({"sandbox": 2})
-    [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
-    limiter.leave("b")  ->  ["c"]
-    """
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        """limits: places of each kind; a kind without one has any number."""
-        self._free = dict(limits)
-        self._running: dict[Key, tuple[str, ...]] = {}
-        self._waiting: dict[Key, tuple[str, ...]] = {}
-
-    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
-        """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
-        self._waiting[key] = kinds
-        return bool(self._admit(key))
-
-    def leave(self, key: Key) -> list[Key]:
-        """Give up the places of `key`. Returns: those that run in its place. Idempotent."""
-        self._waiting.pop(key, None)
-        for kind in self._running.pop(key, ()):
-            if kind in self._free:
-                self._free[kind] += 1
-        # In the order in which they came; a copy, because those that are admitted leave.
-        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
-
-    def _admit(self, key: Key) -> bool:
-        kinds = self._waiting[key]
-        # All of its places or none: holding one while waiting for another could block two for ever.
-        if any(self._free.get(kind, 1) <= 0 for kind in kinds):
-            return False
-        for kind in kinds:
-            if kind in self._free:
-                self._free[kind] -= 1
-        # The places are kept by name, since a rollout gives back the very ones that it took.
-        self._running[key] = self._waiting.pop(key)
-        return True

@@ -21,7 +21,7 @@ from distributed import KilledWorker
 from distributed.scheduler import WorkerState
 
 from rftdask.explorer.explorer import UnitFuture
-from rftdask.explorer.worker_task import BEGAN_TOPIC, EXPLORER_RESOURCE, RolloutResult, RolloutTask
+from rftdask.explorer.worker_task import BEGAN_TOPIC, EXPLORER_RESOURCE, RolloutResult, RolloutTask, WarmUp
 from rftdask.processes.dask_task import LEAVING_TOPIC
 
 WORKER = "tcp://10.0.0.7:4711"
@@ -78,6 +78,8 @@ class FakeClient:
         self.submitted: list[RolloutTask] = []
         self.pending: list[FakeFuture] = []
         """Futures of units under way, the first submitted first; a test ends them."""
+        self.warming: dict[str, FakeFuture] = {}
+        """Futures of warm-ups, by their keys."""
         self.topics: dict[str, Callable[[tuple[float, Any]], None]] = {}
 
     def end_first(self) -> None:
@@ -90,9 +92,12 @@ class FakeClient:
         return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
-        self, func: Callable[[RolloutTask], RolloutResult], unit: RolloutTask, /, *, key: str, **options: object
+        self, func: Callable[[Any], Any], unit: RolloutTask | WarmUp, /, *, key: str, **options: object
     ) -> FakeFuture:
-        """The next outcome, at once; what would run is not called."""
+        """The next outcome, at once; what would run is not called. A warm-up stays under way until the test ends it."""
+        if isinstance(unit, WarmUp):
+            self.warming[key] = FakeFuture(key, cast(RolloutTask, unit))
+            return self.warming[key]
         self.submitted.append(unit)
         future = FakeFuture(key, unit)
         # Ended before the caller has the future, as a quick task may be: its callback must not be missed.

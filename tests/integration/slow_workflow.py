@@ -18,3 +18,10 @@ async def slow(task: Task, model: PolicyModel) -> float:
     await model.generate(task.prompt)
     await asyncio.sleep(0.5)
     return 0.0
+
+
+async def tailed(task: Task, model: PolicyModel) -> float:
+    """Quick, but for every fourth task, which takes as long as many of the others together."""
+    answer = await model.generate(task.prompt)
+    await asyncio.sleep(2.0 if task.index % 4 == 3 else 0.05)
+    return float(len(answer.tokens) % 3)

@@ -219,6 +219,12 @@ class Config(Section):
         return -(-self.buffer.batch_size // self.tasks_per_unit)
 
     @property
+    def slots_per_engine(self) -> int:
+        """Rollouts that an engine has under way at once: as configured, else those of a work unit."""
+        per_task = self.algorithm.repeat_times + self.algorithm.greedy_baseline
+        return self.explorer.slots_per_engine or self.tasks_per_unit * per_task
+
+    @property
     def evaluates_training(self) -> bool:
         """Whether a trainer that learns from a dataset has an explorer beside it, which evaluates what it publishes."""
         learns_alone = self.mode == "train" and self.algorithm.schema_type != "experience"

@@ -12,6 +12,8 @@ is found out however often its rollouts give up and try again.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ class Streaming:
     timeout_s: float
     """Longest silence while something is under way."""
     name: str = "the engine"
+    answered_s: Callable[[], float] = lambda: -math.inf
+    """Time of its last answer to anybody, by the monotonic clock."""
 
 
 class StreamingQueue(RequestQueue):
@@ -127,6 +131,8 @@ class StreamingQueue(RequestQueue):
         if not self._under_way:
             return
         self._count()
+        # Also other units' answers show that it lives.
+        self._silent_s = min(self._silent_s, time.monotonic() - self._engine.answered_s())
         remaining_s = self._engine.timeout_s - self._silent_s
         if remaining_s > 0:
             self._timer = asyncio.get_running_loop().call_later(remaining_s, self._watch)

@@ -6,7 +6,7 @@ none begins in the working directory, the environment or the globals of another.
 retries.
 
     fork_server = ForkServer(SandboxSpec(...))         one for many work units; it forks (child.py)
-    pool = SandboxPool(fork_server)                 one for each event loop
+    pool = SandboxPool(fork_server)                 one for each work unit
     reward = await pool.attempt("my_module.my_workflow", task, model)    cancel it, and the process is killed
     await pool.close()
 """
@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -75,6 +76,12 @@ class ForkServer:
         self.spec = spec
         self.taken: dict[int, messages.Ended | None] = {}
         """Forks that somebody has, by process id, and how they ended; None: they run."""
+        self._pools = threading.Lock()
+        """Guards the two below."""
+        self._num_pools = 0
+        """Pools that listen to it, on one event loop."""
+        self._closes_later = False
+        """Whether it was closed while pools listened: its socket stays open for their loop."""
         self._raised: Counter[str] = Counter()
         """Failures so far, by what and where."""
         self._spare: tuple[socket.socket, int] | None = None
@@ -136,10 +143,6 @@ class ForkServer:
         """False after its death; a new one is needed then."""
         return self._process.poll() is None
 
-    def fileno(self) -> int:
-        """The socket on which its events come; see `read_events`."""
-        return self._control.fileno()
-
     def take(self) -> tuple[socket.socket, int]:
         """Take a fork: its stream and the pipe it prints to. It has begun before it was asked for, and the next one
         begins now.
@@ -199,8 +202,34 @@ class ForkServer:
             os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
 
+    @property
+    def in_use(self) -> bool:
+        """True while a pool listens to it."""
+        return self._num_pools > 0
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read its events on the loop, for one pool more. In the loop's thread, as `unlisten`."""
+        with self._pools:
+            self._num_pools += 1
+        loop.add_reader(self._control.fileno(), self.read_events)
+
+    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
+        """For one pool less."""
+        with self._pools:
+            self._num_pools -= 1
+            if self._num_pools:
+                return
+            loop.remove_reader(self._control.fileno())
+        if self._closes_later:
+            self.close()
+
     def close(self) -> None:
         """End it, and with it all forks. Idempotent."""
+        with self._pools:
+            if self._num_pools:
+                self._closes_later = True
+                self.end()
+                return
         self._control.close()  # the fork server then kills its forks and ends
         if self._spare is not None:
             self._spare[0].close()
@@ -214,13 +243,14 @@ class ForkServer:
 
 
 class SandboxPool:
-    """Processes for the attempts of one event loop, one for each."""
+    """Processes for the attempts of a work unit, one for each. Pools of one fork server are on one event loop."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._loop = asyncio.get_running_loop()
         self._starting = asyncio.Semaphore(_MAX_STARTING)
-        self._loop.add_reader(fork_server.fileno(), fork_server.read_events)
+        self._is_open = True
+        fork_server.listen(self._loop)
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
         """Run one attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
@@ -245,8 +275,10 @@ class SandboxPool:
         raise SandboxError(f"{outcome.error}: {outcome.text}{where}")
 
     async def close(self) -> None:
-        """Stop listening to the fork server. Idempotent."""
-        self._loop.remove_reader(self._fork_server.fileno())
+        """Stop listening to the fork server, unless another pool needs it. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._fork_server.unlisten(self._loop)
 
 
 def pickled(task: Task) -> bytes:

@@ -89,6 +89,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "trust_remote_code",  # of engines
         "save_minutes",
         "flush_age_s",
+        "slots_per_engine",
         "final_temperature",
         "temperature_steps",
         "max_memory_gb",

@@ -9,13 +9,18 @@
 - nor is one that was told to end, however often that happens to one unit;
 - an error of an engine is no loss of one;
 - engines that fail twice for one reason, and no unit ends between them, end the run; no task is blamed;
-- one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task.
+- one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task;
+- a suspected unit runs alone;
+- a unit whose rollouts all have slots makes room for the next one in the window;
+- a worker that joins while others work is given units once its engine is warm, or could not get warm;
+- a unit whose workers are all gone is sent to others.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,9 +29,10 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError, StorageRefusedError
+from rftdask.explorer import explorer
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.poison import STRIKES
-from rftdask.explorer.worker_task import RolloutResult, RolloutTask
+from rftdask.explorer.worker_task import ADMITTED_TOPIC, RolloutResult, RolloutTask
 from rftdask.monitor.events import Event, Note, Step
 from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
@@ -199,6 +205,95 @@ def test_every_unit_is_submitted_once_and_in_order_within_the_window() -> None:
     assert ParquetLog(open_storage("memory://explorer-loop/window")).sealed_at() == 9
 
 
+def test_a_unit_whose_rollouts_all_have_slots_leaves_room_for_the_next() -> None:
+    client, sizes = FakeClient(then=under_way), list[int]()
+    config = stage("overlap", "buffer.total_steps=9", "synchronizer.sync_style=fully_async")
+
+    # The first three that come are admitted, and stay under way; what ends then ends in their order.
+    def cancelled() -> bool:
+        if len(client.pending) < 6 and len(client.submitted) < 9:
+            for future in client.pending[: len(client.pending) - 2]:
+                client.report(ADMITTED_TOPIC, future.key)
+        elif client.pending:
+            sizes.append(len(client.pending))
+            client.end_first()
+        return False
+
+    run_stage(client, config, cancelled)
+    assert [unit.explore_step for unit in client.submitted] == list(range(1, 10))
+    assert max(sizes) == 6, "a window of three, and three that were admitted"
+
+
+# ---- workers that join
+
+
+class Joining(FakeClient):
+    """A client with more workers than one, as a test says."""
+
+    def __init__(self, *outcomes: Outcome, then: Outcome | None = None) -> None:
+        super().__init__(*outcomes, then=then)
+        self.there = ["tcp://10.0.0.1:1"]
+        self.allowed: list[tuple[str, ...]] = []
+
+    def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
+        return {"workers": {address: {"name": address, "resources": {"explorer": 1}} for address in self.there}}
+
+    def submit(self, func: Any, unit: Any, /, *, key: str, **options: Any) -> Any:
+        if isinstance(unit, RolloutTask):
+            self.allowed.append(tuple(options["workers"]))
+        return super().submit(func, unit, key=key, **options)
+
+
+@pytest.mark.parametrize("outcome", [RolloutResult(("warm", 0, 0), (), 0, ""), EngineError("no such model")])
+def test_a_joining_worker_is_given_units_once_its_engine_is_warm(outcome: RolloutResult | Exception) -> None:
+    client = Joining(then=under_way)
+    first, second = client.there[0], "tcp://10.0.0.2:1"
+    ended: list[str] = []
+
+    def cancelled() -> bool:
+        if len(client.submitted) == 6:
+            client.there = [first, second]
+        if len(client.submitted) >= 12 and not ended:
+            assert set(client.allowed) == {(first,)}
+            (key,) = client.warming
+            assert second in key
+            ended.append(key)
+            client.warming[key].end(outcome)
+        if client.pending:
+            client.end_first()
+        return False
+
+    run_stage(client, stage(f"joins-{type(outcome).__name__}", "buffer.total_steps=20"), cancelled)
+    assert set(client.allowed[-3:]) == {(first, second)}
+    assert list(client.warming) == ended, "once"
+
+
+def test_where_no_worker_is_left_a_new_one_is_given_units_at_once() -> None:
+    client, passes = Joining(died, then=finished), count()
+
+    def cancelled() -> bool:
+        if next(passes) == 1:
+            client.there = ["tcp://10.0.0.3:1"]
+        return False
+
+    run_stage(client, stage("alone", "buffer.total_steps=4"), cancelled)
+    assert not client.warming and ("tcp://10.0.0.3:1",) in client.allowed
+
+
+def test_a_unit_whose_workers_are_gone_is_sent_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explorer, "_VANISHED_S", 0.0)
+    client, passes = Joining(under_way, then=finished), count()
+
+    def cancelled() -> bool:
+        if next(passes) == 1:
+            client.there = ["tcp://10.0.0.3:1"]
+        return False
+
+    run_stage(client, stage("vanished"), cancelled)
+    assert client.allowed == [("tcp://10.0.0.1:1",), ("tcp://10.0.0.3:1",)]
+    assert [unit.key for unit in client.submitted] == [("experiences", 1, 0)] * 2
+
+
 def test_evaluations_take_half_of_the_engines_while_there_is_training() -> None:
     client, num_evals = FakeClient(then=under_way, num_engines=4), []
     evals = "buffer.explorer_input.eval_tasksets=[{name: held_out, path: held_out.jsonl, repeat_times: 2}]"
@@ -268,6 +363,7 @@ def test_a_unit_whose_workers_die_without_a_word_runs_task_by_task() -> None:
     client = FakeClient(*[died] * STRIKES)
     assert "task by task" in explore(client, "died")[-1]
     assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, (0,), (1,)]
+    assert [unit.alone for unit in client.submitted] == [False, *[True] * (STRIKES + 1)]
 
 
 def test_a_task_that_ends_its_workers_is_set_aside_and_its_sibling_runs() -> None:

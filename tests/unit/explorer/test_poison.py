@@ -5,18 +5,22 @@
 - the number of losses is bounded: STRIKES for the unit, STRIKES for each poisonous task;
 - a unit that waited on a lost worker is not suspected; one that ran there is, also if its worker had no time to say so,
   but not if the worker was told to end;
+- units that overlapped on a lost worker are all suspected once, and then run alone; of their engine they tell once;
 - a poisonous task is known again in later epochs; its siblings are not;
 - what no task can be to blame for ends the run, with the numbers: losses without end, and task after task.
 """
 
 from __future__ import annotations
 
+import pickle
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.data.task_schedule import TaskRef
-from rftdask.errors import RoleError
+from rftdask.errors import EngineError, RoleError
 from rftdask.explorer import poison
 from rftdask.explorer.poison import MAX_IN_A_ROW, MAX_LOSSES, STRIKES, PoisonTracker, Trial
 from rftdask.explorer.worker_task import RolloutTask
@@ -134,6 +138,33 @@ def test_only_what_was_running_on_a_lost_worker_is_suspected() -> None:
     assert not tracker.was_running("waiting", on=WORKER)
     tracker.ended(WORKER, "one")
     assert tracker.was_running("waiting", on=WORKER), "it may have begun and not come to say so"
+
+
+def test_all_that_overlapped_on_a_lost_worker_are_suspected_and_then_run_alone() -> None:
+    tracker = PoisonTracker()
+    tracker.began(WORKER, "one")
+    tracker.began(WORKER, "two")
+    assert tracker.was_running("one", on=WORKER) and tracker.was_running("two", on=WORKER)
+    assert not tracker.was_running("waiting", on=WORKER)
+    tracker.ended(WORKER, "one")
+    assert not tracker.was_running("one", on=WORKER) and tracker.was_running("two", on=WORKER)
+    assert not tracker.begin(work_unit(1, 2)).runs_alone
+    trial = tracker.lost(work_unit(1, 2), was_running=True, cause="gone")
+    assert (trial.runs_alone, trial.next_slots) == (True, None)
+    assert not tracker.lost(work_unit(3, 4, step=2), was_running=False, cause="gone").runs_alone
+
+
+def test_units_that_overlapped_in_one_engine_tell_of_its_failure_once() -> None:
+    def failure(engine: str) -> EngineError:
+        error = EngineError("logits that are not numbers")
+        error.engine = engine
+        return cast(EngineError, pickle.loads(pickle.dumps(error)))  # as it comes from a worker
+
+    tracker = PoisonTracker()
+    for number in range(4):
+        tracker.engine_failed(work_unit(1, step=number + 1), f"key-{number}", failure("node/7"))
+    with pytest.raises(RoleError, match="two failed for the same reason"):
+        tracker.engine_failed(work_unit(1, step=9), "key-9", failure("node/8"))
 
 
 def test_losses_of_a_unit_that_was_waiting_are_no_strikes() -> None:

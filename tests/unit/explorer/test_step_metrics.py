@@ -108,16 +108,18 @@ def test_a_rollout_has_the_status_of_what_of_it_may_be_trained(turns: tuple[Stat
 
 def test_a_step_is_the_sum_of_its_units() -> None:
     one = RolloutResult(
-        ("experiences", 1, 0), (), 3, "", num_rollouts=2, num_rewards=2, reward_sum=2.0, time_s=4.0, time_wait_s=1.0,
-        num_tokens=30, pass_rates={"pass@1": 1.0}, metric_sums={"reward": 99.0},
+        ("experiences", 1, 0), (), 3, "", num_rollouts=2, num_rewards=2, reward_sum=2.0, time_engine_s=4.0,
+        time_wait_s=1.0, request_s=6.0, slot_s=8.0, num_tokens=30,
+        pass_rates={"pass@1": 1.0}, metric_sums={"reward": 99.0},
     )  # fmt: skip
     other = RolloutResult(
-        ("experiences", 1, 1), (), 4, "", num_rollouts=6, num_rewards=2, reward_sum=0.0, time_s=2.0, time_wait_s=0.0,
-        num_tokens=20, pass_rates={"pass@1": 0.0},
+        ("experiences", 1, 1), (), 4, "", num_rollouts=6, num_rewards=2, reward_sum=0.0, time_engine_s=2.0,
+        time_wait_s=0.0, request_s=1.0, slot_s=6.0, num_tokens=20, pass_rates={"pass@1": 0.0},
     )  # fmt: skip
     metrics = step_metrics([one, other], step_s=4.5)
     assert metrics["reward"] == 0.5, "a workflow's metric of that name does not replace it"
     assert (metrics["pass@1"], metrics["policy_version"], metrics["tokens_per_s"]) == (0.25, 4.0, 10.0)
+    assert metrics["occupancy"] == 0.5
     assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over units side by side"
 
 

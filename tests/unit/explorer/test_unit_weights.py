@@ -8,10 +8,10 @@ import pytest
 from rftdask.config import load_config
 from rftdask.errors import StorageError
 from rftdask.explorer import worker_task
-from rftdask.explorer.worker_task import RolloutTask
+from rftdask.explorer.worker_task import RolloutTask, may_join
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.weights.published import publish_weights, remove_weights_below
+from rftdask.weights.published import Published, publish_weights, remove_weights_below
 
 
 def weights_of(name: str, mode: str, folder: str) -> int:
@@ -53,3 +53,29 @@ def test_weights_that_another_trainer_removed_give_way_to_the_newest() -> None:
 def test_weights_that_must_be_these_are_said_to_be_gone(mode: str, folder: str) -> None:
     with pytest.raises(StorageError, match="version 1 were published and are gone"):
         weights_of(f"{mode}-{folder.partition('/')[0]}", mode, folder)
+
+
+@pytest.mark.parametrize(
+    ("required", "served", "newest", "joins"),
+    [
+        (WeightRequirement(0, exact=False), 0, None, True),  # the model folder, and nothing newer
+        (WeightRequirement(2, exact=False), 3, 3, True),
+        (WeightRequirement(2, exact=False), 2, 3, True),  # fresh enough: newer ones would have to wait for the others
+        (WeightRequirement(2, exact=False), 1, 3, False),  # too stale by the time it is trained
+        (WeightRequirement(3, exact=True), 3, 3, True),
+        (WeightRequirement(3, exact=True), 2, 3, False),
+        (WeightRequirement(0, exact=True), 1, None, False),  # evaluates the start
+    ],
+)
+def test_a_unit_joins_others_with_weights_that_its_rule_allows(
+    required: WeightRequirement, served: int, newest: int | None, joins: bool
+) -> None:
+    def weights(version: int) -> Published:
+        return Published(version, "main" if version else "", f"hash{version}")
+
+    assert may_join(required, weights(served), None if newest is None else weights(newest)) == joins
+
+
+def test_weights_of_another_lineage_are_never_joined() -> None:
+    required = WeightRequirement(1, exact=False)
+    assert not may_join(required, Published(4, "main", "a"), Published(4, "retry", "b"))

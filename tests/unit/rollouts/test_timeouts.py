@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
 from rftdask.explorer.worker_cache import attempt_timeout_s
 from rftdask.explorer.worker_task import pass_at_k, pass_rates
-from rftdask.rollouts.runner import ConcurrencyLimiter, num_tasks_needed
+from rftdask.rollouts.places import ConcurrencyLimiter
+from rftdask.rollouts.runner import num_tasks_needed
 
 
 @pytest.mark.parametrize(("ratio", "needed"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.25, 8), (0.99, 1)])

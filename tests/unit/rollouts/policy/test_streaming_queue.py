@@ -265,10 +265,11 @@ def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> Non
     spec = engine_spec("fake")
     hanging = worker_task._cache.engine(spec)
     assert worker_task._cache.engine(spec) is hanging
-    with pytest.raises(WaitTimeout), worker_task._ending_what_hangs():
-        raise WaitTimeout("the engine gave no answer")
-    assert not hanging.alive()
-    assert worker_task._cache.engine(spec).alive()
+    for _ in range(2):  # each of two units that overlap in it finds out
+        with pytest.raises(WaitTimeout), worker_task._ending_what_hangs(hanging):
+            raise WaitTimeout("the engine gave no answer")
+        assert not hanging.alive()
+        assert worker_task._cache.engine(spec).alive()
     worker_task._cache.drop_engine()
 
 

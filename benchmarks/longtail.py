@@ -1,0 +1,185 @@
+"""How full an engine's slots are when a few responses are ten times as long as the others.
+
+    OMP_NUM_THREADS=1 python benchmarks/longtail.py [--in-flight 32,512] [--engines 1,4,16] [--refills 20]
+                                                    [--staleness 16] [--no-model] [--quick] [--json FILE]
+
+Whole runs on a local Dask cluster, with a trainer that takes no time and publishes a version after each step. Lengths
+are lognormal (median 800, sigma 1, cut off at 16,384), lengths and time scaled down; a step has as many rollouts as are
+in flight, slots of an engine = in flight / engines. Measured, from the first response to the moment at which the last
+one enters an engine: tokens generated / (slots x time x tokens/s of a slot), which is 1 where no slot is ever empty.
+
+- the simulated engine, which decodes as fast however many are under way: style fully_async, against the bare engine,
+  which is given the next request as soon as a slot is free; and style fixed, whose units do not overlap;
+- a small model in the transformers engine: tokens/s, against the bare engine with the same lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import longtail_parts
+from longtail_parts import STEP_S, TRACE, TracedSimulation, TracedTransformers, lengths
+from report import Report, make_parser
+
+from rftdask import Experiment
+from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.models.toy import build_toy_model
+
+MEDIAN, SIGMA, LONGEST = 800, 1.0, 16_384
+"""Of responses: a reasoning model's."""
+SCALE = 10
+"""Lengths are divided by it."""
+MODEL_SCALE = 50
+"""The same for the model, whose every token is computed."""
+REPEAT_TIMES = 8
+ROLLOUTS_PER_S = 150
+"""What the simulated engines are asked for together at most, which two cores can roll out and commit."""
+
+
+def shape(scale: int) -> dict[str, float]:
+    return {"median": MEDIAN / scale, "sigma": SIGMA, "longest": LONGEST // scale}
+
+
+def mean_length(scale: int) -> float:
+    return sum(lengths((0,), 100_000, **shape(scale))) / 100_000
+
+
+def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, refills: int, staleness: int,
+             scale: int, step_s: float) -> tuple[float, float]:  # fmt: skip
+    """A run; tokens per second of a slot while it was refilled, and the occupancy that the run itself tells."""
+    trace = root / f"trace-{time.time_ns()}"
+    trace.mkdir()
+    tasks = root / f"tasks-{scale}.jsonl"
+    tasks.write_text(
+        "".join(json.dumps({"prompt": f"{i}=", "response": "1", **shape(scale)}) + "\n" for i in range(64))
+    )
+    model = root / "model"
+    if engine == "TracedTransformers" and not model.exists():
+        build_toy_model(model, hidden_size=64, intermediate_size=128, num_heads=2)
+    slots = in_flight // engines
+    batch = in_flight // REPEAT_TIMES
+    tree: dict[str, Any] = {
+        "name": f"longtail-{time.time_ns()}",
+        "checkpoint_root_dir": str(root / "runs"),
+        "model": {"model_path": str(model), "max_prompt_tokens": 16, "max_response_tokens": LONGEST // scale},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": REPEAT_TIMES, "kl_loss_fn": "none"},
+        "buffer": {
+            "batch_size": batch,
+            "total_steps": refills,
+            "explorer_input": {
+                "taskset": {"path": str(tasks), "format": {"prompt_type": "raw"}},
+                "default_workflow_type": "longtail",
+            },
+        },
+        "explorer": {
+            "tasks_per_batch": max(1, slots // REPEAT_TIMES),
+            "slots_per_engine": slots,
+            "rollout_model": {"engine_type": f"longtail_parts.{engine}", "engine_num": engines},
+            "plugin_dirs": [str(Path(longtail_parts.__file__).parent)],
+            "env_vars": {TRACE: str(trace), STEP_S: repr(step_s)},
+        },
+        "cluster": {"num_cpus": engines + 1},
+        "trainer": {"trainer_type": "fake", "save_interval": 10 * refills},
+        "synchronizer": {"sync_style": style, **({} if style == "fixed" else {"max_staleness": staleness})},
+        "monitor": {"monitor_type": "none"},
+        "log": {"level": "WARNING"},
+    }  # fmt: skip
+    experiment = Experiment(**tree)
+    experiment.run("none")
+    found = experiment.metrics("explorer")
+    return tokens_per_slot(trace, in_flight, refills), float(found["occupancy"].iloc[: max(1, refills // 2)].mean())
+
+
+def tokens_per_slot(trace: Path, in_flight: int, refills: int) -> float:
+    """Tokens per second of a slot, until the last response entered an engine."""
+    rows = [tuple(map(float, line.split())) for file in trace.glob("*.txt") for line in file.read_text().splitlines()]
+    # Engines answer a few short requests as they start; what is left is the run's own.
+    rows = sorted(rows)[-in_flight * refills :]
+    first, last = rows[0][0], max(entered for entered, _, _ in rows)
+    # A response that ends later counts as far as it came.
+    tokens = sum(num * (min(left, last) - entered) / max(1e-9, left - entered) for entered, left, num in rows)
+    return tokens / (in_flight * (last - first))
+
+
+def bare(root: Path, engine: Engine, slots: int, count: int, scale: int) -> float:
+    """The same of one engine that is handed the next request once a slot is free."""
+    trace = root / f"trace-bare-{time.time_ns()}"
+    trace.mkdir()
+    os.environ[TRACE] = str(trace)
+    waiting = deque(enumerate(lengths((1,), count, **shape(scale))))
+    free = slots
+
+    def take() -> list[tuple[int, GenerateRequest | None]]:
+        nonlocal free
+        taken: list[tuple[int, GenerateRequest | None]] = []
+        while free and waiting:
+            number, length = waiting.popleft()
+            sampling = SamplingParams(max_tokens=length, min_tokens=length)
+            taken.append((number, GenerateRequest((1, 2, 3), sampling, seed=number)))
+            free -= 1
+        return taken
+
+    def give(number: int, generation: Generation) -> None:
+        nonlocal free
+        free += 1
+
+    engine.serve(take, give)
+    return tokens_per_slot(trace, slots, count // slots)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--in-flight", default="32,512", help="rollouts under way, over all engines")
+    parser.add_argument("--engines", default="1,4,16")
+    parser.add_argument("--refills", type=int, default=20, help="rollouts of a run, as a multiple of those in flight")
+    parser.add_argument("--staleness", type=int, default=16, help="synchronizer.max_staleness of style fully_async")
+    parser.add_argument("--no-model", action="store_true", help="the simulated engine alone")
+    args = parser.parse_args()
+    report = Report(args)
+    cases = [(n, e) for n in map(int, args.in_flight.split(",")) for e in map(int, args.engines.split(","))]
+    refills = args.refills
+    if args.quick:
+        cases, refills = [(16, 2)], 3
+    with tempfile.TemporaryDirectory(prefix="rftdask-longtail-") as folder:
+        root = Path(folder)
+        for in_flight, engines in cases:
+            # Each rollout takes a second in the mean, or as long as the machine needs for so many.
+            step_s = max(0.2 if args.quick else 1.0, in_flight / ROLLOUTS_PER_S) / mean_length(SCALE)
+            os.environ[STEP_S] = repr(step_s)
+            slots = in_flight // engines
+            floor = bare(root, TracedSimulation(), slots, slots * refills, SCALE) * step_s
+            what = f"{in_flight} in flight, {engines} engines x {slots} slots"
+            for style, goal in (("fully_async", 0.85), ("fixed", None)):
+                # Lock-step wastes most of its time: a fourth of the steps says as much.
+                steps = refills if goal else max(2, refills // 4)
+                rate, told = roll_out(
+                    root, "TracedSimulation", in_flight, engines, style, steps, args.staleness, SCALE, step_s
+                )
+                report.add(
+                    f"{what}, {style}", rate * step_s, "occupancy", against="the bare engine", other=floor, goal=goal
+                )
+                print(f"    as its metrics tell: {told:.2f}")
+        if not args.no_model:
+            in_flight, count = (16, 48) if args.quick else (32, 32 * refills)
+            build_toy_model(root / "model", hidden_size=64, intermediate_size=128, num_heads=2)
+            engine = TracedTransformers(str(root / "model"))
+            floor = in_flight * bare(root, engine, in_flight, count, MODEL_SCALE)
+            for style, goal in (("fully_async", 0.85), ("fixed", None)):
+                rate, _ = roll_out(
+                    root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, MODEL_SCALE, 0
+                )
+                report.add(
+                    f"a small model, {in_flight} in flight, {style}", in_flight * rate, "tokens/s",
+                    against="the bare engine", other=floor, goal=goal, goal_of="ratio",
+                )  # fmt: skip
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

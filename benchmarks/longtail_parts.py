@@ -1,0 +1,107 @@
+"""What longtail.py runs: a workflow that asks for responses of given lengths, and engines that write down their use.
+
+An engine appends a line to a file of its own for each response: when it entered, when it left, its tokens. The
+simulated one decodes a token of all that is under way in `STEP_S` seconds, however many there are, as a GPU that is not
+full; it says how many tokens there are by the clock, so that a late wake-up costs no tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
+from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.engines.fake import FakeEngine
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.rollouts.workflows.base import PolicyModel, Task
+from rftdask.rollouts.workflows.registry import workflow
+
+TRACE, STEP_S, COUNT = "LONGTAIL_TRACE", "LONGTAIL_STEP_S", "LONGTAIL_COUNT"
+"""Environment: the folder of the engines' files, seconds of a decoding step."""
+_TICK_S = 0.002
+"""Between two looks of the simulated engine whether something came: four steps or more of what it simulates."""
+_asked: Counter[str] = Counter()
+
+
+def lengths(seed: tuple[int, ...], count: int, median: float, sigma: float, longest: int) -> list[int]:
+    """Lengths of responses, lognormal, cut off."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
+    return [max(1, min(longest, round(length))) for length in drawn]
+
+
+@workflow("longtail", in_process=True)
+async def longtail(task: Task, model: PolicyModel) -> float:
+    """One response, as long as chance says. Of a task each rollout has another length, the same in every run."""
+    row = task.row
+    _asked[task.group_id] += 1
+    length = lengths((task.epoch, task.index, _asked[task.group_id]), 1, row["median"], row["sigma"], row["longest"])[0]
+    response = await model.generate(task.prompt, max_tokens=length, min_tokens=length)
+    return float(len(response.tokens) == length)
+
+
+class _Traced(Engine):
+    """Writes down what the engine below it answers."""
+
+    def serve(self, take: Take, give: Give) -> None:
+        """As the engine, and a line for each response."""
+        entered: dict[int, float] = {}
+        with (Path(os.environ[TRACE]) / f"{os.getpid()}.txt").open("a", buffering=1) as file:
+
+            def taken() -> list[tuple[int, GenerateRequest | None]]:
+                found = list(take())
+                now = time.time()
+                entered.update({number: now for number, request in found if request is not None})
+                return found
+
+            def given(number: int, generation: Generation) -> None:
+                file.write(f"{entered.pop(number)} {time.time()} {len(generation.tokens)}\n")
+                give(number, generation)
+
+            super().serve(taken, given)  # type: ignore[safe-super]  # of the engine that comes next
+
+
+class SimulatedEngine(FakeEngine):
+    """Decodes by the clock."""
+
+    def serve(self, take: Take, give: Give) -> None:
+        """As `FakeEngine`, with responses as long as they are asked for."""
+        step_s = float(os.environ[STEP_S])
+        under_way: dict[int, tuple[float, GenerateRequest]] = {}
+        while True:
+            now = time.perf_counter()
+            for number, request in take():
+                if request is None:
+                    under_way.pop(number, None)
+                else:
+                    under_way[number] = now + request.sampling.max_tokens * step_s, request
+            if not under_way:
+                return
+            for number in [number for number, (ends, _) in under_way.items() if ends <= now]:
+                give(number, self._answer(under_way.pop(number)[1]))
+            time.sleep(_TICK_S)
+
+    def _length(self, request: GenerateRequest) -> int:
+        return request.sampling.max_tokens
+
+
+class TracedSimulation(_Traced, SimulatedEngine):
+    """`engine_type: longtail_parts.TracedSimulation`"""
+
+    engine_type = ""
+
+
+class TracedTransformers(_Traced, TransformersEngine):
+    """`engine_type: longtail_parts.TracedTransformers`"""
+
+    engine_type = ""
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TracedTransformers:
+        """As its base, which names itself."""
+        return cls(section.model_path or model.model_path, dtype=section.dtype, device=device)

@@ -1,0 +1,110 @@
+"""Places: which rollouts may run now, under limits on how many of a kind run at once; also over several work units.
+
+A rollout takes one place of each of its kinds, all of them or none: holding one while waiting for another could block
+two for ever. A *slot* of an engine is such a kind: work units that overlap in one engine share a `SharedPlaces`, so
+that what the long responses of one unit leave free is taken by the next. No clock, no engine.
+
+Invariant: rollouts are admitted in the order in which they entered, except that one that waits for a full kind does not
+hold up those behind it that need another. So who runs depends on who has ended, not on timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+SLOT = "slot"
+"""Kind of place of an engine's slots; a rollout has one from its beginning to its end."""
+
+
+class ConcurrencyLimiter(Generic[Key]):
+    """The pure rule.
+
+    Example:
+    limiter = ConcurrencyLimiter({"sandbox": 2})
+    [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
+    limiter.leave("b")  ->  ["c"]
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """limits: places of each kind; a kind without one has any number."""
+        self._free = dict(limits)
+        self._running: dict[Key, tuple[str, ...]] = {}
+        self._waiting: dict[Key, tuple[str, ...]] = {}
+
+    def limit(self, limits: Mapping[str, int]) -> None:
+        """Limit more kinds, of which nothing runs yet; those that are limited stay as they are."""
+        self._free = {**limits, **self._free}
+
+    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
+        """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
+        self._waiting[key] = kinds
+        return bool(self._admit(key))
+
+    def leave(self, key: Key) -> list[Key]:
+        """Give up the places of `key`. Returns: those that run in its place. Idempotent."""
+        self._waiting.pop(key, None)
+        for kind in self._running.pop(key, ()):
+            if kind in self._free:
+                self._free[kind] += 1
+        # In the order in which they came; a copy, because those that are admitted leave.
+        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
+
+    def has_room(self, kind: str) -> bool:
+        """True if a place of the kind is free."""
+        return self._free.get(kind, 1) > 0
+
+    def _admit(self, key: Key) -> bool:
+        kinds = self._waiting[key]
+        if any(self._free.get(kind, 1) <= 0 for kind in kinds):
+            return False
+        for kind in kinds:
+            if kind in self._free:
+                self._free[kind] -= 1
+        # The places are kept by name, since a rollout gives back the very ones that it took.
+        self._running[key] = self._waiting.pop(key)
+        return True
+
+
+class SharedPlaces:
+    """The places of one engine, for work units on threads and event loops of their own. Used from any thread.
+
+    Example:
+        places = SharedPlaces({SLOT: 8})
+        places.enter((unit, key), (SLOT,), admit=lambda: ...)   # calls `admit` now, or when somebody else leaves
+        places.leave((unit, key))
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        """limits: places of each kind; a kind without one has any number."""
+        self._limiter: ConcurrencyLimiter[Hashable] = ConcurrencyLimiter(limits)
+        self._admit: dict[Hashable, Callable[[], None]] = {}
+        """What to call for those that wait."""
+        self._changed = threading.Condition(threading.RLock())
+
+    def limit(self, limits: Mapping[str, int]) -> None:
+        """Limit more kinds; those that are limited stay as they are."""
+        with self._changed:
+            self._limiter.limit(limits)
+
+    def enter(self, key: Hashable, kinds: tuple[str, ...], admit: Callable[[], None]) -> None:
+        """Ask for a place of each of `kinds`. admit: called once they are there, from any thread; must not block."""
+        with self._changed:
+            self._admit[key] = admit
+            if self._limiter.enter(key, kinds):
+                self._admit.pop(key)()
+
+    def leave(self, key: Hashable) -> None:
+        """Give up the places of `key`, and admit those that run in its place. Idempotent."""
+        with self._changed:
+            self._admit.pop(key, None)
+            for admitted in self._limiter.leave(key):
+                self._admit.pop(admitted)()
+            self._changed.notify_all()
+
+    def wait_for_room(self, kind: str) -> None:
+        """Wait until a place of the kind is free. Nobody else may be about to take it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._limiter.has_room(kind))
