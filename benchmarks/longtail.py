@@ -10,7 +10,7 @@ one enters an engine: tokens generated / (slots x time x tokens/s of a slot), wh
 
 - the simulated engine, which decodes as fast however many are under way: style fully_async, against the bare engine,
   which is given the next request as soon as a slot is free; and style fixed, whose units do not overlap;
-- a small model in the transformers engine: tokens/s, against the bare engine with the same lengths.
+- a small model in the transformers engine, without a trainer: tokens/s, against the bare engine with such lengths.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, 
     batch = in_flight // REPEAT_TIMES
     tree: dict[str, Any] = {
         "name": f"longtail-{time.time_ns()}",
+        # What the trainer that takes no time publishes is no model's weights.
+        "mode": "both" if engine == "TracedSimulation" else "explore",
         "checkpoint_root_dir": str(root / "runs"),
         "model": {"model_path": str(model), "max_prompt_tokens": 16, "max_response_tokens": LONGEST // scale},
         "algorithm": {"algorithm_type": "grpo", "repeat_times": REPEAT_TIMES, "kl_loss_fn": "none"},

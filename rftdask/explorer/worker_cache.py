@@ -158,7 +158,9 @@ class WorkerCache:
             self.drop_auxiliary()
             self._tokenizer = None
             self._tasksets = {}
-            self._shared = None
+            if self._shared is not None:
+                self._shared[1].close()
+                self._shared = None
             self._config, self._run = config, (storage.url, fingerprint)
         return self._config
 

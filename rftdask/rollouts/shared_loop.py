@@ -31,11 +31,17 @@ class SharedLoop:
         """Run it beside the others. From any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def close(self) -> None:
+        """Cancel what runs on it, and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        while True:
-            try:
-                self._loop.run_forever()
-            # The watchdog's, which came after the code that it was for had returned: the others go on.
-            except BlockedLoopTimeout:
-                log.warning("a workflow blocked the event loop and went on by itself")
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels what is left
+            runner.get_loop()
+            asyncio.set_event_loop(self._loop)
+            while True:
+                try:
+                    return self._loop.run_forever()
+                # The watchdog's, which came after the code that it was for had returned: the others go on.
+                except BlockedLoopTimeout:
+                    log.warning("a workflow blocked the event loop and went on by itself")

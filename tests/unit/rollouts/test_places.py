@@ -153,3 +153,15 @@ def test_units_on_a_shared_loop_run_side_by_side() -> None:
     gate.end(1)
     assert [len(each.result(30).experiences) for each in (first, second)] == [1, 1]
     assert admitted[1].is_set()
+    ended = threading.Event()
+
+    async def left_over() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    loop.submit(left_over())
+    loop.submit(asyncio.sleep(0)).result(30)
+    loop.close()
+    assert ended.wait(30), "what is left is cancelled"
