@@ -189,7 +189,7 @@ def summarize(
         accuracy_error=math.hypot(looks[0].error, looks[-1].error) if looks else math.nan,
         samples=_samples(stages),
         counts=dict(counts),
-        time_split=_time_split(stages),
+        time_split=time_split(stages),
         versions=package_versions(),
         config_yaml=config.to_yaml(),
         files=_files_of(url, stages),
@@ -272,7 +272,7 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     return ()
 
 
-def _time_split(stages: Sequence[Stage]) -> dict[str, float]:
+def time_split(stages: Sequence[Stage]) -> dict[str, float]:
     """Seconds of wall time in which the trainer trained, engines generated, both, and neither (start-up, waiting)."""
     total = sum(stage.seconds for stage in stages)
     training: list[Interval] = []

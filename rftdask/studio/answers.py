@@ -129,7 +129,10 @@ class Group:
     spread: float
     """Standard deviation of the rewards; 0 teaches nothing."""
     answers: Sequence[dict[str, Any]] = field(default_factory=list)
-    """Rows of the browser with `minus_mean`, the best first."""
+    """Rows of the browser with `minus_mean`, the best first. Siblings that say the same and have the same reward are
+    one, whose `same` are the rows of all of them.
+    """
+    num_answers: int = 0
 
 
 def groups_of(rows: pd.DataFrame, first: int = 0, size: int = 20) -> tuple[list[Group], int]:
@@ -147,6 +150,11 @@ def groups_of(rows: pd.DataFrame, first: int = 0, size: int = 20) -> tuple[list[
         step, stage, taskset, task, _ = key
         head, mean = part.iloc[0], part["reward"].mean()
         spread = part["reward"].std(ddof=0)
+        merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in records(part):
+            told = ("response_text", "error", "reward", "status", "state", "reason")
+            key = tuple(row.get(name) for name in told)
+            merged.setdefault(key, {**row, "same": []})["same"].append(row)
         found.append(
             Group(
                 str(stage),
@@ -158,7 +166,8 @@ def groups_of(rows: pd.DataFrame, first: int = 0, size: int = 20) -> tuple[list[
                 str(head["truth"] or ""),
                 None if np.isnan(mean) else float(mean),
                 0.0 if np.isnan(spread) else float(spread),
-                records(part),
+                list(merged.values()),
+                len(part),
             )
         )
     return found, len(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -110,8 +110,10 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     number, tokens that the trainer had trained by then, over all stages; each value is the mean of `mean_of` rows.
     """
     begun = [stage for stage in stages if len(stage.metrics)]
+    # A run without stages is called by its algorithm, so that it can stand beside another one's stage.
+    names = [stage.name if len(stages) > 1 else stage.config.algorithm.algorithm_type for stage in begun]
     start, tokens, found = min((stage.span[0] for stage in begun), default=0.0), 0.0, []
-    for stage in begun:
+    for name, stage in zip(names, begun, strict=True):
         trainer = stage.rows("trainer")
         spent = trainer["num_tokens"].fillna(0.0).cumsum() + tokens if "num_tokens" in trainer else None
         x: dict[str, Any] = {}
@@ -132,17 +134,62 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
                 part = part.select_dtypes("number").dropna(axis="columns", how="all")
                 if every > 1:
                     part = part.groupby(np.arange(len(part)) // every).mean()
-                x[line] = {name: _values(part[name]) for name in ("step", "time", "tokens") if name in part}
+                x[line] = {axis: _values(part[axis]) for axis in ("step", "time", "tokens") if axis in part}
                 for metric in part.columns.difference(["step", "time", "time_s", "tokens"]):
                     y.setdefault(f"{role}.{metric}", {})[line] = _values(part[metric])
         tokens = float(spent.max()) if spent is not None and len(spent) else tokens
-        found.append({"stage": stage.name, "mean_of": mean_of, "x": x, "y": y})
+        found.append({"stage": name, "mean_of": mean_of, "x": x, "y": y})
     return found
 
 
 def _values(column: pd.Series[Any]) -> list[float | None]:
     # Six digits: more would double what is sent, and no pixel shows them.
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in column.tolist()]
+
+
+class Span(NamedTuple):
+    """What a role did for a while. Seconds since the beginning of its timeline."""
+
+    what: str
+    start: float
+    end: float
+    step: int
+
+
+def timeline_of(stage: Stage, num_steps: int = 24) -> tuple[dict[str, list[Span]], float]:
+    """What each role did in the last trainer steps, lane by lane, and how many seconds that were.
+
+    A trainer's row is written at the end of its step, whose parts come in the order waiting, training, publishing,
+    checkpoint; of an explorer's units, which overlap, the row tells their sum, which is cut to the time that passed.
+    """
+    lanes: dict[str, list[Span]] = {}
+    rows = stage.rows("trainer").tail(num_steps)
+    if not len(rows) or "step_s" not in rows:
+        return {}, 0.0
+    start, end = float((rows["time_s"] - rows["step_s"]).min()), float(rows["time_s"].max())
+    lanes["trainer"] = []
+    for row in rows.to_dict("records"):
+        until = row["time_s"]
+        for what in ("checkpoint", "publish", "train", "wait"):
+            took = row.get(f"{what}_s", 0.0)
+            if took == took and took > 0:  # NaN where the role did not measure it
+                lanes["trainer"].append(Span(what, max(until - took, start) - start, until - start, int(row["step"])))
+                until -= took
+    explorer = stage.rows("explorer")
+    if "generate_s" in explorer:
+        passed = explorer[["generate_s", "step_s"]].min(axis=1)
+        ends = zip(explorer["time_s"].tolist(), passed.tolist(), explorer["step"].tolist(), strict=True)
+        lanes["explorer"] = [
+            Span("generate", max(at - took, start) - start, min(at, end) - start, int(step))
+            for at, took, step in ends
+            if at > start and at - took < end
+        ]
+    lanes["evaluation"] = [
+        Span("evaluate", at - start, at - start, int(step))
+        for at, step in stage.rows("eval")[["time_s", "step"]].itertuples(index=False)
+        if start <= at <= end
+    ]
+    return {name: spans for name, spans in lanes.items() if spans}, end - start
 
 
 def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rftdask.commands.jobs import RunJobs, read_logs, read_run_jobs
+from rftdask.commands.status import StageStatus, read_status
 from rftdask.config import Config
 from rftdask.config.plan import make_plan
 from rftdask.errors import DataError, NotFoundError, RftError
@@ -145,6 +147,27 @@ class Folder:
 
         found = in_order(line, self.runs(), _NUM_READERS)
         return sorted(found, key=lambda line: (not line.is_alive, -line.began_s, line.name))
+
+    def status(self, name: str) -> list[StageStatus]:
+        """What `rftdask status` says of its stages; empty before it began. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+        return self._keep(("status", name), lambda: read_status(url))
+
+    def jobs(self, name: str) -> RunJobs:
+        """Its jobs on a batch system, and why it does not run. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+        return self._keep(("jobs", name), lambda: read_run_jobs(url))
+
+    def logs(self, name: str, num_lines: int) -> dict[str, list[str]]:
+        """The last lines of each log that has some. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+
+        def read() -> dict[str, list[str]]:
+            with contextlib.suppress(DataError):  # it has not logged
+                return {log: lines for log, lines in read_logs(url, "", num_lines) if lines}
+            return {}
+
+        return self._keep(("logs", name), read)
 
     def browser(self, name: str, *, evals: bool = False) -> Browser:
         """The experiences of a run, or its answers to evaluations. Raises: DataError: there is no such run."""

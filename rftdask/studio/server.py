@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
+import re
 import secrets
 import socket
 import webbrowser
@@ -29,17 +29,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rftdask.commands.jobs import read_logs, read_run_jobs
-from rftdask.commands.status import read_status
 from rftdask.errors import DataError, RftError, UserError
 from rftdask.provenance.browse import LEVELS, SORTS, Filter
 from rftdask.provenance.sql import OVERVIEW, query
 from rftdask.provenance.tables import TABLES
 from rftdask.run.run_folder import read_run
+from rftdask.run.summary import time_split
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.studio.answers import TASK_ORDERS, distribution, groups_of, task_table
-from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings
+from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings, timeline_of
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
 
@@ -172,8 +171,10 @@ class Studio:
     def run(self, request: Request) -> Response:
         """One run: why it does not learn, where it stands, its curves."""
         name = self._name(request)
-        status = read_status(self.folder.url_of(name))
-        return _page("run.html.j2", scripts=True, **self._head(name), page="run", status=status)
+        stages = [stage for stage in self.folder.stages(name) if stage.has_begun]
+        lanes, seconds = timeline_of(stages[-1]) if stages else ({}, 0.0)
+        told = {"lanes": lanes, "lanes_s": seconds, "split": time_split(stages), "status": self.folder.status(name)}
+        return _page("run.html.j2", scripts=True, **self._head(name), page="run", **told)
 
     def curves(self, request: Request) -> Response:
         """The numbers of the runs that a page draws."""
@@ -348,19 +349,16 @@ class Studio:
 
     def logs(self, request: Request) -> Response:
         """Who works on it, its jobs, and what they logged last."""
-        name, asked = self._name(request), request.query_params
-        url, role = self.folder.url_of(name), asked.get("role", "")
-        # A file name of a log is made of it.
-        if not all(c.isalnum() or c in "-_." for c in role):
-            raise DataError(f"role must be the beginning of the name of a log, not {role!r:.100}")
-        found = dict[str, list[str]]()
-        with contextlib.suppress(DataError):  # it has not logged
-            found = dict(read_logs(url, "", _LOG_LINES))
-        roles = sorted({log.rpartition("/")[2].split("-")[0].split(".")[0] for log in found})
-        shown = {log: lines for log, lines in found.items() if log.rpartition("/")[2].startswith(role)}
-        jobs = read_run_jobs(url)
-        status = read_status(url) if jobs.has_begun else []
-        told = {"jobs": jobs, "status": status, "logs": shown, "roles": roles, "role": role}
+        name, role = self._name(request), request.query_params.get("role", "")
+        logs = self.folder.logs(name, _LOG_LINES)
+        names = {log: log.rpartition("/")[2] for log in logs}
+        told = {
+            "jobs": self.folder.jobs(name),
+            "status": self.folder.status(name),
+            "logs": {log: lines for log, lines in logs.items() if names[log].startswith(role)},
+            "roles": sorted({re.split("[-.]", name)[0] for name in names.values()}),
+            "role": role,
+        }
         return _page("logs.html.j2", scripts=True, **self._head(name), page="logs", **told)
 
     def reload(self, request: Request) -> Response:

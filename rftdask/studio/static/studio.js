@@ -198,12 +198,13 @@ class Curves {
   lines(chart) {
     const axis = this.controls.x.value, found = [];
     const isOne = this.data.runs.length === 1;
+    const lines = new Set(this.data.runs.flatMap((run) => run.stages.flatMap((stage) => Object.keys(stage.y[chart.key] ?? {}))));
     for (const run of this.data.runs) for (const stage of run.stages) {
       for (const [line, y] of Object.entries(stage.y[chart.key] ?? {})) {
         const x = stage.x[line];
         if (!x[axis]) continue;
         const taskset = line.includes("/") ? line.slice(line.indexOf("/") + 1) : "";
-        const name = isOne ? taskset || chart.label : taskset ? `${run.arm} \u00b7 ${taskset}` : run.arm;
+        const name = isOne ? taskset || chart.label : taskset && lines.size > 1 ? `${run.arm} \u00b7 ${taskset}` : run.arm;
         found.push({ stage: stage.stage, arm: run.arm, taskset, label: name, step: x.step, x: x[axis], y });
       }
     }
@@ -228,14 +229,16 @@ class Curves {
         const all = together(same, weight);
         tables.push([all.x, positive(all.mean), positive(all.high), positive(all.low)]);
         series.push(shown);
-        for (const edge of ["most", "least"]) series.push({ label: edge, stroke: tint(stroke, 0.35), width: 0.5, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
+        const at = series.length - 1;
+        shown.value = (plot, v, _, n) => (n === null || v === null ? "-" : `${number(v)} (${number(plot.data[at + 2][n])} to ${number(plot.data[at + 1][n])})`);
+        for (const edge of ["most", "least"]) series.push({ label: edge, class: "edge", stroke: tint(stroke, 0.35), width: 0.5, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
         bands.push({ series: [series.length - 2, series.length - 1], fill: tint(stroke, 0.16) });
       } else {
         const there = same[0].y.map((v, n) => n).filter((n) => same[0].y[n] !== null && same[0].x[n] !== null);
         const x = there.map((n) => same[0].x[n]), y = there.map((n) => same[0].y[n]);
         if (weight > 0) {
           tables.push([x, positive(smooth(y, weight)), positive(y)]);
-          series.push(shown, { label: "raw", stroke: tint(stroke, 0.3), width: 1, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
+          series.push(shown, { label: "raw", class: "edge", stroke: tint(stroke, 0.3), width: 1, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
         } else {
           tables.push([x, positive(y)]);
           series.push(shown);
@@ -260,7 +263,7 @@ class Curves {
       // Where nobody points, the newest numbers.
       hooks: { setCursor: [(plot) => { if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: last }); }] },
     };
-    host.classList.toggle("lone", series.length === 2);
+    host.classList.toggle("lone", series.filter((each) => each.class !== "edge").length === 2);
     const plot = new uPlot(options, data, host);
     plot.setLegend({ idx: last });
     this.plots.push(plot);

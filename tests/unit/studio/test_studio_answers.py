@@ -76,9 +76,19 @@ def test_siblings_stand_together_the_best_first():
     assert second.mean == 1.0 and [row["minus_mean"] for row in second.answers] == [0.0, None]
 
 
+def test_siblings_that_say_the_same_for_the_same_reward_are_told_once():
+    rows = rows_of((1, 0, 0, 1.0), (1, 0, 1, 1.0), (1, 0, 2, 0.0))
+    ([group], _) = groups_of(rows)
+    assert [(row["reward"], [each["rollout"] for each in row["same"]]) for row in group.answers] == [
+        (1.0, [0, 1]),
+        (0.0, [2]),
+    ]
+    assert group.num_answers == 3
+
+
 def test_a_row_that_two_ledger_entries_name_is_one_answer():
     twice = pd.concat([LEARNS, LEARNS])
-    assert [len(group.answers) for group in groups_of(twice)[0]] == [2, 2, 1, 1, 1]
+    assert [group.num_answers for group in groups_of(twice)[0]] == [2, 2, 1, 1, 1]
     drawn = distribution(twice, "reward", "Reward", "rl")
     assert drawn is not None and sum(map(sum, drawn.counts)) == 5
 

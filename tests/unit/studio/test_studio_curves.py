@@ -8,7 +8,7 @@ import math
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.view import Stage
 from rftdask.storage import open_storage
-from rftdask.studio.curves import MOST_POINTS, arms_of, charts_of, curves_of, differing_settings
+from rftdask.studio.curves import MOST_POINTS, Span, arms_of, charts_of, curves_of, differing_settings, timeline_of
 from tests.unit.provenance.lineage_cases import make_config
 
 _numbers = itertools.count()
@@ -34,6 +34,11 @@ def test_a_stage_has_its_own_steps_and_time_and_tokens_go_on():
     assert second["x"]["trainer"]["step"] == [1, 2] and second["x"]["trainer"]["tokens"] == [30, 40]
     assert second["x"]["trainer"]["time"][0] == 100.0
     assert first["y"]["trainer.loss"] == {"trainer": [1.0, 0.5]}
+
+
+def test_a_run_without_stages_is_called_by_its_algorithm():
+    (stage,) = curves_of([make_stage("own name", 0.0, 1)])
+    assert stage["stage"] == "grpo"
 
 
 def test_what_is_no_number_is_a_gap():
@@ -94,3 +99,24 @@ def test_seeds_of_one_setting_are_one_arm():
     assert arms_of(names[:2], {}) == ["a", "b"]
     long = {"seed": [1, 2, 1, 2], "format": ["x" * 80, "x" * 80, "y" * 80, "y" * 80]}
     assert arms_of(names, long) == ["like a", "like a", "like c", "like c"]
+
+
+def test_a_timeline_says_what_each_role_did_when():
+    stage = make_stage("a", 0.0, 0)
+    with MetricsWriter(stage.storage, "trainer", clock=iter((110.0, 110.0, 120.0, 120.0)).__next__) as trainer:
+        trainer.write(1, {"step_s": 10.0, "wait_s": 4.0, "train_s": 5.0, "publish_s": 1.0, "checkpoint_s": 0.0})
+        trainer.write(2, {"step_s": 10.0, "wait_s": 0.0, "train_s": 10.0, "publish_s": math.nan})
+    with MetricsWriter(stage.storage, "explorer", clock=lambda: 104.0) as explorer:
+        explorer.write(1, {"step_s": 6.0, "generate_s": 9.0})
+    lanes, seconds = timeline_of(stage)
+    assert seconds == 20.0
+    assert lanes == {
+        "trainer": [
+            Span("publish", 9.0, 10.0, 1),
+            Span("train", 4.0, 9.0, 1),
+            Span("wait", 0.0, 4.0, 1),
+            Span("train", 10.0, 20.0, 2),
+        ],
+        "explorer": [Span("generate", 0.0, 4.0, 1)],
+    }
+    assert timeline_of(make_stage("b", 0.0, 0)) == ({}, 0.0)

@@ -169,7 +169,6 @@ def test_the_server_shows_what_came_since_when_asked_to(own_case, own_server):
         ("/run?run=p", 400),
         ("/run?run=p%2Frun%2F..%2Frun", 400),
         ("/run?run=%2Fetc", 400),
-        (f"/logs?{RUN}&role=..%2F..%2F*", 400),
         (f"/experiences?{RUN}&page=x", 400),
         (f"/experiences?{RUN}&page={'9' * 5000}", 400),
         (f"/experience?{RUN}&stage=run&shard=nope&row={'9' * 5000}", 404),
