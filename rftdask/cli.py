@@ -608,6 +608,29 @@ def studio(
 
 
 @app.command()
+def serve(
+    config: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or folder or URL of a run")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; who reaches it needs the key")] = "127.0.0.1",
+    port: Port = 8000,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests under way at once; more get a 429")] = 64,
+    group_age: Annotated[float, typer.Option(min=0, help="Seconds that a session waits for others of its task")] = 600,
+) -> None:
+    """Serve the policy as OpenAI's API; sessions that are rewarded become experiences for `mode: train`."""
+    from rftdask.run.run_folder import RUN_FILE, read_run_config
+    from rftdask.serve.server import ServeOptions, serve_policy
+    from rftdask.storage import open_storage
+
+    is_file = config.endswith((".yaml", ".yml"))
+    if not is_file and (storage := open_storage(config)).exists(RUN_FILE):
+        checked = load_config(read_run_config(storage).to_dict(), overrides or [], was_checked=True)
+    else:
+        checked = _load(config, overrides, "")
+    options = ServeOptions(host, port, max_concurrent, group_age)
+    serve_policy(checked, options, typer.echo)  # what it says has the key, to be used
+
+
+@app.command()
 def compact(run: Run) -> None:
     """Merge the small shards of a run that nobody works on into few large files; every experience stays."""
     from rftdask.commands.compact import compact_run

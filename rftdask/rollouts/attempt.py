@@ -184,6 +184,11 @@ class Rollout:
             raise _WillNotStopError(f"{message}, and it ignored its cancellation")
         raise _AttemptTimeout(message)
 
+    def rewarded(self, model: RecordingModel, reward: Reward) -> list[Experience]:
+        """The experiences of what `model` was asked. Raises: TypeError, ValueError: they cannot be trained."""
+        self._check(reward, model)
+        return [self._success(calls, n, 0, reward) for n, calls in enumerate(model.sequences)]
+
     def _check(self, reward: Reward, model: RecordingModel) -> None:
         """Raises: TypeError, ValueError: what the workflow returned cannot be trained on, naming workflow and task."""
         where = f"workflow {self.task.workflow}, task {self.task.group_id}"

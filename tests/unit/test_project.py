@@ -44,7 +44,7 @@ LAYERS = (
     {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},
     {"commands.submit"},
     {"commands.jobs"},
-    {"experiment", "studio"},
+    {"experiment", "serve", "studio"},
     {"commands"},
     {"cli"},
     {"", "__main__"},  # the package itself: what users import

@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,10 @@ from rftdask.rollouts.policy.openai_api import OpenAIAnswer, chunks_of, refusal
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from uvicorn import Server
 
     from rftdask.rollouts.policy.blocking_client import BlockingClient
 
@@ -132,32 +134,12 @@ class _Endpoint:
     async def _serve(self) -> None:
         from starlette.applications import Starlette
         from starlette.routing import Route
-        from uvicorn import Config, Server
-
-        class OwnServer(Server):
-            """Leaves the process's signals alone."""
-
-            @contextlib.contextmanager
-            def capture_signals(self) -> Any:
-                yield
 
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
         ]
-        server = OwnServer(
-            Config(
-                Starlette(routes=routes),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=_IDLE_S,
-                timeout_graceful_shutdown=_CLOSE_S,
-            )
-        )
+        server = web_server(Starlette(routes=routes), timeout_graceful_shutdown=_CLOSE_S)
         try:
             await server.serve(sockets=[self._socket])
         finally:
@@ -188,6 +170,19 @@ class _Endpoint:
         if model is None:
             return as_response(refusal("wrong key", code="invalid_api_key", status=401))
         return await answer_http(model, request)
+
+
+def web_server(app: Starlette, **options: Any) -> Server:
+    """A server of uvicorn that leaves the signals and the log of the process alone."""
+    from uvicorn import Config, Server
+
+    class OwnServer(Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, "lifespan": "off"}
+    return OwnServer(Config(app, http="h11", ws="none", timeout_keep_alive=_IDLE_S, **quiet, **options))
 
 
 async def answer_http(model: Answering, request: Request) -> Response:
@@ -223,15 +218,16 @@ async def answer_http(model: Answering, request: Request) -> Response:
     from starlette.responses import StreamingResponse
 
     with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-    return StreamingResponse(_events(answer.body, with_usage), media_type="text/event-stream")
+    events = _events(answer.body, with_usage)
+    return StreamingResponse(events, headers=dict(answer.headers), media_type="text/event-stream")
 
 
-def as_response(answer: OpenAIAnswer, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer over HTTP. An error is not to be tried again: it would come again."""
+def as_response(answer: OpenAIAnswer) -> Response:
+    """The answer over HTTP. An error is not to be tried again, where it would come again."""
     from starlette.responses import JSONResponse
 
-    retry = {} if answer.status == 200 or headers else {"x-should-retry": "false"}
-    return JSONResponse(answer.body, answer.status, {**retry, **(headers or {})})
+    retry = {} if answer.status in (200, 429) else {"x-should-retry": "false"}
+    return JSONResponse(answer.body, answer.status, {**retry, **answer.headers})
 
 
 async def _events(body: Mapping[str, Any], with_usage: bool) -> AsyncIterator[bytes]:

@@ -87,12 +87,21 @@ class OpenAIAnswer:
     """A completion, or {"error": {"message", "type", "param", "code"}}."""
     responses: tuple[Response, ...] = ()
     """The answers as they were sampled, one for each choice."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of HTTP, beside the usual ones."""
 
 
-def refusal(message: str, param: str | None = None, code: str | None = None, status: int = 400) -> OpenAIAnswer:
+def refusal(
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    status: int = 400,
+    headers: Mapping[str, str] | None = None,
+) -> OpenAIAnswer:
     """An error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return OpenAIAnswer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}})
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return OpenAIAnswer(status, body, headers=headers or {})
 
 
 @dataclass(frozen=True)

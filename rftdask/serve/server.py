@@ -1,0 +1,435 @@
+"""The server of `rftdask serve`: engines of a run behind OpenAI's API, for agents anywhere.
+
+    POST /v1/chat/completions, /v1/completions    recorded, by session
+    POST /sessions  {"task_id"?}                  a new session, with a key and an address of its own
+    POST /feedback  {"session_id"?, "reward", "task_id"?}    the end of a session: 200 once it is durable
+    GET  /health                                  the version that is served, and how much is under way
+
+A session is told by its key, its address (/sessions/ID/v1), the header X-Session-ID or `session_id` in the body. What
+was asked and not rewarded lives in memory alone; what was rewarded is the bank's. Newer weights are served as they are
+published: an answer is of one version, a session may span several, and each of its turns knows its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.schema import Experience
+from rftdask.config import Config, replace
+from rftdask.data.task import Task
+from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.client import EngineClient
+from rftdask.errors import RoleError, StorageError, UserError
+from rftdask.explorer.worker_cache import engine_spec
+from rftdask.rollouts.attempt import Rollout
+from rftdask.rollouts.policy.answer_parsers import AnswerParser
+from rftdask.rollouts.policy.base import POLICY
+from rftdask.rollouts.policy.endpoint import answer_http, as_response, web_server
+from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
+from rftdask.rollouts.policy.openai_api import OpenAIAnswer, refusal
+from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
+from rftdask.rollouts.runner import model_sampling
+from rftdask.rollouts.workflows.base import Reward
+from rftdask.run.run_folder import Lease, open_run, private_files
+from rftdask.serve.bank import TASKSET, Rewarded, SessionBank
+from rftdask.storage import Storage, open_storage
+from rftdask.weights.published import Published, latest_published
+
+log = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "RFTDASK_SERVE_TOKEN"
+"""Environment variable of the token of access; where it is not set, each start has a new one."""
+_SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_RETRY_AFTER_S = 1
+_LOOK_S = 0.2
+"""Between two looks for groups that are complete, weights that are new, and engines that are gone."""
+_ENGINE_TIMEOUT_S = 600.0
+_KEPT_ANSWERS = 4
+"""Of a session, for a client that lost the reply and asks again."""
+_CLOSE_S = 5
+"""Seconds that requests under way have at the end."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a policy is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    max_concurrent: int = 64
+    """Requests under way at once; more are told to come again (429)."""
+    group_age_s: float = 600.0
+    """Seconds that a session waits for others of its task before it is a group without them."""
+    session_idle_s: float = 3600.0
+    """Seconds after which a session that nobody asks or rewards is forgotten."""
+
+
+class _Balanced(RequestQueue):
+    """Several engines, of which the one with the least to do is asked."""
+
+    def __init__(self, queues: Sequence[StreamingQueue]) -> None:
+        super().__init__()
+        self._queues = list(queues)
+        self._under_way = [0] * len(queues)
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        """See RequestQueue."""
+        number = self._under_way.index(min(self._under_way))
+        self._under_way[number] += 1
+        try:
+            return await self._queues[number].generate(key, turn, request)
+        finally:
+            self._under_way[number] -= 1
+
+    async def close(self) -> None:
+        """See RequestQueue."""
+        for queue in self._queues:
+            await queue.close()
+
+
+@dataclass
+class _Session:
+    """A session that has no reward yet."""
+
+    id: str
+    task: str
+    model: RecordingModel
+    used_s: float
+    """When it was asked last, by the monotonic clock."""
+    under_way: int = 0
+    answers: OrderedDict[bytes, OpenAIAnswer] = field(default_factory=OrderedDict)
+    """The last ones, by what was asked."""
+
+
+class PolicyServer:
+    """The sessions and the application of a server; it knows neither sockets nor processes."""
+
+    def __init__(
+        self, config: Config, served: ServedModel, bank: SessionBank, token: str, options: ServeOptions
+    ) -> None:
+        self.weights = Published(0, "", "")
+        """Newest version that is served."""
+        self._config, self._served, self._bank, self._token, self._options = config, served, bank, token, options
+        self._sessions: dict[str, _Session] = {}
+        self._under_way = 0
+        self._rewarding = asyncio.Lock()
+        """Held while a session gets its reward, or is looked for among those that have one."""
+
+    def app(self) -> Starlette:
+        """The application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/sessions", self._open, methods=["POST"]),
+                Route("/feedback", self._feedback, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
+                Route("/sessions/{session}/v1/models", self._models),
+                Route("/sessions/{session}/v1/{path:path}", self._answer, methods=["GET", "POST"]),
+            ]
+        )
+
+    def key_of(self, session: str) -> str:
+        """The key that opens this session and no other."""
+        return f"{session}.{hmac.new(self._token.encode(), session.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+    async def commit_groups(self) -> None:
+        """Commit what is complete. Raises: StorageError."""
+        await asyncio.to_thread(self._bank.commit_groups)
+        old = time.monotonic() - self._options.session_idle_s
+        for session in [each for each in self._sessions.values() if each.used_s < old and not each.under_way]:
+            session.model.close()
+            del self._sessions[session.id]
+
+    # ---- who asks
+
+    def _caller(self, request: Request) -> str | None:
+        """The session that a request names, "" if it names none; None: it may not ask."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        named = str(request.path_params.get("session") or request.headers.get("x-session-id") or "")
+        if hmac.compare_digest(key.encode(), self._token.encode()):
+            return named
+        session = key.rpartition(".")[0]
+        # The key of a session opens that one alone, whatever else the request names.
+        is_own = named in ("", session) and hmac.compare_digest(self.key_of(session).encode(), key.encode())
+        return session if session and is_own else None
+
+    def _session(self, session_id: str, task: str) -> _Session:
+        found = self._sessions.get(session_id)
+        if found is None:
+            model = RecordingModel(
+                self._served,
+                key=RolloutKey(0, 0),
+                group_id=f"session/{session_id}",
+                run_seed=self._config.explorer.rollout_model.seed,
+            )
+            found = self._sessions[session_id] = _Session(session_id, task, model, 0.0)
+        found.task = task or found.task
+        found.used_s = time.monotonic()
+        return found
+
+    async def _ask(self, session_id: str, task: str, is_retry: bool, path: str, body: Any) -> OpenAIAnswer:
+        if not session_id and isinstance(body, Mapping) and isinstance(body.get("session_id"), str):
+            session_id = body["session_id"]
+        session_id = session_id or secrets.token_hex(8)
+        if not _SESSION_ID.fullmatch(session_id):
+            return refusal("a session's name is up to 100 letters, digits, dots, hyphens, underscores", "session_id")
+        if self._under_way >= self._options.max_concurrent:
+            return refusal(
+                f"{self._under_way} requests are under way, which is all this server takes; come again",
+                code="rate_limit_exceeded",
+                status=429,
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
+            )
+        if session_id not in self._sessions:
+            async with self._rewarding:
+                banked = await asyncio.to_thread(self._bank.find, session_id)
+            if banked is not None:
+                return refusal(f"session {session_id} has had its reward; begin another", "session_id", status=409)
+        session = self._session(session_id, task)
+        asked = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).digest()
+        if is_retry and asked in session.answers:
+            return session.answers[asked]  # the reply was lost, not the call
+        self._under_way += 1
+        session.under_way += 1
+        try:
+            answer = await session.model.ask(POLICY, "openai", {"path": path, "body": body})
+        finally:
+            self._under_way -= 1
+            session.under_way -= 1
+            session.used_s = time.monotonic()
+        assert isinstance(answer, OpenAIAnswer)
+        told = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
+        if answer.status == 200:
+            session.answers[asked] = told
+            while len(session.answers) > _KEPT_ANSWERS:
+                session.answers.popitem(last=False)
+        return told
+
+    # ---- the routes
+
+    async def _health(self, request: Request) -> Response:
+        told = {
+            "policy_version": self.weights.version,
+            "under_way": self._under_way,
+            "open_sessions": len(self._sessions),
+        }
+        return as_response(OpenAIAnswer(200, {**told, "waiting_sessions": self._bank.num_waiting}))
+
+    async def _models(self, request: Request) -> Response:
+        if self._caller(request) is None:
+            return as_response(_WRONG_KEY)
+        listed = [{"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}]
+        return as_response(OpenAIAnswer(200, {"object": "list", "data": listed}))
+
+    async def _answer(self, request: Request) -> Response:
+        session_id = self._caller(request)
+        if session_id is None:
+            return as_response(_WRONG_KEY)
+        named = session_id
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        task = request.headers.get("x-task-id", "")
+
+        class Caller:
+            async def openai(_, path: str, body: Any) -> OpenAIAnswer:
+                return await self._ask(named, task, is_retry, path, body)
+
+        return await answer_http(Caller(), request)
+
+    async def _open(self, request: Request) -> Response:
+        if self._caller(request) != "":
+            return as_response(_WRONG_KEY)
+        body = await _body(request)
+        if body is None or not isinstance(body.get("task_id", ""), str):
+            return as_response(refusal('the body is an object: {"task_id": TEXT}, or {}'))
+        session = self._session(secrets.token_hex(8), body.get("task_id", ""))
+        told = {"session_id": session.id, "api_key": self.key_of(session.id), "base_path": f"/sessions/{session.id}/v1"}
+        return as_response(OpenAIAnswer(200, told))
+
+    async def _feedback(self, request: Request) -> Response:
+        named = self._caller(request)
+        if named is None:
+            return as_response(_WRONG_KEY)
+        body = await _body(request)
+        reward = None if body is None else body.get("reward")
+        if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            return as_response(refusal('the body is an object: {"reward": NUMBER, "session_id": ..., ...}', "reward"))
+        session_id = named or body.get("session_id")
+        if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+            return as_response(refusal("whose reward is it? name the session", "session_id"))
+        if body.get("session_id", session_id) != session_id:
+            return as_response(refusal("this key is of another session", "session_id", status=403))
+        task, metrics = body.get("task_id", ""), body.get("metrics", {})
+        if not isinstance(task, str) or not isinstance(metrics, Mapping):
+            return as_response(refusal("task_id is a text, metrics an object of numbers", "metrics"))
+        async with self._rewarding:
+            session = self._sessions.get(session_id)
+            if session is None:
+                # Told already, perhaps to one who did not hear the answer.
+                banked = await asyncio.to_thread(self._bank.find, session_id)
+                if banked is None:
+                    return as_response(refusal(f"there is no session {session_id}", "session_id", status=404))
+                if banked["reward"] != float(reward):
+                    was = f"session {session_id} has the reward {banked['reward']}, which stays"
+                    return as_response(refusal(was, "reward", status=409))
+                return as_response(OpenAIAnswer(200, {"session_id": session_id}))
+            if session.under_way:
+                return as_response(refusal("it is being answered; reward it afterwards", "session_id", status=409))
+            try:
+                rows = self._rewarded(session, Reward(float(reward), dict(metrics)))
+            except (TypeError, ValueError) as error:
+                return as_response(refusal(str(error)))
+            session.model.close()  # nobody may go on with it meanwhile
+            rewarded = Rewarded(session_id, task or session.task, float(reward), tuple(rows))
+            await asyncio.to_thread(self._bank.put, rewarded)
+            del self._sessions[session_id]  # now: where it could not be written, it may be told again
+        versions = {row.min_policy_version for row in rows} | {row.max_policy_version for row in rows}
+        told = {"session_id": session_id, "num_rows": len(rows), "policy_versions": [min(versions), max(versions)]}
+        return as_response(OpenAIAnswer(200, told))
+
+    def _rewarded(self, session: _Session, reward: Reward) -> list[Experience]:
+        return Rollout(
+            task=Task(TASKSET, 0, 0, workflow=TASKSET),
+            key=RolloutKey(0, 0),
+            explore_step=1,
+            workflow=_never,
+            engine_failure=lambda: None,
+            new_model=lambda rollout: session.model,
+            explorer=self._config.explorer,
+            sampling=self._served.sampling,
+            weights=self.weights,
+        ).rewarded(session.model, reward)
+
+
+async def _never(task: Task, model: Any) -> float:
+    raise AssertionError("a served session runs no workflow")
+
+
+async def _body(request: Request) -> Mapping[str, Any] | None:
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except ValueError:
+        return None
+    return body if isinstance(body, Mapping) else None
+
+
+_WRONG_KEY = refusal("wrong key", code="invalid_api_key", status=401)
+
+
+# ---- the process
+
+
+def serve_policy(config: Config, options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log; then say in the log how far
+    it is complete, so that a trainer that has all of it ends.
+
+    Args: config: of the run, of whatever mode; it is served as mode explore does. say: takes lines for who started it.
+    Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine
+        died.
+    """
+    if config.stages or config.is_external or config.algorithm.schema_type != "experience":
+        raise UserError("what is served is the policy of a run that learns from rollouts, without stages")
+    config = replace(config, {"mode": "explore"})
+    storage = open_storage(config.checkpoint_job_dir)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(private_files(storage, config))
+        config = open_run(storage, config)
+        stack.enter_context(Lease(storage, "explorer"))
+        experiences = open_log(storage, config)
+        experiences.unseal()
+        bank = SessionBank(storage, experiences, config, group_age_s=options.group_age_s)
+        section = config.explorer.rollout_model
+        threads = max(1, (os.cpu_count() or 1) // section.engine_num)
+        engines = [EngineClient(engine_spec(section, config, threads, None)) for _ in range(section.engine_num)]
+        for engine in engines:
+            stack.callback(engine.close)
+        tokenizer = load_tokenizer(config)
+        parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
+        for engine in engines:
+            engine.wait_ready()
+
+        async def run() -> None:
+            queues = [StreamingQueue(Streaming(each.submit, _ENGINE_TIMEOUT_S, str(each))) for each in engines]
+            queue = _Balanced(queues)
+            served = ServedModel(queue, tokenizer, model_sampling(config.model), config.model, None, parser)
+            server = PolicyServer(config, served, bank, token, options)
+            try:
+                await _run(server, options, engines, storage, f"with the key {token}", say)
+            finally:
+                await queue.close()
+
+        asyncio.run(run())
+        experiences.seal(bank.num_whole_steps)
+        say(f"{bank.num_groups} groups are in the log, {bank.num_waiting} sessions wait for others of their task")
+
+
+async def _run(
+    server: PolicyServer,
+    options: ServeOptions,
+    engines: Sequence[EngineClient],
+    storage: Storage,
+    key: str,
+    say: Callable[[str], None],
+) -> None:
+    """Listen until a signal comes; meanwhile look for what is new, what is complete, and who is gone.
+
+    Raises: StorageError; RoleError: an engine died. Who is started next takes over.
+    """
+    web = web_server(server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S)
+
+    def end() -> None:
+        web.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    listening = asyncio.create_task(web.serve())
+    try:
+        while not web.started and not listening.done():
+            await asyncio.sleep(0.01)
+        if web.started:
+            host, port = web.servers[0].sockets[0].getsockname()[:2]
+            say(f"serving http://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
+        while not listening.done():
+            found = await asyncio.to_thread(latest_published, storage)
+            if found is not None and found != server.weights:
+                try:
+                    # In the order of messages: what was asked before is answered by the weights before.
+                    await asyncio.gather(*(asyncio.to_thread(each.load, storage, found) for each in engines))
+                    server.weights = found
+                    log.info("serving version %d", found.version)
+                except StorageError as error:  # removed meanwhile, since there is a newer one
+                    log.warning("version %d is not served: %s", found.version, error)
+            await server.commit_groups()
+            if dead := [str(each) for each in engines if not each.alive()]:
+                raise RoleError(f"{dead[0]} has died; the same command goes on")
+            await asyncio.wait({listening}, timeout=_LOOK_S)
+    finally:
+        end()
+        await listening
+    await server.commit_groups()

@@ -1,0 +1,211 @@
+"""Promises of the served API, kept to the real package openai: calls are recorded by session, however it is named; a
+key opens what it is for; a reward ends a session and is told once; what is too much is told to come again; a call whose
+reply was lost is not made twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rftdask.buffer.log import open_log
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
+from rftdask.rollouts.policy.recording import ServedModel
+from rftdask.serve.bank import SessionBank
+from rftdask.serve.server import PolicyServer, ServeOptions
+from rftdask.storage import open_storage
+from rftdask.weights.published import Published
+from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
+from tests.unit.serve.test_session_bank import CONFIG
+
+_numbers = itertools.count()
+ASKED: Any = [{"role": "user", "content": "hi"}]
+BASE = "http://served"
+
+
+class Queue(RequestQueue):
+    """Says which call of the engine it is; waits for `goes_on` where it is cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
+        self.num_asked += 1
+        said = str(self.num_asked)
+        await self.goes_on.wait()
+        return generation(said, request)
+
+    async def close(self) -> None:
+        """Nothing is under way."""
+
+
+class Case:
+    """A server in this process, without a socket."""
+
+    def __init__(self, **options: Any) -> None:
+        self.storage = open_storage(f"memory://server-{next(_numbers)}")
+        self.bank = SessionBank(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
+        self.queue = Queue()
+        served = ServedModel(self.queue, CharTokenizer(), SamplingParams(max_tokens=20), MODEL)
+        self.server = PolicyServer(CONFIG, served, self.bank, "token", ServeOptions(**options))
+        self.server.weights = Published(7, "", "hash7")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.server.app()), base_url=BASE)
+
+    def client(self, path: str = "/v1", key: str = "token", **options: Any) -> Any:
+        return openai.AsyncOpenAI(base_url=BASE + path, api_key=key, http_client=self.http, **options)
+
+    async def ask(self, client: Any, messages: Any = ASKED, **options: Any) -> Any:
+        return (await client.chat.completions.create(model="policy", messages=messages, **options)).choices[0].message
+
+    async def feedback(self, key: str = "token", **body: Any) -> tuple[int, Any]:
+        answer = await self.http.post("/feedback", json=body, headers={"Authorization": f"Bearer {key}"})
+        return answer.status_code, answer.json()
+
+    async def rows(self) -> list[dict[str, Any]]:
+        await self.server.commit_groups()
+        log = open_log(self.storage, CONFIG)
+        return [row for name in log.shards() for row in log.read(name).to_pylist()]
+
+
+def run(check: Callable[[Case], Awaitable[None]], **options: Any) -> None:
+    async def all_of_it() -> None:
+        case = Case(**options)
+        async with case.http:
+            await check(case)
+
+    asyncio.run(all_of_it())
+
+
+def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
+    async def check(case: Case) -> None:
+        opened = (await case.http.post("/sessions", json={}, headers={"Authorization": "Bearer token"})).json()
+        named = {
+            "header": case.client(default_headers={"X-Session-ID": "header"}),
+            "path": case.client("/sessions/path/v1"),
+            opened["session_id"]: case.client(key=opened["api_key"]),
+        }
+        for client in named.values():
+            message = await case.ask(client)
+            more = [*ASKED, message, {"role": "user", "content": "and?"}]
+            await case.ask(client, more)
+        await case.ask(case.client(), ASKED, extra_body={"session_id": "body"})
+        assert (await case.feedback(session_id="body", reward=0))[0] == 200
+        for session, reward in zip(named, (0.5, 1, -1), strict=True):
+            status, told = await case.feedback(session_id=session, reward=reward)
+            assert (status, told["num_rows"], told["policy_versions"]) == (200, 1, [7, 7])
+        rows = await case.rows()
+        assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
+        assert [len(row["turns"] or [1]) for row in rows] == [1, 2, 2, 2]
+        assert rows[1]["response_text"] == "1<user>and?<assistant>2" and rows[1]["weights_hash"] == "hash7"
+
+    run(check)
+
+
+def test_sessions_of_a_task_are_siblings() -> None:
+    async def check(case: Case) -> None:
+        for number in range(4):
+            task = {"X-Task-ID": f"task {number % 2}"} if number < 2 else {}
+            await case.ask(case.client(f"/sessions/s{number}/v1", default_headers=task))
+            later = {} if number < 2 else {"task_id": f"task {number % 2}"}
+            assert (await case.feedback(session_id=f"s{number}", reward=number, **later))[0] == 200
+        rows = await case.rows()
+        assert [(row["task_index"], row["rollout"], row["reward"]) for row in rows] == [
+            (0, 0, 0.0),
+            (0, 1, 2.0),
+            (1, 0, 1.0),
+            (1, 1, 3.0),
+        ]
+
+    run(check)
+
+
+def test_a_key_opens_what_it_is_for() -> None:
+    async def check(case: Case) -> None:
+        own = case.server.key_of("mine")
+        for path, key in (
+            ("/v1", "wrong"),
+            ("/v1", ""),
+            ("/v1", "mine.wrong"),
+            ("/sessions/yours/v1", own),
+            ("/v1", own.replace("mine", "yours")),
+        ):
+            status = (await case.http.post(f"{path}/chat/completions", headers={"X-Api-Key": key}, json={})).status_code
+            assert status == 401, (path, key)
+        assert (await case.feedback("wrong", session_id="mine", reward=1))[0] == 401
+        assert (await case.feedback(own, session_id="yours", reward=1))[0] == 403
+        assert (await case.http.post("/sessions", headers={"X-Api-Key": own}, json={})).status_code == 401
+        await case.ask(case.client(key=own))
+        assert (await case.feedback(own, reward=1))[0] == 200
+        assert case.queue.num_asked == 1
+
+    run(check)
+
+
+def test_a_reward_ends_a_session_and_is_told_once() -> None:
+    async def check(case: Case) -> None:
+        client = case.client("/sessions/s/v1", max_retries=0)
+        assert (await case.feedback(session_id="s", reward=1))[0] == 404
+        await case.ask(client)
+        for wrong in ("1", None, True):
+            assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
+        assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
+        assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
+        # Again, by one who did not hear the answer; then by one who changed his mind.
+        assert (await case.feedback(session_id="s", reward=1))[0] == 200
+        assert (await case.feedback(session_id="s", reward=2))[0] == 409
+        with pytest.raises(openai.ConflictError, match="has had its reward"):
+            await case.ask(client)
+        [row] = await case.rows()
+        assert row["reward"] == 1.0 and dict(row["metrics"])["steps"] == 3.0
+        assert (await case.feedback(session_id="s", reward=1))[0] == 200
+
+    run(check)
+
+
+def test_what_is_too_much_is_told_to_come_again() -> None:
+    async def check(case: Case) -> None:
+        case.queue.goes_on.clear()
+        first = asyncio.create_task(case.ask(case.client("/sessions/a/v1")))
+        while not case.queue.num_asked:
+            await asyncio.sleep(0)
+        with pytest.raises(openai.RateLimitError) as error:
+            await case.ask(case.client("/sessions/b/v1", max_retries=0))
+        assert error.value.response.headers["retry-after"] == "1"
+        assert (await case.feedback(session_id="a", reward=1))[0] == 409, "it is still being answered"
+        # openai's client comes again by itself.
+        second = asyncio.create_task(case.ask(case.client("/sessions/b/v1", max_retries=5)))
+        await asyncio.sleep(0.05)
+        case.queue.goes_on.set()
+        assert [(await first).content, (await second).content] == ["1", "2"]
+
+    run(check, max_concurrent=1)
+
+
+def test_a_call_whose_reply_was_lost_is_not_made_twice() -> None:
+    async def check(case: Case) -> None:
+        client = case.client("/sessions/s/v1")
+        again = {"x-stainless-retry-count": "1"}
+        said = [(await case.ask(client, extra_headers=headers)).content for headers in ({}, again, {}, again)]
+        # Asked anew it is another call, whatever was asked before.
+        assert said == ["1", "1", "2", "2"] and case.queue.num_asked == 2
+
+    run(check)
+
+
+def test_a_session_that_nobody_asks_is_forgotten() -> None:
+    async def check(case: Case) -> None:
+        await case.ask(case.client("/sessions/s/v1"))
+        await case.server.commit_groups()
+        assert (await case.feedback(session_id="s", reward=1))[0] == 404
+
+    run(check, session_idle_s=-1)
