@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rftdask.commands.jobs import RunJobs, read_logs, read_run_jobs
 from rftdask.commands.status import StageStatus, read_status
@@ -23,7 +23,7 @@ from rftdask.config import Config
 from rftdask.config.plan import make_plan
 from rftdask.errors import DataError, NotFoundError, RftError
 from rftdask.provenance.browse import Browser
-from rftdask.run.run_folder import ROLES, RUN_FILE, lease_holder, read_driver, read_end, read_run_config
+from rftdask.run.run_folder import END_FILE, ROLES, RUN_FILE, lease_holder, read_driver, read_end, read_run_config
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import open_storage
 from rftdask.storage.base import in_order
@@ -36,10 +36,14 @@ _NUM_READERS = 8  # Small files read at once: on object stores a read is mostly 
 _FRESH_S = 2.0
 _FRESH_TIMES = 20.0
 """What took t seconds to read is read again after so many t."""
-_MOST_TABLES = 4
-"""Tables of experiences that are held in memory."""
+_LOOK_S = 3.0
+"""A list of runs takes about so long at most, however many have not been read yet: a config alone takes 50 ms."""
+_UNREAD = "not read yet"
+_MOST = {"browser": 4, "stages": 32}
+"""How many of a kind are held in memory: all tokens of a run, all its numbers. Of others there is no end."""
 
 _Read = TypeVar("_Read")
+_Key: TypeAlias = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class RunLine:
     """From the first number of each stage to its last, pauses included."""
     began_s: float = 0.0
     """Unix seconds of the first number; 0: there is none."""
-    last_sign_s: float | None = None
-    """Seconds since the last number."""
+    last_number_s: float = 0.0
+    """Unix seconds of the last number; 0: there is none."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -89,14 +93,14 @@ class Folder:
         """Raises: StorageError: the URL is of no storage."""
         self._storage = open_storage(url)
         self.url = self._storage.url
-        self._kept: dict[Hashable, tuple[float, Any]] = {}
-        self._browsers: OrderedDict[tuple[str, bool], None] = OrderedDict()
-        self._locks: dict[Hashable, threading.Lock] = {}
+        self._kept: OrderedDict[_Key, tuple[float, Any]] = OrderedDict()
+        """By kind and name: when it is to be read again, and what was read; the last one used at the end."""
+        self._locks: dict[_Key, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def runs(self) -> list[str]:
         """Names of the runs, sorted; the folder itself is `HERE` where it is one, and then the only one."""
-        return self._keep("runs", self._find)
+        return self._keep(("runs",), self._find)
 
     def url_of(self, name: str) -> str:
         """Raises: DataError: the folder has no such run."""
@@ -125,27 +129,39 @@ class Folder:
         """What there is to say of a run in one line. Raises: DataError: there is no such run."""
         url = self.url_of(name)
 
-        def read() -> RunLine:
-            _, before = self._kept.get(("line", name), (0.0, None))
+        def read() -> tuple[RunLine, object]:
+            _, (before, last_mark) = self._kept.get(("line", name), (0.0, (None, None)))
+            mark = _mark(url)
+            # Who starts a run leaves a mark. Until then one that has ended is as it was.
+            if before is not None and not before.is_alive and mark == last_mark:
+                return before, mark
             line = read_line(name, url, self.stages(name))
             if before is not None and before.is_alive and not line.is_alive:
                 # It has ended since: what was read while it lived may lack its last numbers.
                 self._kept.pop(("stages", name), None)
                 line = read_line(name, url, self.stages(name))
-            return line
+            return line, mark
 
-        return self._keep(("line", name), read)
+        return self._keep(("line", name), read)[0]
 
     def lines(self) -> list[RunLine]:
-        """Of all runs, those that run first, then the newest first. One that cannot be read says so."""
+        """Of all runs, those that run first, then the newest first. One that cannot be read says so, and of many those
+        that took too long are said to be unread, until a later call.
+        """
+        until = time.monotonic() + _LOOK_S
 
         def line(name: str) -> RunLine:
+            if time.monotonic() > until and ("line", name) not in self._kept:
+                return RunLine(name, _UNREAD)
             try:
                 return self.line(name)
             except RftError as error:
                 return RunLine(name, "not read", str(error))
 
-        found = in_order(line, self.runs(), _NUM_READERS)
+        # Kept as a whole, too: of many runs the first would be due again before the last is read.
+        found = self._keep(("lines",), lambda: list(in_order(line, self.runs(), _NUM_READERS)))
+        if any(line.state == _UNREAD for line in found):
+            self._kept.pop(("lines",), None)
         return sorted(found, key=lambda line: (not line.is_alive, -line.began_s, line.name))
 
     def status(self, name: str) -> list[StageStatus]:
@@ -171,22 +187,15 @@ class Folder:
 
     def browser(self, name: str, *, evals: bool = False) -> Browser:
         """The experiences of a run, or its answers to evaluations. Raises: DataError: there is no such run."""
-        url, key = self.url_of(name), (name, evals)
-        browser = self._keep(("browser", *key), lambda: Browser(url, evals=evals))
-        with self._lock:
-            self._browsers[key] = None
-            self._browsers.move_to_end(key)
-            while len(self._browsers) > _MOST_TABLES:  # they hold all tokens
-                oldest, _ = self._browsers.popitem(last=False)
-                self._kept.pop(("browser", *oldest), None)
-        return browser
+        url = self.url_of(name)
+        return self._keep(("browser", name, evals), lambda: Browser(url, evals=evals))
 
     def forget(self) -> None:
         """Read all of it again when it is next asked for."""
         with self._lock:
             self._kept.clear()
 
-    def _keep(self, key: Hashable, read: Callable[[], _Read]) -> _Read:
+    def _keep(self, key: _Key, read: Callable[[], _Read]) -> _Read:
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:  # of two that ask at once, one reads
@@ -195,7 +204,13 @@ class Folder:
             if began >= until:
                 value = read()
                 took = time.monotonic() - began
-                self._kept[key] = began + took + max(_FRESH_S, _FRESH_TIMES * took), value
+                until = began + took + max(_FRESH_S, _FRESH_TIMES * took)
+            with self._lock:
+                self._kept[key] = until, value
+                self._kept.move_to_end(key)
+                alike = [other for other in self._kept if other[0] == key[0]]
+                for oldest in alike[: len(alike) - _MOST.get(str(key[0]), len(alike))]:
+                    del self._kept[oldest]
             found: _Read = value
             return found
 
@@ -256,12 +271,19 @@ def read_line(name: str, url: str, stages: list[Stage]) -> RunLine:
         eval_loss=next((v for stage in reversed(begun) for v in stage.values("eval", "eval_loss")[-1:]), None),
         seconds=sum(end - start for start, end in spans),
         began_s=min((start for start, _ in spans), default=0.0),
-        # Not below 0: clocks of two machines differ.
-        last_sign_s=max(0.0, time.time() - max(end for _, end in spans)) if spans else None,
+        last_number_s=max((end for _, end in spans), default=0.0),
         warnings=tuple(
             f"{stage.name}: {warning}" if len(stages) > 1 else warning for stage in begun for warning in stage.warnings
         ),
     )
+
+
+def _mark(url: str) -> object:
+    """What changes when somebody starts a run, or when it ends."""
+    storage = open_storage(url)
+    with contextlib.suppress(NotFoundError):
+        return storage.list("control"), storage.get(END_FILE)
+    return None
 
 
 def _total_of(stage: Stage) -> int | None:

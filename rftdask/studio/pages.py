@@ -7,6 +7,7 @@ files of `static` alone, where a page needs them, and load nothing from anywhere
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -14,7 +15,7 @@ from urllib.parse import urlencode
 from rftdask.buffer.log.schema import conversation
 from rftdask.monitor.progress import duration
 from rftdask.provenance.browse import LEVELS, Browser, Filter
-from rftdask.run.summary import percent
+from rftdask.run.summary import percent, shorten
 from rftdask.text.terminal import cell, printable
 
 if TYPE_CHECKING:
@@ -64,10 +65,13 @@ def _environment() -> Environment:
         conversation=conversation,
         duration=duration,
         percent=percent,
+        shorten=shorten,
         # Line ends and tabs of a token stand behind a sign.
         visible=lambda text: text.replace("\n", "\u21b5\n").replace("\t", "\u2192\t"),
         steps=lambda span: str(span[0]) if span[0] == span[1] else f"{span[0]} to {span[1]}",
         ago=_ago,
+        # Not below 0: clocks of two machines differ.
+        since=lambda at_s: _ago(max(0.0, time.time() - at_s) if at_s else None),
     )
     environment.globals.update(link=link, place=lambda row: {name: row[name] for name in _PLACE})
     return environment

@@ -10,7 +10,7 @@ import pytest
 
 from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.run.run_folder import END_FILE, Lease, note_end
+from rftdask.run.run_folder import END_FILE, Lease, note_begin, note_end
 from rftdask.storage import open_storage
 from rftdask.studio.folder import HERE, Folder
 from tests.unit.provenance.lineage_cases import make_config, make_run
@@ -28,6 +28,14 @@ def test_runs_are_found_at_any_depth_and_stages_are_none(tmp_path):
     assert Folder(tmp_path / "a").runs() == []
 
 
+def test_runs_of_an_object_store_are_found_and_read(s3_url):
+    make_run("", make_config(s3_url))
+    folder = Folder(s3_url)
+    assert folder.runs() == ["p/run"]
+    assert (folder.line("p/run").state, folder.line("p/run").step) == ("killed", 2)
+    assert len(folder.browser("p/run").rows) == 16
+
+
 @pytest.mark.parametrize("name", ["..", "p/../p/run", "/etc", "", "p", "p/run/", "p/run/../../.."])
 def test_a_name_that_is_no_run_is_opened_by_nobody(tmp_path, name):
     make_run(str(tmp_path))
@@ -40,7 +48,7 @@ def test_a_line_says_where_a_run_stands(tmp_path):
     line = Folder(tmp_path).line("p/run")
     assert (line.state, line.step, line.total, line.algorithms) == ("killed", 2, None, ("grpo",))
     assert (line.reward, line.first_accuracy, line.accuracy) == (pytest.approx(1 / 3), 0.1, 0.9)
-    assert line.seconds > 0 and line.last_sign_s > 1e9
+    assert (line.began_s, line.last_number_s, line.seconds) == (1000.0, 1006.0, 6.0)
     note_end(case.storage, "failed", "RoleError: no memory")
     line = Folder(tmp_path).line("p/run")
     assert (line.state, line.why, line.progress) == ("failed", "RoleError: no memory", None)
@@ -75,6 +83,25 @@ def test_a_damaged_run_says_so_and_hides_no_other(tmp_path):
         assert lines == {"p/bad": "not read", "p/run": "killed"}, damage
 
 
+def test_a_list_of_many_runs_does_not_wait_for_all_of_them(tmp_path, monkeypatch):
+    for number in range(3):
+        make_run("", make_config(str(tmp_path), name=f"run-{number}"))
+    folder = Folder(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    read = folder.line
+
+    def read_slowly(name: str):
+        now[0] += 5.0
+        return read(name)
+
+    monkeypatch.setattr(folder, "line", read_slowly)
+    monkeypatch.setattr("rftdask.studio.folder._NUM_READERS", 1)
+    assert sorted(line.state for line in folder.lines()) == ["killed", "not read yet", "not read yet"]
+    monkeypatch.setattr(folder, "line", read)
+    assert [line.state for line in folder.lines()] == ["killed"] * 3
+
+
 def test_what_was_read_is_kept_for_a_while_and_no_longer(tmp_path, monkeypatch):
     case = make_run(str(tmp_path))
     folder = Folder(tmp_path)
@@ -103,6 +130,25 @@ def test_the_last_numbers_of_a_run_are_there_when_it_has_ended(tmp_path, monkeyp
     note_end(case.storage, "finished", "")
     assert folder.line("p/run").step == 3
     assert len(folder.stages("p/run")[0].rows("trainer")) == 3
+
+
+def test_a_run_that_has_ended_is_read_once_and_again_when_it_is_continued(tmp_path, monkeypatch):
+    case = make_run(str(tmp_path))
+    note_end(case.storage, "stopped", "")
+    folder = Folder(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert (folder.line("p/run").state, folder.line("p/run").step) == ("stopped", 2)
+    (tmp_path / "p/run/metrics/trainer").rename(tmp_path / "away")  # it would be missed
+    now[0] += 1e6
+    assert folder.line("p/run").step == 2
+    (tmp_path / "away").rename(tmp_path / "p/run/metrics/trainer")
+    note_begin(case.storage)
+    with MetricsWriter(case.storage, "trainer") as trainer:
+        trainer.write(3, {"loss": 0.1})
+    now[0] += 1e6
+    assert (folder.line("p/run").state, folder.line("p/run").step) == ("running", 3)
+    assert folder.lines()[0].is_alive
 
 
 def test_looking_writes_nothing(tmp_path):

@@ -114,6 +114,8 @@ def test_a_conversation_is_told_turn_by_turn(own_case, own_server):
     _, page, _ = fetch(own_server, f"/experience?{RUN}&stage=run&shard={name.text}&row=0")
     text = " ".join(Tags(page).text.split())
     assert "As text prompt?turn 0Hitool<2+2=4>turn 14" in text and 'title="tool, token 3' in page
+    text = " ".join(Tags(fetch(own_server, f"/groups?{RUN}&evals=no&step=3")[1]).words)
+    assert "tokens turn 0 Hi tool <2+2=4> turn 1 4" in text
 
 
 def test_an_experience_without_tokens_has_a_page(case, server):
