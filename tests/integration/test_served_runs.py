@@ -12,11 +12,18 @@ from typing import Any
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
-from rftdask.commands.status import read_status
 from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
-from tests.integration.run_cases import BATCH_SIZE, REPEAT_TIMES, RunProcess, call_cli, run_folder, write_config
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    call_cli,
+    run_folder,
+    write_config,
+)
 
 TOKEN = "a-token"
 ENV = {"RFTDASK_SERVE_TOKEN": TOKEN}
@@ -88,8 +95,8 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
     assert all(row["prompt_text"].startswith("task ") and len(row["tokens"]) > row["prompt_length"] for row in rows)
     ended = call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
     assert ended.code == 0, ended
-    [stage] = read_status(str(run_folder(config)))
-    assert not stage.problems, stage.problems
+    status = assert_sound(run_folder(config))
+    assert status["sealed"] and status["experiences"]["committed"] == len(sessions)
     entry = Ledger(storage).read(1)
     assert entry is not None and sum(len(used.rows) for used in entry.use) == len(sessions)
 
