@@ -8,8 +8,9 @@ are lognormal (median 800, sigma 1, cut off at 16,384), lengths and time scaled 
 in flight, slots of an engine = in flight / engines. Measured, from the first response to the moment at which the last
 one enters an engine: tokens generated / (slots x time x tokens/s of a slot), which is 1 where no slot is ever empty.
 
-- the simulated engine, which decodes as fast however many are under way: style fully_async, against the bare engine,
-  which is given the next request as soon as a slot is free; and style fixed, whose units do not overlap;
+- the simulated engine, which decodes as fast however many are under way, against the bare engine, which is given the
+  next request as soon as a slot is free: style fully_async, with weights that load in flight and with weights that
+  load when the bound of staleness asks for newer ones; and style fixed, whose units do not overlap;
 - a small model in the transformers engine, without a trainer: tokens/s, against the bare engine with such lengths.
 """
 
@@ -38,7 +39,9 @@ SCALE = 10
 MODEL_SCALE = 50
 """The same for the model, whose every token is computed."""
 REPEAT_TIMES = 8
-ROLLOUTS_PER_S = 150
+IN_FLIGHT, ASYNC, FIXED = "fully_async (load_in_flight)", "fully_async", "fixed"
+"""What is measured; the first word is the style."""
+ROLLOUTS_PER_S = 200
 """What the simulated engines are asked for together at most, which two cores can roll out and commit."""
 
 
@@ -88,7 +91,10 @@ def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, 
         },
         "cluster": {"num_cpus": engines + 1},
         "trainer": {"trainer_type": "fake", "save_interval": 10 * refills},
-        "synchronizer": {"sync_style": style, **({} if style == "fixed" else {"max_staleness": staleness})},
+        "synchronizer": {
+            "sync_style": style.partition(" ")[0],
+            **({} if style == FIXED else {"max_staleness": staleness, "load_in_flight": style == IN_FLIGHT}),
+        },
         "monitor": {"monitor_type": "none"},
         "log": {"level": "WARNING"},
     }  # fmt: skip
@@ -147,19 +153,20 @@ def main() -> None:
     cases = [(n, e) for n in map(int, args.in_flight.split(",")) for e in map(int, args.engines.split(","))]
     refills = args.refills
     if args.quick:
-        cases, refills = [(16, 2)], 3
+        cases, refills = [(16, 2)], 2
     with tempfile.TemporaryDirectory(prefix="rftdask-longtail-") as folder:
         root = Path(folder)
         for in_flight, engines in cases:
             # Each rollout takes a second in the mean, or as long as the machine needs for so many.
-            step_s = max(0.2 if args.quick else 1.0, in_flight / ROLLOUTS_PER_S) / mean_length(SCALE)
-            os.environ[STEP_S] = repr(step_s)
+            bare_step_s = (0.2 if args.quick else 1.0) / mean_length(SCALE)
+            step_s = max(bare_step_s, in_flight / ROLLOUTS_PER_S / mean_length(SCALE))
+            os.environ[STEP_S] = repr(bare_step_s)
             slots = in_flight // engines
-            floor = bare(root, TracedSimulation(), slots, slots * refills, SCALE) * step_s
+            floor = bare(root, TracedSimulation(), slots, slots * refills, SCALE) * bare_step_s
             what = f"{in_flight} in flight, {engines} engines x {slots} slots"
-            for style, goal in (("fully_async", 0.85), ("fixed", None)):
-                # Lock-step wastes most of its time: a fourth of the steps says as much.
-                steps = refills if goal else max(2, refills // 4)
+            for style, goal in ((IN_FLIGHT, 0.85), (ASYNC, 0.85), (FIXED, None)):
+                # Lock-step wastes most of its time: a few steps say as much.
+                steps = refills if goal else max(2, refills // 10)
                 rate, told = roll_out(
                     root, "TracedSimulation", in_flight, engines, style, steps, args.staleness, SCALE, step_s
                 )
@@ -172,7 +179,7 @@ def main() -> None:
             build_toy_model(root / "model", hidden_size=64, intermediate_size=128, num_heads=2)
             engine = TracedTransformers(str(root / "model"))
             floor = in_flight * bare(root, engine, in_flight, count, MODEL_SCALE)
-            for style, goal in (("fully_async", 0.85), ("fixed", None)):
+            for style, goal in ((ASYNC, 0.85), (FIXED, None)):
                 rate, _ = roll_out(
                     root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, MODEL_SCALE, 0
                 )

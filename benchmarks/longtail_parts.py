@@ -72,18 +72,19 @@ class SimulatedEngine(FakeEngine):
     def serve(self, take: Take, give: Give) -> None:
         """As `FakeEngine`, with responses as long as they are asked for."""
         step_s = float(os.environ[STEP_S])
-        under_way: dict[int, tuple[float, GenerateRequest]] = {}
+        under_way: dict[int, tuple[float, GenerateRequest, int]] = {}
         while True:
             now = time.perf_counter()
             for number, request in take():
                 if request is None:
                     under_way.pop(number, None)
                 else:
-                    under_way[number] = now + request.sampling.max_tokens * step_s, request
+                    ends = now + request.sampling.max_tokens * step_s
+                    under_way[number] = ends, request, self.policy_version
             if not under_way:
                 return
-            for number in [number for number, (ends, _) in under_way.items() if ends <= now]:
-                give(number, self._answer(under_way.pop(number)[1]))
+            for number in [number for number, (ends, _, _) in under_way.items() if ends <= now]:
+                give(number, self._answer(*under_way.pop(number)[1:]))
             time.sleep(_TICK_S)
 
     def _length(self, request: GenerateRequest) -> int:

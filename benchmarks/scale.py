@@ -2,11 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 15] [--quick] [--json FILE]
 
-A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a unit side by side; lengths are
-lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its CPU seconds are those of
-the scheduler, the driver and all workers together: an upper bound of what a scheduler has to do. Measures:
+A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a unit side by side and one unit
+at a time; lengths are lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its
+CPU seconds are those of the scheduler, the driver and all workers together: an upper bound of what a scheduler has to
+do. A worker that has a unit mostly waits for its longest response: how full slots are is beside it, and how full they
+can be is longtail.py's to say. Measures:
 
-- experiences/s for each number of workers, against as many times what one worker can do, and CPU per experience;
+- experiences/s for each number of workers, against workers that always have a unit, and CPU per experience;
+- tokens / (slots x time x TOKENS_PER_S) meanwhile;
 - the time from a published policy version until the last worker knows;
 - what the end of a log costs with 1,000 and with 1,000,000 shards in it (the storage of benchmarks/buffer.py);
 - asynchronous against lock-step, on equal workers and experiences: the wall time of one over that of the other.
@@ -49,12 +52,15 @@ TOKENS_PER_S = 2_000
 """Of one rollout: 50 to 100 times what engines do, so that a unit takes seconds and not minutes."""
 
 
+def lengths(step: int, unit_index: int) -> np.ndarray:
+    """Tokens of the responses of a work unit."""
+    random = np.random.default_rng((step, unit_index))
+    return np.minimum(random.lognormal(np.log(MEDIAN_TOKENS), SIGMA, TASKS_PER_BATCH * REPEAT_TIMES), MAX_TOKENS)
+
+
 def unit_seconds(step: int, unit_index: int) -> float:
     """Time of a work unit: that of its longest response."""
-    lengths = np.random.default_rng((step, unit_index)).lognormal(
-        np.log(MEDIAN_TOKENS), SIGMA, TASKS_PER_BATCH * REPEAT_TIMES
-    )
-    return float(min(lengths.max(), MAX_TOKENS)) / TOKENS_PER_S
+    return float(lengths(step, unit_index).max()) / TOKENS_PER_S
 
 
 def simulate(unit: RolloutTask) -> RolloutResult:
@@ -85,6 +91,8 @@ class Finished(NamedTuple):
     took_s: float
     num: int
     """Experiences."""
+    share: float
+    """Of its slots, in use in the mean of its time."""
 
 
 class CountingExplorer(Explorer):
@@ -95,7 +103,9 @@ class CountingExplorer(Explorer):
         self.finished: list[Finished] = []
 
     def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
-        self.finished.append(Finished(time.perf_counter(), result.time_s, result.num_rollouts))
+        drawn = lengths(unit.explore_step, unit.unit_index)
+        share = float(drawn.mean() / drawn.max())
+        self.finished.append(Finished(time.perf_counter(), result.time_s, result.num_rollouts, share))
         super()._count(unit, result)
 
 
@@ -225,7 +235,7 @@ def measure_notice(client: Client, publishes: int) -> float:
 
 def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, float]:
     mean_s = statistics.mean(unit_seconds(step, unit_index) for step in range(1, 40) for unit_index in range(50))
-    linear = workers * TASKS_PER_BATCH * REPEAT_TIMES / mean_s
+    always_busy = workers * TASKS_PER_BATCH * REPEAT_TIMES / mean_s
     with simulated_workers(workers) as client:
         notice_s = measure_notice(client, publishes)
         simulation = Simulation(client, workers, "fixed", round(seconds / mean_s) + 1, None)
@@ -234,10 +244,17 @@ def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, f
         cpu_s = time.process_time() - began_cpu
     # How busy the workers were in the middle of the run, when there was work for all of them.
     first, last = began + 0.2 * seconds, began + 0.6 * seconds
-    busy_s = sum(max(0.0, min(each.at, last) - max(each.at - each.took_s, first)) for each in simulation.finished)
-    efficiency = busy_s / (workers * (last - first))
+    within = [max(0.0, min(each.at, last) - max(each.at - each.took_s, first)) for each in simulation.finished]
+    slot_s = sum(busy_s * each.share for busy_s, each in zip(within, simulation.finished, strict=True))
+    efficiency, occupancy = (total_s / (workers * (last - first)) for total_s in (sum(within), slot_s))
     total = sum(each.num for each in simulation.finished)
-    return {"rate": efficiency * linear, "efficiency": efficiency, "cpu_s": cpu_s / total, "notice_s": notice_s}
+    return {
+        "rate": efficiency * always_busy,
+        "efficiency": efficiency,
+        "occupancy": occupancy,
+        "cpu_s": cpu_s / total,
+        "notice_s": notice_s,
+    }
 
 
 def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, float]:
@@ -276,9 +293,10 @@ def main() -> None:
     for workers in counts:
         found = measure_workers(workers, seconds, 2 if args.quick else 10)
         report.add(
-            f"rollouts by {workers} workers", found["rate"], "experiences/s", against="that many times one worker",
+            f"rollouts by {workers} workers", found["rate"], "experiences/s", against="workers that always have a unit",
             ratio=found["efficiency"],
         )  # fmt: skip
+        report.add(f"slots in use of {workers} workers, a unit at a time", found["occupancy"], "occupancy")
         report.add(f"CPU of {workers} workers", 1e3 * found["cpu_s"], "ms per experience", less_is_better=True)
         notice_ms = 1e3 * found["notice_s"]
         report.add(f"all of {workers} workers know a new version", notice_ms, "ms", less_is_better=True)

@@ -105,8 +105,10 @@ class Engine(EngineTraits, ABC):
         """Answer what `take` gives, each request as soon as it is finished, until none is under way and `take` gives
         none. It is asked before the first step, and between steps as long as something is under way.
 
-        Both are called from the calling thread. What nobody wants any more leaves its slot, and may be answered all the
-        same. Raises: RoleError naming the engine and the cause; then nothing is under way any more.
+        Both are called from the calling thread. Where it `loads_in_flight`, `take` may load weights: what is under way
+        goes on with them, and with the keys and values of the old ones. What nobody wants any more leaves its slot, and
+        may be answered all the same. Raises: RoleError naming the engine and the cause; then nothing is under way any
+        more.
         """
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:

@@ -310,8 +310,9 @@ class EngineClient:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def load(self, storage: Storage, published: Published) -> None:
-        """Serve `published` from now on. Files that fail their checksum are read again, a few times, never loaded.
+    def load(self, storage: Storage, published: Published, *, in_flight: bool = False) -> None:
+        """Serve `published` from now on, once what is under way has been answered; in_flight: at once, also for what is
+        under way. Files that fail their checksum are read again, a few times, never loaded.
 
         Raises: StorageError: the version is not there or stays damaged; RoleError: the engine could not take it;
             WeightsError: it took it and computes something else. The engine has ended after the last two.
@@ -322,7 +323,7 @@ class EngineClient:
                 return
             for attempt in range(1, _LOAD_ATTEMPTS + 1):
                 try:
-                    served = self._load(storage, published)
+                    served = self._load(storage, published, in_flight)
                     break
                 # A file that is being replicated, or read half from a cache, is whole a moment later. A version that
                 # was removed stays away, and ends here.
@@ -336,13 +337,13 @@ class EngineClient:
             # Only now: after an error the next call loads again, or finds the engine dead.
             self.weights = published
 
-    def _load(self, storage: Storage, published: Published) -> int:
+    def _load(self, storage: Storage, published: Published, in_flight: bool) -> int:
         # One attempt at loading; returns the version that the engine serves then.
         # Verified before the engine sees it: what is torn is read again, and costs no engine.
         copy = NodeCopy(storage, published, LOAD_TIMEOUT_S)
         try:
             files = tuple(map(str, copy.files))
-            load = server.LoadWeights(0, published.version, files, published.fingerprint)
+            load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight)
             served = int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
         except BaseException:
             copy.close()

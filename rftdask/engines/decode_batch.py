@@ -110,13 +110,13 @@ class DecodeBatch:
     Example (of the calls; the model is between them):
         batch = DecodeBatch(end_ids, vocab_size, device)
         batch.add(17, request)
-        prompts = batch.enter(batch.num_fitting(max_tokens))
+        prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
         while batch.numbers:
             tokens_B = batch.sample(logits_BV)
             if batch.counts()[0] ...:
                 for number, generation in batch.finished(policy_version): ...
                 index_B, num_columns = batch.drop_done(trim=True)
-                prompts = batch.enter(batch.num_fitting(max_tokens))
+                prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
 
     Finished rows go on sampling until they are dropped; nothing of that is kept.
     """
@@ -128,6 +128,8 @@ class DecodeBatch:
         """Number of each row's request, in the order of the rows."""
         self._requests: dict[int, GenerateRequest] = {}
         """Requests of the rows, by number."""
+        self._entered_at: dict[int, int] = {}
+        """Policy versions of their prompts and first tokens, by number."""
         self._waiting: dict[int, GenerateRequest] = {}
         """Requests that have not entered, in the order in which they came."""
         self.told: set[int] = set()
@@ -167,8 +169,9 @@ class DecodeBatch:
                 return num_fitting
         return len(self._waiting)
 
-    def enter(self, num_newcomers: int) -> Prompts:
-        """Make the next `num_newcomers` (at least one) of the waiting the last rows, and lay out their prompts.
+    def enter(self, num_newcomers: int, policy_version: int) -> Prompts:
+        """Make the next `num_newcomers` (at least one) of the waiting the last rows, and lay out their prompts, which
+        are computed with the weights of `policy_version`.
 
         The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
         """
@@ -184,6 +187,7 @@ class DecodeBatch:
         self.columns = columns
         self.numbers += numbers
         self._requests.update(zip(numbers, requests, strict=True))
+        self._entered_at.update(dict.fromkeys(numbers, policy_version))
         self._set_rows(newcomers)
         return prompts
 
@@ -246,7 +250,7 @@ class DecodeBatch:
             # By the last token: a row that met its limit with an end token has stopped.
             stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
-            versions = policy_version, policy_version
+            versions = self._entered_at[number], policy_version
             found.append((number, Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions)))
         return found
 
@@ -258,7 +262,7 @@ class DecodeBatch:
         """
         self.numbers = [number for number in self.numbers if number not in self.told]
         for number in self.told:
-            del self._requests[number]
+            del self._requests[number], self._entered_at[number]
         self.told = set()
         # Indices into the rows as they were: the cache is cut by the same.
         index_B = (~self._rows.done_B).nonzero()[:, 0]

@@ -32,6 +32,7 @@ class FakeEngine(Engine):
     engine_type = "fake"
     has_model = False
     repeats_bits = True
+    loads_in_flight = True
     imports_ahead = ("rftdask.engines.fake",)
 
     def __init__(
@@ -50,7 +51,8 @@ class FakeEngine(Engine):
     def serve(self, take: Take, give: Give) -> None:
         if self._closed:
             raise RoleError("engine 'fake' was closed; make a new one")
-        under_way: dict[int, GenerateRequest] = {}
+        under_way: dict[int, tuple[GenerateRequest, int]] = {}
+        """With the version at which they came."""
         ends: dict[int, list[int]] = {}
         step = 0
         while True:
@@ -58,7 +60,7 @@ class FakeEngine(Engine):
                 if request is None:
                     under_way.pop(number, None)
                 else:
-                    under_way[number] = request
+                    under_way[number] = request, self.policy_version
                     # Known when it comes, since its length is: nothing is looked at in between.
                     ends.setdefault(step + max(self._length(request), 1), []).append(number)
             if not under_way:
@@ -68,12 +70,12 @@ class FakeEngine(Engine):
             step += 1
             for number in ends.pop(step, ()):
                 if number in under_way:
-                    give(number, self._answer(under_way.pop(number)))
+                    give(number, self._answer(*under_way.pop(number)))
 
     def _length(self, request: GenerateRequest) -> int:
         return min(self.tokens_per_request, request.sampling.max_tokens)
 
-    def _answer(self, request: GenerateRequest) -> Generation:
+    def _answer(self, request: GenerateRequest, oldest_version: int) -> Generation:
         length = self._length(request)
         # By the request's seed alone, as with a real engine: its neighbors change nothing.
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
@@ -81,7 +83,7 @@ class FakeEngine(Engine):
             tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),
             logprobs=(-math.log(self.vocab_size),) * length,
             finish_reason="stop" if length == self.tokens_per_request else "length",
-            min_policy_version=self.policy_version,
+            min_policy_version=oldest_version,
             max_policy_version=self.policy_version,
         )
 

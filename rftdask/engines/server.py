@@ -1,8 +1,8 @@
 """The process of an engine: it takes messages from its client and answers each with one of the same number.
 
-Requests enter the engine as they come, and each is answered when it is finished. Anything else that is asked waits
-until those before it are answered, and those after it wait for it. It knows neither versions' files on storage nor
-rollouts; what both sides say is defined here.
+Requests enter the engine as they come, and each is answered when it is finished. Anything else that is asked (but for
+weights that are to be loaded in flight) waits until those before it are answered, and those after it wait for it. It
+knows neither versions' files on storage nor rollouts; what both sides say is defined here.
 
 Invariant: before it says that it is ready, and once more before it says that it has loaded its first weights, the
 engine has answered requests of the run's own kind. So one that cannot work ends before it has work.
@@ -83,6 +83,8 @@ class LoadWeights:
     version: int
     files: tuple[str, ...]
     fingerprint: Fingerprint | None
+    in_flight: bool = False
+    """Whether requests that are under way go on with the new weights; else they are answered first."""
 
 
 @dataclass(frozen=True)
@@ -160,23 +162,25 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         return None if plain is None else FROM_CLIENT.decode(plain)
 
     def take() -> list[tuple[int, GenerateRequest | None]]:
-        # Up to the first message that is no request: it waits, and nothing that came after it is taken.
+        # Up to the first message that waits for the end of all requests; nothing that came after it is taken.
         nonlocal message
         taken: list[tuple[int, GenerateRequest | None]] = []
         message = message or try_receive()
-        while isinstance(message, Generate | Drop):
+        while _comes_between_steps(message):
             if isinstance(message, Generate):
                 taken += [(each.number, each.request) for each in message.requests]
-            else:
+            elif isinstance(message, Drop):
                 taken += [(number, None) for number in message.numbers]
+            elif isinstance(message, LoadWeights):
+                channel.send(FROM_SERVER.encode(_load(engine, spec, message, [])))
             message = try_receive()
         return taken
 
     def give(number: int, generation: Generation) -> None:
         channel.send(FROM_SERVER.encode(Generated(number, generation)))
 
-    # One message at a time, in the order sent: so a `LoadWeights` waits until every request before it is answered, and
-    # no answer mixes two versions.
+    # One message at a time, in the order sent: so a `LoadWeights` that is not for requests under way waits until every
+    # request before it is answered, and no answer mixes two versions.
     # The second argument of iter is what would end the loop, and no message is it: the process
     # ends when its client has gone, see `Channel`.
     for plain in channel if turn is None else iter(partial(channel.try_receive, _LOOK_S), channel):
@@ -202,20 +206,28 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             elif isinstance(message, Score):
                 answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
             else:
-                with _telling_memory(spec, f"the engine loads version {message.version}"):
-                    engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
-                # Only after the first load: it shows that the path of loading leaves an engine that works. Each load is
-                # compared with the trainer's fingerprint above.
-                engine.generate(again)
-                again = []
-                log.info("serves policy version %d", engine.policy_version)
-                answer = Loaded(message.number, engine.policy_version)
+                answer = _load(engine, spec, message, again)
             channel.send(FROM_SERVER.encode(answer))
             message = None
         # Nothing came for a moment, or a unit has ended: also where the next one follows at once, the rank is next.
         if turn is not None and rests and turn.held and turn.is_wanted:
             engine.leave_device()
             turn.leave()
+
+
+def _comes_between_steps(message: FromClient | None) -> bool:
+    return isinstance(message, Generate | Drop) or (isinstance(message, LoadWeights) and message.in_flight)
+
+
+def _load(engine: Engine, spec: Mapping[str, Any], message: LoadWeights, again: list[GenerateRequest]) -> Loaded:
+    """Load weights, and answer the requests `again` once: they show that loading leaves an engine that works. Each load
+    is compared with the trainer's fingerprint."""
+    with _telling_memory(spec, f"the engine loads version {message.version}"):
+        engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
+    engine.generate(again)
+    again.clear()
+    log.info("serves policy version %d", engine.policy_version)
+    return Loaded(message.number, engine.policy_version)
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class TransformersEngine(Engine):
 
     engine_type = "transformers"
     repeats_bits = True
+    loads_in_flight = True
     leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
 
@@ -162,7 +163,7 @@ class TransformersEngine(Engine):
                 and (num := batch.num_fitting(self.max_batch_tokens))
             ):
                 alone = not batch.numbers
-                prompts, others = batch.enter(num), DynamicCache(config=self._model.config)
+                prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
                 # The newcomers are computed by themselves, into a cache of their own: in one pass with them every row
                 # under way would be padded to the longest prompt.
                 others_BV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
@@ -216,6 +217,11 @@ class TransformersEngine(Engine):
 
         Adapters stay beside the weights, where the trainer has them: added to them, both would differ by rounding.
         """
+        # Also where it loads between two steps: what is made here is changed by later loads.
+        with torch.inference_mode(False):
+            self._load(version, files)
+
+    def _load(self, version: int, files: Sequence[Path]) -> None:
         by_name = {file.name: file for file in files}
         if ADAPTER_FILE in by_name:
             try:

@@ -71,7 +71,7 @@ class WorkerCache:
         with cache.seat() as seat:
             config = cache.open(storage, unit.config_fingerprint)
             engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
-            with cache.under_way():
+            with cache.under_way(exact=False):
                 ...
                 seat.give_up()      # as soon as another unit may begin beside this one
                 ...
@@ -81,7 +81,7 @@ class WorkerCache:
 
     def __init__(self) -> None:
         self.seat_lock = threading.Lock()
-        self._num_under_way = 0
+        self._num_under_way = self._num_exact = 0
         self._ended = threading.Condition()
         self._last_end_s = 0.0
         """Time at which a unit ended last, by the monotonic clock."""
@@ -110,21 +110,28 @@ class WorkerCache:
             seat.give_up()
 
     @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Count a unit as under way."""
+    def under_way(self, *, exact: bool) -> Iterator[None]:
+        """Count a unit as under way. exact: its weights must not change meanwhile."""
         with self._ended:
             self._num_under_way += 1
+            self._num_exact += exact
         try:
             yield
         finally:
             with self._ended:
                 self._num_under_way -= 1
+                self._num_exact -= exact
                 self._ended.notify_all()
 
     @property
     def is_busy(self) -> bool:
         """True while a unit is under way; in the seat, False stays so."""
         return self._num_under_way > 0
+
+    @property
+    def may_load_in_flight(self) -> bool:
+        """True while no unit is under way that must keep its weights."""
+        return not self._num_exact
 
     def wait_until_idle(self) -> None:
         """Wait until no unit is under way. In the seat, so that none begins meanwhile."""

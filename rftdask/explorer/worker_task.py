@@ -207,7 +207,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
         # Roll out and commit: a group is committed when it is done or with its neighbors, see UnitWriter.
         with (
-            _cache.under_way(),
+            _cache.under_way(exact=unit.weights.exact),
             UnitWriter(
                 log,
                 explore_step=unit.explore_step,
@@ -317,7 +317,11 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
         _cache.wait_until_idle()
     began = time.monotonic()
     published = _wait_for_weights(storage, unit, config)
-    if _cache.is_busy and not may_join(unit.weights, engine.weights, published):
+    loads = config.synchronizer.load_in_flight and shares and not unit.weights.exact and _cache.may_load_in_flight
+    if _cache.is_busy and loads and published is not None and is_newer(published, engine.weights):
+        with _ending_what_hangs(engine):
+            engine.load(storage, published, in_flight=True)
+    elif _cache.is_busy and not may_join(unit.weights, engine.weights, published):
         _cache.wait_until_idle()
         # There may be newer ones by now.
         began = time.monotonic()
@@ -357,8 +361,13 @@ def may_join(required: WeightRequirement, served: Published, published: Publishe
     if served == published or (published is None and served.version == 0):
         return True
     # An older one will do as long as the rule says so: the bound of staleness, for the styles that have one.
-    same = published is not None and (served.version == 0 or served.lineage == published.lineage)
-    return same and not required.exact and served.version >= required.version
+    newer = published is not None and is_newer(published, served)
+    return newer and not required.exact and served.version >= required.version
+
+
+def is_newer(published: Published, served: Published) -> bool:
+    """True for newer weights of the same lineage; version 0 is before all."""
+    return published.version > served.version and served.lineage in ("", published.lineage)
 
 
 @contextmanager

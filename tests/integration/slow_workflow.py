@@ -25,3 +25,11 @@ async def tailed(task: Task, model: PolicyModel) -> float:
     answer = await model.generate(task.prompt)
     await asyncio.sleep(2.0 if task.index % 4 == 3 else 0.05)
     return float(len(answer.tokens) % 3)
+
+
+async def two_turns(task: Task, model: PolicyModel) -> float:
+    """A call of the policy, as much time as `tailed` takes, and a call that goes on where the first ended."""
+    first = await model.generate(task.prompt)
+    await asyncio.sleep(2.0 if task.index % 4 == 3 else 0.05)
+    second = await model.generate(f"{task.prompt}{first.text}?")
+    return float(len(second.tokens) % 3)

@@ -26,7 +26,7 @@ from run_cases import (
 )
 
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.shard import done_units
+from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
 
@@ -99,6 +99,24 @@ def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothi
     assert_all_once(folder)
     occupancy = read_metrics(open_storage(str(folder)), "explorer")["occupancy"]
     assert occupancy.between(0.0, 1.0).all()
+
+
+def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound(config: Path) -> None:
+    folder = run_folder(config)
+    turns = ("synchronizer.load_in_flight=true", "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns")
+    with start(config, *ASYNC, *turns) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    assert_all_once(folder)
+    log = ParquetLog(open_storage(str(folder)))
+    spans = {(row["min_policy_version"], row["max_policy_version"]) for name in log.shards() for row in rows(log, name)}
+    assert any(oldest < newest for oldest, newest in spans), spans
+    trained = read_metrics(open_storage(str(folder)), "trainer")
+    assert trained["staleness_max"].max() <= 6
+
+
+def rows(log: ParquetLog, name: ShardName) -> list[dict[str, int]]:
+    return log.read(name, ["min_policy_version", "max_policy_version"]).to_pylist()
 
 
 def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:

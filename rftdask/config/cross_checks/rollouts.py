@@ -67,6 +67,19 @@ def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
         )
 
 
+@RULES.reading("synchronizer", "explorer.rollout_model", "cluster.colocate")
+def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
+    key, engine = "synchronizer.load_in_flight", config.explorer.rollout_model
+    if not config.synchronizer.load_in_flight:
+        return
+    if config.synchronizer.sync_style != "fully_async":
+        yield key, f"sync_style {config.synchronizer.sync_style} loads at its boundaries; use fully_async"
+    if config.cluster.colocate:
+        yield key, "an engine that takes turns with a trainer has nothing under way as it loads; leave it out"
+    if not engine.traits.loads_in_flight:
+        yield key, f"engine_type {engine.engine_type} loads when nothing is under way; leave it out or use transformers"
+
+
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
     if config.cluster.options and not config.cluster.takes_options:

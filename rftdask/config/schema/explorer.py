@@ -64,6 +64,8 @@ class EngineTraits:
     loads can be verified."""
     repeats_bits: ClassVar[bool] = False
     """The same requests given at once give the same bits each time."""
+    loads_in_flight: ClassVar[bool] = False
+    """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
     leaves_device: ClassVar[bool] = False
     """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
     takes_dora: ClassVar[bool] = True

@@ -157,5 +157,8 @@ class SynchronizerConfig(Section):
     max_staleness: Natural | None = None
     """Most policy versions between the weights that sampled a token and those it trains. None: the bound of
     staleness_control in `algorithm.sample_strategy_args` if given there, else what the style implies."""
+    load_in_flight: bool = False
+    """fully_async: engines load new weights between two tokens of the responses under way, which then span versions;
+    their staleness counts from the oldest. Else they load when nothing is under way."""
     poll_interval_s: Seconds = 0.05
     """Seconds between looks at the pointer to the newest weights."""

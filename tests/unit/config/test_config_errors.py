@@ -110,6 +110,18 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
             "model.lora_configs[0].use_dora: engine_type vllm has no DoRA; use transformers",
         ),
         (
+            {"synchronizer": {"load_in_flight": True}},
+            "synchronizer.load_in_flight: sync_style fixed loads at its boundaries; use fully_async",
+        ),
+        (
+            {
+                "synchronizer": {"load_in_flight": True, "sync_style": "fully_async"},
+                "explorer": {"rollout_model": {"engine_type": "vllm"}},
+            },
+            "synchronizer.load_in_flight: engine_type vllm loads when nothing is under way; leave it out or use "
+            "transformers",
+        ),
+        (
             {
                 "explorer": {
                     "rollout_model": {"engine_type": "vllm", "extra_engine_args": {"logprobs_mode": "raw_logits"}}

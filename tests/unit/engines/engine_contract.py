@@ -149,6 +149,29 @@ class EngineContract:
         assert serve(engine, [[(0, None)]]) == {}
 
 
+class InFlightContract:
+    """What an engine promises that `loads_in_flight`."""
+
+    def test_a_response_tells_the_oldest_and_the_newest_weights_of_its_tokens(
+        self, engine: Engine, weights_file: Path
+    ) -> None:
+        answers: dict[int, Generation] = {}
+        looks: list[Look] = [[(0, LONG), (1, SHORT)], [(2, SHORT)]]
+
+        def take() -> Look:
+            if len(looks) == 1 and 1 in answers and 0 not in answers:  # while the long one is under way
+                engine.load_verified(7, [weights_file], None)
+                return looks.pop()
+            return looks.pop(0) if len(looks) == 2 else []
+
+        engine.serve(take, answers.__setitem__)
+        versions = {number: (each.min_policy_version, each.max_policy_version) for number, each in answers.items()}
+        assert versions == {0: (0, 7), 1: (0, 0), 2: (7, 7)}
+        assert len(answers[0].tokens) == len(answers[0].logprobs)
+        [alone] = engine.generate([SHORT])
+        assert answers[2].tokens == alone.tokens, "what comes after it has no old keys and values"
+
+
 class ContinuousContract:
     """What an engine with a model promises beyond that: requests enter and leave between its steps."""
 

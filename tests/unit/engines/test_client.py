@@ -99,6 +99,15 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     assert generations == [*FakeEngine().generate([request(n) for n in (1, 2, 3)]), generations[3]]
 
 
+def test_weights_in_flight_do_not_wait_for_those_who_asked_before(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    parent = Parent(asks(1), LoadWeights(4, 9, (str(file),), None, in_flight=True), asks(5))
+    serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
+    assert parent.answers[1] == Loaded(4, 9)
+    assert [answer.number for answer in parent.answers[2:] if isinstance(answer, Generated)] == [1, 5]
+
+
 class CountedEngine(FakeEngine):
     """Remembers what it was asked, and with which weights."""
 

@@ -10,10 +10,10 @@ from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig, r
 from rftdask.engines.base import Engine, GenerateRequest, SamplingParams
 from rftdask.engines.fake import FakeEngine
 from rftdask.errors import UserError
-from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
+from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, InFlightContract
 
 
-class TestFakeEngine(EngineContract, ContinuousContract):
+class TestFakeEngine(EngineContract, ContinuousContract, InFlightContract):
     @pytest.fixture
     def engine(self) -> Engine:
         return FakeEngine("no/such/model")

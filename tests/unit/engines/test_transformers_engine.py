@@ -16,7 +16,14 @@ from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingPa
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
 from tests.numerics import assert_same_logprobs, shifted_seed
-from tests.unit.engines.engine_contract import ContinuousContract, EngineContract, Look, make_requests, serve
+from tests.unit.engines.engine_contract import (
+    ContinuousContract,
+    EngineContract,
+    InFlightContract,
+    Look,
+    make_requests,
+    serve,
+)
 from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
 
 PROMPTS = [(5,), (7, 8, 9), (11, 12, 13, 14, 15, 16, 17), (7, 8, 9), (20, 21)]
@@ -39,7 +46,7 @@ def engine(model_folder: Path) -> Engine:
     return TransformersEngine(str(model_folder))
 
 
-class TestTransformersEngine(EngineContract, ContinuousContract):
+class TestTransformersEngine(EngineContract, ContinuousContract, InFlightContract):
     @pytest.fixture
     def weights_file(self, other_model_folder: Path) -> Path:
         return other_model_folder / "model.safetensors"

@@ -4,6 +4,7 @@ config's, is never given out; the tests of engines and sandboxes are those of th
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,26 @@ def test_engines_that_measure_their_gpu_start_one_after_another_and_once(
     assert ("ready", "b") not in events[: events.index(("start", "c"))]
     cache.auxiliary(1)
     assert [event for event in events if event[0] == "start"] == starts
+
+
+def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> None:
+    cache = WorkerCache()
+    with cache.under_way(exact=False):
+        assert cache.is_busy and cache.may_load_in_flight
+        with cache.under_way(exact=True):
+            assert not cache.may_load_in_flight
+        assert cache.is_busy and cache.may_load_in_flight
+    assert not cache.is_busy
+    cache.wait_until_idle()
+
+
+def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted_once() -> None:
+    cache = WorkerCache()
+    with cache.seat() as seat:
+        seat.give_up()
+        with cache.seat():  # the next one is in it already
+            seat.give_up()
+            assert cache.seat_lock.locked()
+    began_s = time.monotonic() - 3.0
+    assert cache.count_time(began_s) >= 3.0
+    assert cache.count_time(began_s) < 1.0
