@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -253,6 +254,47 @@ def validate(
         _say(make_plan(checked).render())
     if gpu:
         _tell_memory(checked, gpu)
+
+
+@app.command()
+def debug(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    task: Annotated[int, typer.Option(min=0, help="Row of the taskset")] = 0,
+    taskset: Annotated[str, typer.Option(metavar="NAME", help="Whose row; the first one's if none is named")] = "",
+    rollouts: Annotated[int, typer.Option(min=1, help="Of the task, side by side")] = 1,
+    folder: Annotated[str, typer.Option(metavar="FOLDER", help="What they give is kept here, for rftdask view")] = "",
+    once: Annotated[bool, typer.Option("--once", help="End after the first round")] = False,
+    origin: Origin = "",
+) -> None:
+    """Load the model once, and roll out one task again and again while you change its workflow or reward."""
+    checked = _load(config, overrides, origin)
+    # Late: the other commands need no engine.
+    from rftdask.commands.debug import Debugger
+
+    stage = next((each for each in reversed(checked.stage_configs()) if each.has_explorer), checked)
+    kept = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="rftdask-debug-"))
+    _say("the model is being loaded", err=True)
+    with Debugger(stage, kept, taskset) as debugger:
+        while True:
+            is_last = once or not sys.stdin.isatty()
+            try:
+                _say(debugger.try_task(task, rollouts))
+                _say(f"\nas pages: rftdask view {kept}", err=True)
+            except UserError as error:  # to be mended in the files, and tried again
+                if is_last:
+                    raise
+                _say(f"error: {error}", err=True)
+            if is_last:
+                return
+            try:
+                said = input("Enter: again, with the files as they are now; a number: that task; q: end > ").strip()
+            except EOFError:
+                return
+            if said == "q":
+                return
+            if said.isdecimal():
+                task = int(said)
 
 
 @app.command()
