@@ -16,12 +16,13 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer, chunks_of, refusal
+from rftdask.rollouts.policy.responses_api import events_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -218,7 +219,8 @@ async def answer_http(model: Answering, request: Request) -> Response:
     from starlette.responses import StreamingResponse
 
     with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-    events = _events(answer.body, with_usage)
+    is_response = answer.body["object"] == "response"
+    events = _events(events_of(answer.body) if is_response else chunks_of(answer.body, with_usage))
     return StreamingResponse(events, headers=dict(answer.headers), media_type="text/event-stream")
 
 
@@ -230,7 +232,9 @@ def as_response(answer: OpenAIAnswer) -> Response:
     return JSONResponse(answer.body, answer.status, {**retry, **answer.headers})
 
 
-async def _events(body: Mapping[str, Any], with_usage: bool) -> AsyncIterator[bytes]:
-    for chunk in chunks_of(body, with_usage):
-        yield f"data: {json.dumps(chunk)}\n\n".encode()
+async def _events(chunks: Iterable[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        # What the Responses API streams has names.
+        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+        yield f"{name}data: {json.dumps(chunk)}\n\n".encode()
     yield b"data: [DONE]\n\n"

@@ -131,7 +131,9 @@ class OpenAIRequest:
 def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIRequest:
     """The request of a body that JSON gave. `tokenizer`: whose template renders it. Raises: BadRequestError."""
     if path not in (CHAT, COMPLETIONS):
-        raise BadRequestError(f"there is no {path}; there are {CHAT}, {COMPLETIONS} and models", code="not_found")
+        raise BadRequestError(
+            f"there is no {path}; there are {CHAT}, {COMPLETIONS}, responses and models", code="not_found"
+        )
     if not isinstance(body, Mapping):
         raise BadRequestError("the body is no JSON object")
     # null is how clients say "not given".
@@ -411,13 +413,13 @@ def chunks_of(body: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, A
         index = choice["index"]
         last = {key: value for key, value in choice.items() if key not in ("index", "message", "text")}
         if not is_chat:
-            yield from (chunk(index, {"text": piece}) for piece in _pieces(choice["text"]))
+            yield from (chunk(index, {"text": piece}) for piece in pieces(choice["text"]))
             yield chunk(index, {"text": ""}, **last)
             continue
         message = choice["message"]
         yield chunk(index, {"role": "assistant", "content": ""})
         for name, make in _STREAMED.items():
-            yield from (chunk(index, make(piece)) for piece in _pieces(message.get(name) or ""))
+            yield from (chunk(index, make(piece)) for piece in pieces(message.get(name) or ""))
         for number, call in enumerate(message.get("tool_calls", ())):
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, **last)
@@ -431,5 +433,6 @@ _STREAMED: Mapping[str, Callable[[str], dict[str, str]]] = {
 }
 
 
-def _pieces(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
+    """A text in the pieces of a stream."""
     return re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", text)

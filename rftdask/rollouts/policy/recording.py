@@ -50,6 +50,7 @@ from rftdask.rollouts.policy.openai_api import (
     token_usage,
 )
 from rftdask.rollouts.policy.remote import RemoteModel
+from rftdask.rollouts.policy.responses_api import OWN_NAMES, RESPONSES, as_chat, as_response
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
@@ -199,7 +200,8 @@ class RecordingModel(PolicyHandle):
         began = time.perf_counter()
         try:
             if method == "openai":
-                return await self._openai(name, model, **arguments)
+                answer = self._responses if arguments["path"] == RESPONSES else self._openai
+                return await answer(name, model, **arguments)
             if isinstance(model, ServedRemote):
                 return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
@@ -214,6 +216,18 @@ class RecordingModel(PolicyHandle):
             return (await self._generate(name, model, prompt, options))[1]
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
+
+    async def _responses(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+        """As `_openai`, of the Responses API."""
+        try:
+            chat = as_chat(body)
+        except BadRequestError as error:
+            return refusal(str(error), error.param, error.code)
+        answer = await self._openai(name, model, CHAT, chat)
+        if answer.status == 200:
+            return replace(answer, body=as_response(answer.body, body))
+        told = answer.body["error"]
+        return replace(answer, body={"error": {**told, "param": OWN_NAMES.get(told["param"], told["param"])}})
 
     async def _openai(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
         """The answer to a request of OpenAI's API; what cannot be done is one, too."""

@@ -46,13 +46,17 @@ def test_an_agent_of_langgraph_is_one_conversation() -> None:
     assert (whole.temperature, sampled(streamed)) == (0.5, CALL)
 
 
-def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("responses", [False, True])
+def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(
+    responses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agents: Any = pytest.importorskip("agents")
     monkeypatch.setitem(os.environ, "OPENAI_AGENTS_DISABLE_TRACING", "1")  # it would send what was said to openai.com
     agents.set_tracing_disabled(True)
 
     async def agent(client: AsyncOpenAI) -> None:
-        model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        kind = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
+        model = kind(model="policy", openai_client=client)
         adder = agents.Agent(name="adder", instructions="add", model=model, tools=[agents.function_tool(add)])
         ended = await agents.Runner.run(adder, "2+3?")
         assert ended.final_output == "it is 5"

@@ -245,13 +245,69 @@ def test_what_cannot_be_done_is_refused_by_name_and_costs_no_call() -> None:
                 await create(**{"model": "p", "messages": ASKED, **options})
             assert error.value.param == param and param in error.value.message, options
         assert "did you mean temperature" in error.value.message
-        for path in ("responses", "embeddings"):
+        for path in ("messages", "embeddings"):
             with pytest.raises(openai.BadRequestError, match=f"there is no {path}"):
                 await client.post(f"/{path}", cast_to=object, body={"input": "x"})
         assert not calls
         await create(model="p", messages=ASKED)
 
     rows(agent, replies("4", calls))
+
+
+def test_responses_are_chats_in_other_words() -> None:
+    tools: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}]
+
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.responses.create
+        asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "2+3?"}]}]
+        options = {"model": "p", "instructions": "add", "tools": tools, "store": False, "max_output_tokens": 90}
+        first = await create(input=asked, **options)
+        said, call = first.output
+        assert (first.status, said.content[0].text, call.name) == ("completed", "so:", "add")
+        assert first.usage.output_tokens == len(WRITTEN) + 1
+        # As agents give it back: the items, or plain data.
+        back = [said, call.model_dump()]
+        done = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+        events = [event async for event in await create(input=[*asked, *back, done], stream=True, **options)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[0].type == "response.created" and events[-1].type == "response.completed"
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == events[-1].response.output_text == "it is five, which is a long answer to a sum"
+
+    engine = replies(
+        lambda request: "it is five, which is a long answer to a sum" if "<tool>5" in prompt_of(request) else WRITTEN
+    )
+    [row] = rows(agent, engine)
+    assert row.prompt_text == "[add]<system>add<user>2+3?<assistant>" and len(row.turns or ()) == 2
+    assert row.response_text.startswith(f"{WRITTEN}<tool>5<assistant>it is five")
+
+
+def test_a_response_that_met_its_limit_says_so_and_what_cannot_be_done_is_refused() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.responses.create
+        cut = await create(model="p", input="hi", max_output_tokens=3)
+        assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
+            "incomplete",
+            "max_output_tokens",
+            "hel",
+        )
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"text": {"format": {"type": "json_object"}}}, "text"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"tools": [{"type": "function", "name": "add"}], "tool_choice": "required"}, "tool_choice"),
+            ({"input": []}, "input"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+            ({"background": True}, "background"),
+        ]
+        for options, param in refused:
+            with pytest.raises(openai.BadRequestError) as error:
+                await create(**{"model": "p", "input": "hi", **options})
+            assert error.value.param == param, options
+
+    assert len(rows(agent, replies("hello"))) == 1
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
