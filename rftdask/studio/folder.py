@@ -2,7 +2,7 @@
 
 It starts nothing and writes nothing. Invariants: a run is named by its path below the folder, and only a name that
 `runs` has found is ever opened, so no name leads out of the folder; what is kept is read again when it is older than
-a look is worth, therefore a page that asks every few seconds costs a slow storage a twentieth of its time.
+a look is worth, therefore a page that asks every few seconds costs a slow storage a fifth of its time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DEEPEST = 4
 """<project>/<group>/<name>, and one more for who keeps runs by year or user."""
 _NUM_READERS = 8  # Small files read at once: on object stores a read is mostly waiting.
 _FRESH_S = 2.0
-_FRESH_TIMES = 20.0
+_FRESH_TIMES = 5.0
 """What took t seconds to read is read again after so many t."""
 _LOOK_S = 3.0
 """A list of runs takes about so long at most, however many have not been read yet: a config alone takes 50 ms."""
 _UNREAD = "not read yet"
-_MOST = {"browser": 4, "stages": 32}
+_MOST = {"browser": 4, "stages": 32, "lines": 1}
 """How many of a kind are held in memory: all tokens of a run, all its numbers. Of others there is no end."""
 
 _Read = TypeVar("_Read")
@@ -158,10 +158,12 @@ class Folder:
             except RftError as error:
                 return RunLine(name, "not read", str(error))
 
-        # Kept as a whole, too: of many runs the first would be due again before the last is read.
-        found = self._keep(("lines",), lambda: list(in_order(line, self.runs(), _NUM_READERS)))
+        # Kept as a whole, too: of many runs the first would be due again before the last is read. A new run is news.
+        names = self.runs()
+        key = ("lines", *names)
+        found = self._keep(key, lambda: list(in_order(line, names, _NUM_READERS)))
         if any(line.state == _UNREAD for line in found):
-            self._kept.pop(("lines",), None)
+            self._kept.pop(key, None)
         return sorted(found, key=lambda line: (not line.is_alive, -line.began_s, line.name))
 
     def status(self, name: str) -> list[StageStatus]:

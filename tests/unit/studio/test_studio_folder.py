@@ -151,6 +151,24 @@ def test_a_run_that_has_ended_is_read_once_and_again_when_it_is_continued(tmp_pa
     assert folder.lines()[0].is_alive
 
 
+def test_a_new_run_is_in_the_list_at_once_whatever_the_others_took(tmp_path, monkeypatch):
+    make_run(str(tmp_path))
+    folder = Folder(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    read = folder.line
+
+    def read_slowly(name: str):
+        now[0] += 100.0
+        return read(name)
+
+    monkeypatch.setattr(folder, "line", read_slowly)
+    assert [line.name for line in folder.lines()] == ["p/run"]
+    make_run("", make_config(str(tmp_path), name="new"))
+    now[0] += 2.5
+    assert [line.name for line in folder.lines()] == ["p/new", "p/run"]
+
+
 def test_looking_writes_nothing(tmp_path):
     make_run(str(tmp_path))
     before = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
