@@ -122,7 +122,8 @@ class SessionBank:
                     sessions = list(since)[:size]
                     index, self.num_groups = self.num_groups, self.num_groups + 1
                     record = dump_checked({"sessions": sessions})
-                    assert self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record), "one process has the lease"
+                    is_new = self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record)
+                    assert is_new, "one process has the lease"
                     self._finish(index, committed=False)
                     for session in sessions:
                         del since[session]
