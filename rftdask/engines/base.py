@@ -43,8 +43,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """Texts of which the first that is complete ends a response. An engine may go on past it: what is beyond is cut off
-    where tokens become text (rollouts/policy/recording.py)."""
+    """Texts of which the first that is complete ends a response. An engine may go on past it, as vLLM does here, where
+    it knows no text: what is beyond is cut off where tokens become text (rollouts/policy/recording.py)."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ W = columns: the longest sequence so far, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Literal
@@ -121,7 +121,14 @@ class DecodeBatch:
     Finished rows go on sampling until they are dropped; nothing of that is kept.
     """
 
-    def __init__(self, end_ids: Tensor, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        end_ids: Tensor,
+        vocab_size: int,
+        device: torch.device,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """decode: gives the text of tokens, for requests that stop at texts; None: they go on to their end."""
         self.columns = 0
         """W: of the cache and the newest token together."""
         self.numbers: list[int] = []
@@ -134,6 +141,9 @@ class DecodeBatch:
         """Requests that have not entered, in the order in which they came."""
         self.told: set[int] = set()
         """Numbers of rows that have finished, and whose answer was given or is not wanted."""
+        self._decode = decode
+        self._stopped: set[int] = set()
+        """Numbers of rows that a text has ended."""
         self._end_ids = end_ids
         self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
@@ -200,6 +210,12 @@ class DecodeBatch:
         self._sampling = SamplingRows.stack(params, self._device)
         self._prompt_length_B = torch.tensor([len(each.prompt_tokens) for each in requests], device=self._device)
         self._max_tokens_B = torch.tensor([param.max_tokens for param in params], device=self._device)
+        # Place, texts, and how many tokens may hold the longest of them: one has four bytes a character at most.
+        self._stopping = [
+            (row, param.stop, 4 * max(map(len, param.stop)) + 1)
+            for row, param in enumerate(params if self._decode is not None else ())
+            if param.stop
+        ]
         self._ignore_end_B = torch.tensor([param.ignore_eos for param in params], device=self._device)
         self._bad_B = torch.zeros_like(rows.done_B)
 
@@ -227,7 +243,26 @@ class DecodeBatch:
         ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B
         rows.done_B = rows.done_B | ended_B | (rows.length_B >= self._max_tokens_B)
         self.columns += 1
+        if self._stopping:
+            self._stop_at_texts()
         return tokens_B
+
+    def _stop_at_texts(self) -> None:
+        # End the rows in which a text that they stop at is complete. It waits for the device, for these rows alone.
+        assert self._decode is not None
+        rows = self._rows
+        for row, stop, num_tokens in self._stopping:
+            length = int(rows.length_B[row])
+            if self.numbers[row] in self._stopped or rows.done_B[row]:
+                continue
+            newest = rows.tokens_BT[row, max(0, length - num_tokens) : length].tolist()
+            if not any(text in self._decode(newest) for text in stop):
+                continue
+            # By the whole: what a few tokens spell by themselves may differ from what they do in their place.
+            whole = self._decode(rows.tokens_BT[row, :length].tolist())
+            if any(text in whole for text in stop):
+                rows.done_B[row] = True
+                self._stopped.add(self.numbers[row])
 
     def counts(self) -> tuple[int, int]:
         """Count rows that have finished and rows whose newest logprob is not a number. The one wait for the device per
@@ -248,7 +283,8 @@ class DecodeBatch:
             number = self.numbers[row]
             self.told.add(number)
             # By the last token: a row that met its limit with an end token has stopped.
-            stopped = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
+            ended = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
+            stopped = ended or number in self._stopped
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
             versions = self._entered_at[number], policy_version
             found.append((number, Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions)))
@@ -263,6 +299,7 @@ class DecodeBatch:
         self.numbers = [number for number in self.numbers if number not in self.told]
         for number in self.told:
             del self._requests[number], self._entered_at[number]
+        self._stopped -= self.told
         self.told = set()
         # Indices into the rows as they were: the cache is cut by the same.
         index_B = (~self._rows.done_B).nonzero()[:, 0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -93,6 +93,8 @@ class TransformersEngine(Engine):
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._loaded: PreTrainedModel | None = model
         self._host_copy: HostCopy | None = None
+        self._tokenizer: Any = None
+        self._trust_remote_code = trust_remote_code
         cast(torch.nn.Module, model).to(self.device).eval()
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
         self._vocab_size = len(next(model.get_input_embeddings().parameters()))  # [V, width]
@@ -109,12 +111,18 @@ class TransformersEngine(Engine):
         return self._loaded
 
     def serve(self, take: Take, give: Give) -> None:
-        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device)
+        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device, self._text_of)
         try:
             with torch.inference_mode():
                 self._serve(batch, take, give)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
+
+    def _text_of(self, tokens: list[int]) -> str:
+        if self._tokenizer is None:  # only who stops at texts needs one
+            source = local_model(self.model_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self._trust_remote_code)
+        return cast(str, self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. One pair after the other, without padding, so that the bits depend on the pair alone."""

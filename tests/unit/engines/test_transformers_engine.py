@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
+from rftdask.models.toy import build_toy_model
 from tests.numerics import assert_same_logprobs, shifted_seed
 from tests.unit.engines.engine_contract import (
     ContinuousContract,
@@ -377,3 +378,26 @@ class TestLoadWeights:
         engine.load_weights(4, [tmp_path / "model.safetensors"])
         with pytest.raises(RoleError, match="not numbers, for 6 requests"):
             engine.generate(make_requests())
+
+
+def test_a_row_ends_with_the_token_that_completes_its_text(tmp_path: Path) -> None:
+    build_toy_model(tmp_path, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    engine = TransformersEngine(str(tmp_path))
+    prompts = [(70 + number, 80, 90) for number in range(6)]
+    whole = engine.generate(requests_for(prompts, max_tokens=40, ignore_eos=True))
+    asked, expected = [], []
+    for request, answer in zip(requests_for(prompts, max_tokens=40, ignore_eos=True), whole, strict=True):
+        text = tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
+        # Two letters that stand together for the first time somewhere in the middle; of every other row nothing.
+        pairs = [text[at : at + 2] for at in range(4, 30) if text[at : at + 2].isascii()]
+        stop = () if len(asked) % 2 else ("never", next(pair for pair in pairs if pair not in text[:4]))
+        asked.append(replace(request, sampling=replace(request.sampling, stop=stop)))
+        length = 40
+        if stop:
+            decoded = (tokenizer.decode(list(answer.tokens[:n]), skip_special_tokens=True) for n in range(41))
+            length = next(n for n, part in enumerate(decoded) if stop[1] in part)
+        expected.append((answer.tokens[:length], "stop" if stop else "length"))
+    stopped = engine.generate(asked)
+    assert [(answer.tokens, answer.finish_reason) for answer in stopped] == expected
+    assert min(len(answer.tokens) for answer in stopped) < 40
