@@ -30,6 +30,9 @@ from rftdask.text.terminal import cell, printable
 if TYPE_CHECKING:
     import duckdb
 
+_CONFINED_MEMORY = "4GB"
+"""Of what a confined statement sorts and groups; the tables of the run do not count."""
+
 OVERVIEW = """
 select experiences.stage, explore_step as explored, max(max_policy_version) as version, count(*) as rows,
   count(*) filter (state = 'trained') as trained, count(*) filter (state = 'dropped') as dropped,
@@ -52,11 +55,18 @@ def open_tables(url: str | Path) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def query(tables: RunTables, sql: str, *, confined: bool = False, deadline_s: float | None = None) -> pa.Table:
+def query(
+    tables: RunTables,
+    sql: str,
+    *,
+    confined: bool = False,
+    deadline_s: float | None = None,
+    max_rows: int | None = None,
+) -> pa.Table:
     """The rows that `sql` gives; of the run only what it names is read.
 
     confined: it may neither read nor write a file, nor load an extension; for a statement that somebody else may have
-    written, such as one in a URL. deadline_s: it is ended after so many seconds.
+    written, such as one in a URL. deadline_s: it is ended after so many seconds. max_rows: it gives no more.
     Raises: UserError: duckdb is not installed, or says what is wrong with the statement.
     """
     connection = _connect(tables, [name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)])
@@ -64,6 +74,7 @@ def query(tables: RunTables, sql: str, *, confined: bool = False, deadline_s: fl
 
     if confined:
         connection.execute("set enable_external_access = false")
+        connection.execute(f"set memory_limit = '{_CONFINED_MEMORY}'")
         connection.execute("set lock_configuration = true")
     timer = threading.Timer(math.inf if deadline_s is None else deadline_s, connection.interrupt)
     timer.daemon = True
@@ -71,7 +82,9 @@ def query(tables: RunTables, sql: str, *, confined: bool = False, deadline_s: fl
         timer.start()
     try:
         found = connection.sql(sql)
-        return pa.table({}) if found is None else found.to_arrow_table()
+        if found is None:
+            return pa.table({})
+        return (found if max_rows is None else found.limit(max_rows)).to_arrow_table()
     except duckdb.Error as error:
         raise UserError(f"{error}\n(tables: {', '.join(TABLES)}; docs/lineage.md explains their columns)") from error
     finally:

@@ -326,13 +326,18 @@ class Studio:
 
     def sql(self, request: Request) -> Response:
         """The tables of a run, asked in SQL."""
-        name, asked = self._name(request), request.query_params
-        text, table, problem = asked.get("q", "").strip() or OVERVIEW.strip(), None, ""
-        tables = self.folder.browser(name).tables
-        try:
-            table = query(tables, text, confined=True, deadline_s=_SQL_DEADLINE_S)
-        except UserError as error:
-            problem = str(error)
+        name = self._name(request)
+        text = request.query_params.get("q", "").strip() or OVERVIEW.strip()
+        table, problem = None, ""
+        # Browsers say where a request comes from; a link of a page elsewhere is not what the user asked.
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            problem = "this statement came by a link from elsewhere, and was not run: look at it, then ask"
+        else:
+            try:
+                tables = self.folder.browser(name).tables
+                table = query(tables, text, confined=True, deadline_s=_SQL_DEADLINE_S, max_rows=_MOST_SQL_ROWS + 1)
+            except UserError as error:
+                problem = str(error)
         return _page(
             "sql.html.j2",
             **self._head(name),
@@ -340,7 +345,7 @@ class Studio:
             text=text,
             columns=[] if table is None else table.column_names,
             rows=[] if table is None else [list(r.values()) for r in table.slice(0, _MOST_SQL_ROWS).to_pylist()],
-            num_rows=0 if table is None else table.num_rows,
+            has_more=table is not None and table.num_rows > _MOST_SQL_ROWS,
             problem=problem,
             tables=TABLES,
         )

@@ -20,7 +20,6 @@ import pytest
 from tests.e2e.browser import PHONE, Chromium, require_chromium
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 
-pytestmark = pytest.mark.slow
 DEADLINE_S = 150.0
 NUM_POINTS = "window.curves.data.runs[0].stages[0].x.trainer.step.length"
 

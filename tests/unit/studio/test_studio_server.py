@@ -44,11 +44,17 @@ class Tags(HTMLParser):
 
 
 def fetch(
-    server: StudioServer, path: str, method: str = "GET", host: str = "", cookie: str | None = None
+    server: StudioServer,
+    path: str,
+    method: str = "GET",
+    host: str = "",
+    cookie: str | None = None,
+    came_from: str = "none",
 ) -> tuple[int, str, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     kept = f"{server.cookie}={server.token}" if cookie is None else cookie
     headers = {"Host": host or f"127.0.0.1:{server.port}", "Cookie": f"odd name=[]; {kept}"}
+    headers["Sec-Fetch-Site"] = came_from
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -202,6 +208,19 @@ def test_a_query_reaches_no_file(server, tmp_path, statement):
     status, page, _ = fetch(server, f"/sql?{RUN}&q={quote(asked)}")
     assert status == 200 and "Error" in Tags(page).text and "top secret" not in page
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("came_from", ["cross-site", "same-site"])
+def test_a_link_elsewhere_runs_no_query(server, came_from):
+    path = f"/sql?{RUN}&q={quote('select 6 * 7 as answer')}"
+    assert '<td class="num">42</td>' in fetch(server, path, came_from="same-origin")[1]
+    status, page, _ = fetch(server, path, came_from=came_from)
+    assert status == 200 and ">42<" not in page and "was not run" in page
+
+
+def test_a_query_without_end_gives_its_first_rows(server):
+    _, page, _ = fetch(server, f"/sql?{RUN}&q={quote('select * from range(100000000000)')}")
+    assert "the first 500 rows" in page and '<td class="num">499</td>' in page
 
 
 def test_the_server_answers_no_other_host_and_no_other_method(server):
