@@ -25,7 +25,7 @@ MOST_POINTS = 1000
 
 _EITHER = ("trainer", "explorer")
 """Of a metric of both, the trainer's counts the rollouts that were trained, and is drawn in front."""
-_SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
+SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "Does it learn?": (
         (("eval",), "accuracy"),
         (_EITHER, "reward"),
@@ -59,8 +59,10 @@ _SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         (("explorer",), "generate_s"),
         (("trainer",), "tokens_per_s"),
         (("explorer",), "tokens_per_s"),
+        (("explorer",), "occupancy"),
     ),
 }
+"""Title -> (roles, the first of which that has it is drawn; metric), in the order of a page."""
 REST = "Everything else"
 _IDENTITY = {"project", "group", "name", "checkpoint_root_dir", "monitor", "cluster", "log", "private"}
 """Keys that say where a run is and who watches it, and change no step of it."""
@@ -77,7 +79,7 @@ def charts_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
             columns = rows.select_dtypes("number").dropna(axis="columns", how="all").columns
             measured |= dict.fromkeys((str(role), str(c)) for c in columns if c not in ("step", "time_s"))
     charts: dict[tuple[str, str], str] = {}
-    for section, wanted in _SECTIONS.items():
+    for section, wanted in SECTIONS.items():
         for roles, metric in wanted:
             found = next(((role, metric) for role in roles if (role, metric) in measured), None)
             if found is not None:

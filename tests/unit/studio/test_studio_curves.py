@@ -5,10 +5,20 @@ runs that differ in their seed alone are one arm.
 import itertools
 import math
 
+from rftdask.monitor.explain import explain
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.run.view import Stage
 from rftdask.storage import open_storage
-from rftdask.studio.curves import MOST_POINTS, Span, arms_of, charts_of, curves_of, differing_settings, timeline_of
+from rftdask.studio.curves import (
+    MOST_POINTS,
+    SECTIONS,
+    Span,
+    arms_of,
+    charts_of,
+    curves_of,
+    differing_settings,
+    timeline_of,
+)
 from tests.unit.provenance.lineage_cases import make_config
 
 _numbers = itertools.count()
@@ -67,6 +77,11 @@ def test_a_metric_of_two_roles_is_drawn_once_in_front_and_the_other_among_the_re
     assert charts["explorer.reward"]["section"] == charts["explorer.own/metric"]["section"] == "Everything else"
     assert charts["trainer.reward"]["direction"] == "higher is better"
     assert "workflow" in charts["explorer.own/metric"]["formula"]
+
+
+def test_every_metric_that_has_a_place_is_one_of_the_package():
+    placed = {metric for charts in SECTIONS.values() for _, metric in charts}
+    assert {metric for metric in placed if explain(metric) is None} == set()
 
 
 def test_settings_that_differ_are_told_and_names_are_not():
