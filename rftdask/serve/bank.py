@@ -68,7 +68,9 @@ class SessionBank:
         """Takes up what an earlier process left. Raises: StorageError, DamagedError."""
         self._storage, self._log, self._clock = storage, log, clock
         self._lock = threading.Lock()
-        """Guards what is below; held over the writes of `put` and `commit_groups`, which are one at a time."""
+        """Guards what is below; held over no write."""
+        self._committing = threading.Lock()
+        """Held by who commits groups, which are given their places one after another."""
         self._group_age_s = group_age_s
         self._group_size = config.algorithm.repeat_times
         self._tasks_per_step, self._tasks_per_unit = config.buffer.batch_size, config.tasks_per_unit
@@ -102,39 +104,44 @@ class SessionBank:
         told = dump_checked(
             {"task": rewarded.task, "reward": rewarded.reward, "rows": list(map(_to_json, rewarded.rows))}
         )
+        if self.find(rewarded.id) is not None or not self._storage.put_new(_path(rewarded.id), told):
+            raise ValueError(f"session {rewarded.id} has its reward already")
         with self._lock:
-            if self.find(rewarded.id) is not None or not self._storage.put_new(_path(rewarded.id), told):
-                raise ValueError(f"session {rewarded.id} has its reward already")
             self._waits(rewarded.id, rewarded.task)
 
     def commit_groups(self) -> int:
         """Commit every group that is complete or old enough; how many. Raises: StorageError: it is made good by who
         takes up what this process left.
         """
-        with self._lock:
+        with self._committing:
             before = self.num_groups
-            for task, since in list(self._waiting.items()):
+            while sessions := self._take_group():
+                index, self.num_groups = self.num_groups, self.num_groups + 1
+                record = dump_checked({"sessions": sessions})
+                assert self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record), "one process has the lease"
+                self._finish(index, committed=False)
+            return self.num_groups - before
+
+    def _take_group(self) -> list[str]:
+        """The sessions of a group that is to be committed, which wait no longer; []: there is none."""
+        with self._lock:
+            for task, since in self._waiting.items():
                 size = self._group_size if task else 1
-                while since:
-                    is_old = self._clock() - next(iter(since.values())) > self._group_age_s
-                    if len(since) < size and not is_old:
-                        break
-                    sessions = list(since)[:size]
-                    index, self.num_groups = self.num_groups, self.num_groups + 1
-                    record = dump_checked({"sessions": sessions})
-                    is_new = self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record)
-                    assert is_new, "one process has the lease"
-                    self._finish(index, committed=False)
-                    for session in sessions:
-                        del since[session]
+                if len(since) < size and self._clock() - next(iter(since.values())) <= self._group_age_s:
+                    continue
+                sessions = list(since)[:size]
+                for session in sessions:
+                    del since[session]
                 if not since:
                     del self._waiting[task]
-            return self.num_groups - before
+                return sessions
+        return []
 
     @property
     def num_waiting(self) -> int:
         """Sessions that wait for others of their task."""
-        return sum(map(len, list(self._waiting.values())))
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
 
     @property
     def num_whole_steps(self) -> int:

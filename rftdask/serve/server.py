@@ -121,6 +121,8 @@ class _Session:
     used_s: float
     """When it was asked last, by the monotonic clock."""
     under_way: int = 0
+    is_ending: bool = False
+    """Whether its reward is being written down."""
     answers: OrderedDict[bytes, OpenAIAnswer] = field(default_factory=OrderedDict)
     """The last ones, by what was asked."""
 
@@ -136,8 +138,6 @@ class PolicyServer:
         self._config, self._served, self._bank, self._token, self._options = config, served, bank, token, options
         self._sessions: dict[str, _Session] = {}
         self._under_way = 0
-        self._rewarding = asyncio.Lock()
-        """Held while a session gets its reward, or is looked for among those that have one."""
 
     def app(self) -> Starlette:
         """The application."""
@@ -161,7 +161,9 @@ class PolicyServer:
         """Commit what is complete. Raises: StorageError."""
         await asyncio.to_thread(self._bank.commit_groups)
         old = time.monotonic() - self._options.session_idle_s
-        for session in [each for each in self._sessions.values() if each.used_s < old and not each.under_way]:
+        for session in [
+            each for each in self._sessions.values() if each.used_s < old and not (each.under_way or each.is_ending)
+        ]:
             session.model.close()
             del self._sessions[session.id]
 
@@ -207,10 +209,11 @@ class PolicyServer:
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
         if session_id not in self._sessions:
-            async with self._rewarding:
-                banked = await asyncio.to_thread(self._bank.find, session_id)
-            if banked is not None:
-                return refusal(f"session {session_id} has had its reward; begin another", "session_id", status=409)
+            has_ended = await asyncio.to_thread(self._bank.find, session_id) is not None
+        else:
+            has_ended = self._sessions[session_id].is_ending
+        if has_ended:
+            return refusal(f"session {session_id} has had its reward; begin another", "session_id", status=409)
         session = self._session(session_id, task)
         asked = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).digest()
         if is_retry and asked in session.answers:
@@ -287,27 +290,30 @@ class PolicyServer:
         task, metrics = body.get("task_id", ""), body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
             return as_response(refusal("task_id is a text, metrics an object of numbers", "metrics"))
-        async with self._rewarding:
-            session = self._sessions.get(session_id)
-            if session is None:
-                # Told already, perhaps to one who did not hear the answer.
-                banked = await asyncio.to_thread(self._bank.find, session_id)
-                if banked is None:
-                    return as_response(refusal(f"there is no session {session_id}", "session_id", status=404))
-                if banked["reward"] != float(reward):
-                    was = f"session {session_id} has the reward {banked['reward']}, which stays"
-                    return as_response(refusal(was, "reward", status=409))
-                return as_response(OpenAIAnswer(200, {"session_id": session_id}))
-            if session.under_way:
-                return as_response(refusal("it is being answered; reward it afterwards", "session_id", status=409))
-            try:
-                rows = self._rewarded(session, Reward(float(reward), dict(metrics)))
-            except (TypeError, ValueError) as error:
-                return as_response(refusal(str(error)))
-            session.model.close()  # nobody may go on with it meanwhile
+        session = self._sessions.get(session_id)
+        if session is None:
+            # Told already, perhaps to one who did not hear the answer.
+            banked = await asyncio.to_thread(self._bank.find, session_id)
+            if banked is None:
+                return as_response(refusal(f"there is no session {session_id}", "session_id", status=404))
+            if banked["reward"] != float(reward):
+                was = f"session {session_id} has the reward {banked['reward']}, which stays"
+                return as_response(refusal(was, "reward", status=409))
+            return as_response(OpenAIAnswer(200, {"session_id": session_id}))
+        if session.under_way or session.is_ending:
+            return as_response(refusal("it is being answered or rewarded; come again", "session_id", status=409))
+        try:
+            rows = self._rewarded(session, Reward(float(reward), dict(metrics)))
+        except (TypeError, ValueError) as error:
+            return as_response(refusal(str(error)))
+        session.is_ending = True  # nobody may go on with it meanwhile
+        try:
             rewarded = Rewarded(session_id, task or session.task, float(reward), tuple(rows))
             await asyncio.to_thread(self._bank.put, rewarded)
-            del self._sessions[session_id]  # now: where it could not be written, it may be told again
+        finally:
+            session.is_ending = False  # where it could not be written, it may be told again
+        session.model.close()
+        del self._sessions[session_id]
         versions = {row.min_policy_version for row in rows} | {row.max_policy_version for row in rows}
         told = {"session_id": session_id, "num_rows": len(rows), "policy_versions": [min(versions), max(versions)]}
         return as_response(OpenAIAnswer(200, told))
