@@ -27,7 +27,10 @@ MAX_TASKS_PER_UNIT = 64
 EXPERT_BUFFER = "sft_dataset"
 """Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
 
-Mode = Annotated[Literal["both", "explore", "train", "bench", "colocate"], Later("this mode", ("serve",))]
+Mode = Annotated[
+    Literal["both", "explore", "train", "bench", "colocate"],
+    Later("`rftdask serve CONFIG mode=explore` serves", ("serve",)),
+]
 
 
 _LONGEST_NAME = 200
