@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rftdask.config import Config
 from rftdask.config.base import plain
 from rftdask.monitor.explain import DIRECTIONS, METRICS, explain
-from rftdask.run.view import Stage
-
-if TYPE_CHECKING:
-    import pandas as pd
+from rftdask.run.view import Accuracy, Stage
 
 MOST_POINTS = 1000
 """Of a curve; more than twice the pixels of a chart tell nobody more."""
@@ -107,9 +104,10 @@ def _chart(role: str, metric: str, section: str) -> dict[str, Any]:
 def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """The curves of a run, for each stage that has some.
 
-    {"stage", "mean_of", "x": {line: {"step", "time", "tokens"}}, "y": {"<role>.<metric>": {line: values}}}: a line is
-    a role, or "eval/<taskset>"; values are floats or None, as many as its x has; time in seconds since the run's first
-    number, tokens that the trainer had trained by then, over all stages; each value is the mean of `mean_of` rows.
+    {"stage", "mean_of", "x": {line: {"step", "time", "tokens"}}, "y": {"<role>.<metric>": {line: values}}, "error"}: a
+    line is a role, or "eval/<taskset>"; values are floats or None, as many as its x has; time in seconds since the
+    run's first number, tokens that the trainer had trained by then, over all stages; each value is the mean of
+    `mean_of` rows. The error is like y, of accuracies alone: their standard error, from the number of answers.
     """
     begun = [stage for stage in stages if len(stage.metrics)]
     # A run without stages is called by its algorithm, so that it can stand beside another one's stage.
@@ -120,6 +118,7 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
         spent = trainer["num_tokens"].fillna(0.0).cumsum() + tokens if "num_tokens" in trainer else None
         x: dict[str, Any] = {}
         y: dict[str, dict[str, Any]] = {}
+        error: dict[str, dict[str, Any]] = {}
         mean_of = 1
         for role, rows in stage.metrics.groupby("role", sort=False):
             # No row of a stage without evaluations has the tag; else it is "" where it is missing.
@@ -136,17 +135,21 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
                 part = part.select_dtypes("number").dropna(axis="columns", how="all")
                 if every > 1:
                     part = part.groupby(np.arange(len(part)) // every).mean()
-                x[line] = {axis: _values(part[axis]) for axis in ("step", "time", "tokens") if axis in part}
+                x[line] = {axis: _values(part[axis].tolist()) for axis in ("step", "time", "tokens") if axis in part}
+                if every == 1 and {"accuracy", "num_rollouts"} <= set(part.columns):
+                    pairs = zip(part["accuracy"].tolist(), part["num_rollouts"].tolist(), strict=True)
+                    errors = [Accuracy(value, int(count)).error if count > 0 else math.nan for value, count in pairs]
+                    error.setdefault(f"{role}.accuracy", {})[line] = _values(errors)
                 for metric in part.columns.difference(["step", "time", "time_s", "tokens"]):
-                    y.setdefault(f"{role}.{metric}", {})[line] = _values(part[metric])
+                    y.setdefault(f"{role}.{metric}", {})[line] = _values(part[metric].tolist())
         tokens = float(spent.max()) if spent is not None and len(spent) else tokens
-        found.append({"stage": name, "mean_of": mean_of, "x": x, "y": y})
+        found.append({"stage": name, "mean_of": mean_of, "x": x, "y": y, "error": error})
     return found
 
 
-def _values(column: pd.Series[Any]) -> list[float | None]:
+def _values(column: list[float]) -> list[float | None]:
     # Six digits: more would double what is sent, and no pixel shows them.
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in column.tolist()]
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in column]
 
 
 class Span(NamedTuple):

@@ -137,7 +137,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
             "lr=0.5",
             "lr=1e-06",
         ]
-        assert browser.evaluate("window.curves.plots[0].bands.length") == 1
+        assert browser.evaluate("window.curves.plots[1].bands.length") == 1
 
         assert browser.errors == []
         root = url.partition("/?")[0]

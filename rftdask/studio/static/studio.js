@@ -205,7 +205,7 @@ class Curves {
         if (!x[axis]) continue;
         const taskset = line.includes("/") ? line.slice(line.indexOf("/") + 1) : "";
         const name = isOne ? taskset || chart.label : taskset && lines.size > 1 ? `${run.arm} \u00b7 ${taskset}` : run.arm;
-        found.push({ stage: stage.stage, arm: run.arm, taskset, label: name, step: x.step, x: x[axis], y });
+        found.push({ stage: stage.stage, arm: run.arm, taskset, label: name, step: x.step, x: x[axis], y, error: stage.error[chart.key]?.[line] });
       }
     }
     return found;
@@ -239,6 +239,14 @@ class Curves {
         if (weight > 0) {
           tables.push([x, positive(smooth(y, weight)), positive(y)]);
           series.push(shown, { label: "raw", class: "edge", stroke: tint(stroke, 0.3), width: 1, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
+        } else if (same[0].error) {
+          // Standard errors as a band: a change within it may be chance.
+          const error = there.map((n) => same[0].error[n] ?? 0), at = series.length;
+          tables.push([x, positive(y), positive(y.map((v, n) => v + error[n])), positive(y.map((v, n) => v - error[n]))]);
+          shown.value = (plot, v, _, n) => (n === null || v === null ? "-" : `${number(v)} \u00b1 ${number((plot.data[at + 1][n] - plot.data[at + 2][n]) / 2)}`);
+          series.push(shown);
+          for (const edge of ["above", "below"]) series.push({ label: edge, class: "edge", stroke: tint(stroke, 0.3), width: 0.5, points: { show: false }, spanGaps: true });
+          bands.push({ series: [at + 1, at + 2], fill: tint(stroke, 0.14) });
         } else {
           tables.push([x, positive(y)]);
           series.push(shown);

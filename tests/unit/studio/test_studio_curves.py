@@ -51,6 +51,16 @@ def test_a_run_without_stages_is_called_by_its_algorithm():
     assert stage["stage"] == "grpo"
 
 
+def test_an_accuracy_has_its_standard_error_and_nothing_else_has_one():
+    stage = make_stage("a", 0.0, 1)
+    with MetricsWriter(stage.storage, "eval") as evals:
+        evals.write(0, {"accuracy": 0.5, "num_rollouts": 100.0}, taskset="held_out")
+        evals.write(2, {"accuracy": 1.0, "num_rollouts": 100.0}, taskset="held_out")
+        evals.write(2, {"accuracy": 0.5}, taskset="other")
+    (told,) = curves_of([stage])
+    assert told["error"] == {"eval.accuracy": {"eval/held_out": [0.05, 0.0]}}
+
+
 def test_what_is_no_number_is_a_gap():
     (stage,) = curves_of([make_stage("a", 0.0, 2, reward=math.nan, grad_norm=math.inf)])
     assert "trainer.reward" not in stage["y"]
