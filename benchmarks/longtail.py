@@ -39,6 +39,7 @@ SCALE = 10
 MODEL_SCALE = 50
 """The same for the model, whose every token is computed."""
 REPEAT_TIMES = 8
+"""Of a task, or as many as an engine has slots."""
 IN_FLIGHT, ASYNC, FIXED = "fully_async (load_in_flight)", "fully_async", "fixed"
 """What is measured; the first word is the style."""
 ROLLOUTS_PER_S = 200
@@ -66,16 +67,16 @@ def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, 
     if engine == "TracedTransformers" and not model.exists():
         build_toy_model(model, hidden_size=64, intermediate_size=128, num_heads=2)
     slots = in_flight // engines
-    batch = in_flight // REPEAT_TIMES
+    repeat_times = min(REPEAT_TIMES, slots)
     tree: dict[str, Any] = {
         "name": f"longtail-{time.time_ns()}",
         # What the trainer that takes no time publishes is no model's weights.
         "mode": "both" if engine == "TracedSimulation" else "explore",
         "checkpoint_root_dir": str(root / "runs"),
         "model": {"model_path": str(model), "max_prompt_tokens": 16, "max_response_tokens": LONGEST // scale},
-        "algorithm": {"algorithm_type": "grpo", "repeat_times": REPEAT_TIMES, "kl_loss_fn": "none"},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": repeat_times, "kl_loss_fn": "none"},
         "buffer": {
-            "batch_size": batch,
+            "batch_size": in_flight // repeat_times,
             "total_steps": refills,
             "explorer_input": {
                 "taskset": {"path": str(tasks), "format": {"prompt_type": "raw"}},
@@ -83,7 +84,7 @@ def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, 
             },
         },
         "explorer": {
-            "tasks_per_batch": max(1, slots // REPEAT_TIMES),
+            "tasks_per_batch": slots // repeat_times,
             "slots_per_engine": slots,
             "rollout_model": {"engine_type": f"longtail_parts.{engine}", "engine_num": engines},
             "plugin_dirs": [str(Path(longtail_parts.__file__).parent)],

@@ -262,7 +262,7 @@ class Explorer:
 
                 if self._is_over():
                     break
-                self._ask_for_workers(num_engines)
+                self._ask_for_workers(sum(workers.values()))
 
                 # Meanwhile the workers roll out and commit. Record what has ended; what was lost runs again, and tells
                 # whether a task of it is to blame.
@@ -358,6 +358,9 @@ class Explorer:
             required = self._rules.weights_for(step)
             if required.exact or self._rules.style is SyncStyle.FULLY_ASYNC:
                 return required
+        elif self._rules.style is SyncStyle.FULLY_ASYNC:
+            # Those that are under way with older ones need not end for it, as long as the bound allows.
+            return WeightRequirement(max(0, self._newest - self._rules.staleness_bound), exact=False)
         else:
             required = WeightRequirement(0, exact=False)
         if self._rules.takes_newest_at(step) or required.version > self._pinned:

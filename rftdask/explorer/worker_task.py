@@ -633,7 +633,8 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
     - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run side by side
     - tokens_per_s: of one engine, while it had its weights
-    - occupancy: requests under way in an engine, as a share of its slots, mean over the time
+    - occupancy: requests under way in an engine, as a share of its slots, mean over the time; not of a model behind an
+      API
     - step_s: wall time since the step before was complete
     """
 
@@ -653,6 +654,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     num_by_status = by_name([r.num_by_status for r in results])
     num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
     num_rows = max(1.0, total([r.num_rows for r in results]))
+    slot_s = total([r.slot_s for r in results])
     # Means over rollouts, then over rows, then seconds; sums of units are added first, so that a small unit counts
     # less.
     metrics = {name: value / num_rewards for name, value in by_name([r.metric_sums for r in results]).items()}
@@ -678,7 +680,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
         "generate_s": total([r.time_generate_s for r in results]),
         "step_s": step_s,
         "tokens_per_s": num_tokens / max(1e-9, engine_s - wait_s),
-        "occupancy": total([r.request_s for r in results]) / max(1e-9, total([r.slot_s for r in results])),
+        **({"occupancy": total([r.request_s for r in results]) / slot_s} if slot_s else {}),
     }
 
 

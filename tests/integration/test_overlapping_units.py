@@ -3,6 +3,7 @@
 - while the slow rollouts of a unit are under way, the units after it take the slots that it leaves free;
 - a run that is killed as a whole in the middle of several such units, or that loses its worker or its engine then,
   goes on: nothing is lost, nothing is trained twice, and no task is blamed;
+- so does one whose weights load in flight; its rows tell the oldest and the newest version, and none is too stale;
 - in style fixed no unit begins before the one before it has ended.
 """
 
@@ -104,6 +105,10 @@ def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothi
 def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound(config: Path) -> None:
     folder = run_folder(config)
     turns = ("synchronizer.load_in_flight=true", "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns")
+    with start(config, *ASYNC, *turns) as run:
+        wait_for_overlap(run, folder)
+        run.kill()
+        run.wait_for_no_survivors()
     with start(config, *ASYNC, *turns) as run:
         ended = run.end()
     assert ended.code == 0, ended

@@ -36,6 +36,7 @@ from rftdask.explorer.worker_task import ADMITTED_TOPIC, RolloutResult, RolloutT
 from rftdask.monitor.events import Event, Note, Step
 from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.testing.fake_dask import (
     WORKER,
     FakeClient,
@@ -45,6 +46,7 @@ from rftdask.testing.fake_dask import (
     told_to_end,
     under_way,
 )
+from rftdask.weights.published import publish_weights
 
 
 def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
@@ -318,6 +320,20 @@ def test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from() -> None:
     run_stage(client, config, lambda: end_one() or (len(client.submitted) == 10 and not client.pending))
     assert all(len(under_way_now) == 1 for under_way_now in steps), "on policy: a step at a time"
     assert [unit.weights.version for unit in client.submitted] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("style", "required"),
+    [("fully_async", WeightRequirement(5, exact=False)), ("trainer_driven", WeightRequirement(9, exact=True))],
+)
+def test_beside_a_trainer_of_another_process_a_unit_takes_the_newest_or_joins_others_within_the_bound(
+    style: str, required: WeightRequirement
+) -> None:
+    config = stage(f"beside-{style}", f"synchronizer.sync_style={style}", "synchronizer.max_staleness=4")
+    publish_weights(open_storage(f"memory://explorer-loop/{config.name}"), 9, b"weights", "main")
+    client = FakeClient()
+    run_stage(client, config)
+    assert [unit.weights for unit in client.submitted if not unit.is_eval] == [required]
 
 
 # ---- what is done is what the log says
