@@ -104,7 +104,12 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
 
     Raises: UserError: a folder is not there, or a module raises, with its file and line.
     """
-    importlib.invalidate_caches()  # for what was written a moment ago
+    while True:
+        try:
+            importlib.invalidate_caches()  # for what was written a moment ago
+            break
+        except RuntimeError:  # "dictionary changed size": another thread imported meanwhile, and once more it is good
+            continue
     for path in plugin_folders(folders):
         if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
             raise UserError(

@@ -5,6 +5,7 @@
 - a registered part's name, arguments and traits are read from its source, and equal those of the class itself.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+def test_another_thread_that_imports_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [RuntimeError("dictionary changed size during iteration"), None]
+
+    def invalidate_caches() -> None:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    monkeypatch.setattr(importlib, "invalidate_caches", invalidate_caches)
+    plugins.load_plugin_folders(())
+    assert outcomes == []
 
 
 def test_a_registered_name_is_found_before_any_plugin_is_imported() -> None:
