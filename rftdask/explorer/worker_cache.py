@@ -83,6 +83,7 @@ class WorkerCache:
         self.seat_lock = threading.Lock()
         self._num_under_way = self._num_exact = 0
         self._ended = threading.Condition()
+        """Guards what units change that have given up their seat."""
         self._last_end_s = 0.0
         """Time at which a unit ended last, by the monotonic clock."""
         self._shared: tuple[SharedPlaces, SharedLoop] | None = None
@@ -280,14 +281,17 @@ class WorkerCache:
     def timeout_s(self, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
         explorer = self._config.explorer
-        return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, self._task_times_s, explore_step)
+        with self._ended:  # other units, which end meanwhile, add to them
+            times_s = dict(self._task_times_s)
+        return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, times_s, explore_step)
 
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
         """Remember how long the tasks of a step took."""
-        self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
-        # The oldest steps are forgotten: their tasks were run by weaker weights, and took other times.
-        for step in sorted(self._task_times_s)[:-_MAX_STEPS_REMEMBERED]:
-            del self._task_times_s[step]
+        with self._ended:
+            self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
+            # The oldest steps are forgotten: their tasks were run by weaker weights, and took other times.
+            for step in sorted(self._task_times_s)[:-_MAX_STEPS_REMEMBERED]:
+                del self._task_times_s[step]
 
     def drop_auxiliary(self) -> None:
         """End the auxiliary engines and the fork servers, and forget times. Idempotent."""
