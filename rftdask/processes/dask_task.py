@@ -12,6 +12,9 @@ from distributed import get_worker
 LEAVING_TOPIC = "rftdask-leaving"
 """Where it is said of a worker, by its address, that it was told to end by who gave it, and not for what it runs."""
 
+_TRIES = 100
+"""To hear of the workers; where the scheduler does not answer any more, what was heard last stays."""
+
 
 class WorkerInfo(TypedDict):
     """A worker, as `Client.scheduler_info` tells of it; the scheduler tells more."""
@@ -31,7 +34,14 @@ class AsksScheduler(Protocol):
 
 def workers_of(client: AsksScheduler) -> Mapping[str, WorkerInfo]:
     """The workers that have joined and are not lost, by address, such as "tcp://10.0.0.7:4001"."""
-    workers: Mapping[str, WorkerInfo] = client.scheduler_info(n_workers=-1)["workers"]
+    workers: Mapping[str, WorkerInfo] = {}
+    for _ in range(_TRIES):
+        told = client.scheduler_info(n_workers=-1)
+        workers = told["workers"]
+        # The client keeps what it heard last, and asks by itself as well, for none of the workers: such an answer that
+        # came in between counts them all the same.
+        if len(workers) >= told.get("n_workers", 0):
+            break
     return workers
 
 
