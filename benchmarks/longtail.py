@@ -176,7 +176,7 @@ def main() -> None:
                 )
                 print(f"    as its metrics tell: {told:.2f}")
         if not args.no_model:
-            in_flight, count = (16, 48) if args.quick else (32, 32 * refills)
+            in_flight, count = (8, 16) if args.quick else (32, 32 * refills)
             build_toy_model(root / "model", hidden_size=64, intermediate_size=128, num_heads=2)
             engine = TracedTransformers(str(root / "model"))
             floor = in_flight * bare(root, engine, in_flight, count, MODEL_SCALE)
