@@ -104,12 +104,13 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
 
     Raises: UserError: a folder is not there, or a module raises, with its file and line.
     """
-    while True:
+    for tries_left in reversed(range(_INVALIDATE_TRIES)):
         try:
             importlib.invalidate_caches()  # for what was written a moment ago
             break
         except RuntimeError:  # "dictionary changed size": another thread imported meanwhile, and once more it is good
-            continue
+            if not tries_left:
+                raise
     for path in plugin_folders(folders):
         if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
             raise UserError(
@@ -191,6 +192,7 @@ def _import(module_name: str, what: str) -> ModuleType:
         raise kind(f"{what}: importing {module_name!r} raised: {at}{type(error).__name__}: {error}") from error
 
 
+_INVALIDATE_TRIES = 10
 _IMPORTS_TRINITY = re.compile(r"^\s*(from|import)\s+trinity\b", re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer, with_thinking
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
-from rftdask.errors import DataError
+from rftdask.errors import DataError, RoleError
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
@@ -46,6 +46,8 @@ _MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
 _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
+_LOOK_S = 1.0
+"""Between two looks whether what waits is still wanted."""
 _EXTRA_TIME_S = 60.0
 """Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
 
@@ -81,6 +83,8 @@ class WorkerCache:
 
     def __init__(self) -> None:
         self.seat_lock = threading.Lock()
+        self._called_off: Callable[[], bool] = lambda: False
+        """Of who has the seat."""
         self._num_under_way = self._num_exact = 0
         self._ended = threading.Condition()
         """Guards what units change that have given up their seat."""
@@ -101,10 +105,15 @@ class WorkerCache:
         """Seconds of each task, by explore step."""
 
     @contextmanager
-    def seat(self) -> Iterator[Seat]:
-        """Wait for the seat, and give it up at the end at the latest."""
-        self.seat_lock.acquire()
-        seat = Seat(self)
+    def seat(self, called_off: Callable[[], bool] = lambda: False) -> Iterator[Seat]:
+        """Wait for the seat, and give it up at the end at the latest.
+
+        called_off: whether nobody wants any more what begins in it; looked at in all of its waits for other units,
+            whose own deadlines bound them. Raises: RoleError: it was called off.
+        """
+        while not self.seat_lock.acquire(timeout=_LOOK_S):
+            _check_wanted(called_off)
+        seat, self._called_off = Seat(self), called_off
         try:
             yield seat
         finally:
@@ -135,9 +144,17 @@ class WorkerCache:
         return not self._num_exact
 
     def wait_until_idle(self) -> None:
-        """Wait until no unit is under way. In the seat, so that none begins meanwhile."""
+        """Wait until no unit is under way. In the seat, so that none begins meanwhile. Raises: as `seat`."""
         with self._ended:
-            self._ended.wait_for(lambda: not self._num_under_way)
+            while not self._ended.wait_for(lambda: not self._num_under_way, _LOOK_S):
+                _check_wanted(self._called_off)
+
+    def wait_for_slot(self) -> None:
+        """Wait until the engine has a free slot. In the seat, so that nobody else is about to take it. Raises: as
+        `seat`.
+        """
+        while not self.shared()[0].wait_for_room(SLOT, _LOOK_S):
+            _check_wanted(self._called_off)
 
     def shared(self) -> tuple[SharedPlaces, SharedLoop]:
         """What units share that overlap: the slots of the engine, and the event loop of their rollouts."""
@@ -303,6 +320,11 @@ class WorkerCache:
         self._auxiliary_engines = {}
         self._auxiliary_tokenizers = {}
         self._task_times_s = {}
+
+
+def _check_wanted(called_off: Callable[[], bool]) -> None:
+    if called_off():
+        raise RoleError("a work unit was called off while it waited for others of its worker")
 
 
 def attempt_timeout_s(

@@ -177,7 +177,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     """
     worker = get_worker()
     # One unit at a time begins. Dask may send the next one while the thread of a cancelled one still uses the engine.
-    with _cache.seat() as seat, _ending_turn():
+    with _cache.seat(make_called_off()) as seat, _ending_turn():
         # Before anything that may end this process: what it was running must be known then.
         key = worker.get_current_task()
         worker.log_event(BEGAN_TOPIC, (worker.address, key))
@@ -268,7 +268,7 @@ def warm_up(run: WarmUp) -> None:
 
     Raises: as `run_rollouts`; the worker's first work unit tries again.
     """
-    with _cache.seat(), _ending_turn():
+    with _cache.seat(make_called_off()), _ending_turn():
         storage = open_storage(run.url)
         config = _cache.open(storage, run.config_fingerprint)
         if config.is_external:
@@ -312,7 +312,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     shares = units_overlap(config, engine.spec) and not unit.alone and unit.slots is None
     if shares:
         # Before it looks for weights, which should be new when its first rollout begins.
-        _cache.shared()[0].wait_for_room(SLOT)
+        _cache.wait_for_slot()
     else:
         _cache.wait_until_idle()
     began = time.monotonic()

@@ -104,7 +104,7 @@ class SharedPlaces:
                 self._admit.pop(admitted)()
             self._changed.notify_all()
 
-    def wait_for_room(self, kind: str) -> None:
-        """Wait until a place of the kind is free. Nobody else may be about to take it."""
+    def wait_for_room(self, kind: str, timeout_s: float) -> bool:
+        """Wait until a place of the kind is free; False: not in `timeout_s`. Nobody else may be about to take it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._limiter.has_room(kind))
+            return self._changed.wait_for(lambda: self._limiter.has_room(kind), timeout_s)

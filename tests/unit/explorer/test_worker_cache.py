@@ -11,9 +11,10 @@ import pytest
 
 from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineSpec
-from rftdask.errors import ConfigError, DataError
+from rftdask.errors import ConfigError, DataError, RoleError
 from rftdask.explorer import worker_cache
 from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_params
+from rftdask.rollouts.places import SLOT
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 
@@ -155,6 +156,31 @@ def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> No
         assert cache.is_busy and cache.may_load_in_flight
     assert not cache.is_busy
     cache.wait_until_idle()
+
+
+def test_who_is_called_off_waits_no_longer_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_cache, "_LOOK_S", 0.01)
+    cache, run = WorkerCache(), config("explorer.slots_per_engine=1")
+    cache.open(storage, record_config(storage, run))
+    with cache.seat() as seat:
+        # For the seat itself.
+        with pytest.raises(RoleError, match="called off"), cache.seat(lambda: True):
+            pass
+        seat.give_up()
+    with cache.under_way(exact=False):
+        for wait in (cache.wait_until_idle, cache.wait_for_slot):
+            cache.shared()[0].enter(wait, (SLOT,), admit=lambda: None)
+            asked: list[bool] = []
+
+            def called_off(asked: list[bool] = asked) -> bool:
+                asked.append(True)
+                return len(asked) > 1
+
+            with pytest.raises(RoleError, match="called off"), cache.seat(called_off):
+                wait()
+            assert len(asked) == 2, "it looks again and again"
+    with cache.seat():  # nobody has kept it
+        cache.wait_until_idle()
 
 
 def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted_once() -> None:

@@ -33,7 +33,9 @@ def test_who_enters_later_is_admitted_when_somebody_leaves() -> None:
     places.leave(("two", "b"))
     places.leave(("one", "a"))
     assert admitted[3:] == []
-    places.wait_for_room(SLOT)
+    assert places.wait_for_room(SLOT, 60)
+    places.enter("another", (SLOT,), admit=lambda: None)
+    assert not places.wait_for_room(SLOT, 0.01), "two has one, and another the other"
 
 
 def test_a_limit_that_comes_later_limits_what_comes_after_it_and_changes_no_other() -> None:
