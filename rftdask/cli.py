@@ -663,13 +663,13 @@ def serve(
     from rftdask.serve.server import ServeOptions, serve_policy
     from rftdask.storage import open_storage
 
-    is_file = config.endswith((".yaml", ".yml"))
-    if not is_file and (storage := open_storage(config)).exists(RUN_FILE):
+    storage = None if config.endswith((".yaml", ".yml")) else open_storage(config)
+    if storage is not None and storage.exists(RUN_FILE):
         checked = load_config(read_run_config(storage).to_dict(), overrides or [], was_checked=True)
     else:
-        checked = _load(config, overrides, "")
+        checked, storage = _load(config, overrides, ""), None
     options = ServeOptions(host, port, max_concurrent, group_age)
-    serve_policy(checked, options, typer.echo)  # what it says has the key, to be used
+    serve_policy(checked, options, typer.echo, storage)  # what it says has the key, to be used
 
 
 @app.command()

@@ -350,18 +350,21 @@ _WRONG_KEY = refusal("wrong key", code="invalid_api_key", status=401)
 # ---- the process
 
 
-def serve_policy(config: Config, options: ServeOptions, say: Callable[[str], None]) -> None:
+def serve_policy(
+    config: Config, options: ServeOptions, say: Callable[[str], None], storage: Storage | None = None
+) -> None:
     """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log; then say in the log how far
     it is complete, so that a trainer that has all of it ends.
 
     Args: config: of the run, of whatever mode; it is served as mode explore does. say: takes lines for who started it.
+        storage: the run's folder, which may not be where its config has it; None: it is there.
     Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine
         died.
     """
     if config.stages or config.is_external or config.algorithm.schema_type != "experience":
         raise UserError("what is served is the policy of a run that learns from rollouts, without stages")
     config = replace(config, {"mode": "explore"})
-    storage = open_storage(config.checkpoint_job_dir)
+    storage = storage or open_storage(config.checkpoint_job_dir)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_files(storage, config))

@@ -113,3 +113,18 @@ def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) ->
         assert served.post("/sessions/s/v1/chat/completions", model="p", messages=messages)[0] == 200
         status, told = served.post("/feedback", session_id="s", reward=1)
         assert (status, told["policy_versions"]) == (200, [0, 3])
+
+
+def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with serve(config) as run:
+        Served(run)
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    moved = run_folder(config).rename(tmp_path / "elsewhere")
+    with serve(moved) as run:
+        served = Served(run)
+        served.ask("s", "1")
+        assert served.post("/feedback", session_id="s", reward=1)[0] == 200
+        run.wait_until(lambda: bool(open_log(open_storage(str(moved)), load_config(config)).shards()))
+    assert not run_folder(config).exists()
