@@ -272,6 +272,8 @@ def debug(
     # Late: the other commands need no engine.
     from rftdask.commands.debug import Debugger
 
+    if "://" in folder:
+        raise UserError(f"--folder {folder}: give a folder of this machine")
     stage = next((each for each in reversed(checked.stage_configs()) if each.has_explorer), checked)
     kept = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="rftdask-debug-"))
     _say("the model is being loaded", err=True)

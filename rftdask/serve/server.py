@@ -48,7 +48,7 @@ from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, web_server
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
-from rftdask.rollouts.policy.openai_api import OpenAIAnswer, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import model_sampling
@@ -246,14 +246,13 @@ class PolicyServer:
 
     async def _models(self, request: Request) -> Response:
         if self._caller(request) is None:
-            return as_response(_WRONG_KEY)
-        listed = [{"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}]
-        return as_response(OpenAIAnswer(200, {"object": "list", "data": listed}))
+            return as_response(WRONG_KEY)
+        return as_response(MODELS)
 
     async def _answer(self, request: Request) -> Response:
         session_id = self._caller(request)
         if session_id is None:
-            return as_response(_WRONG_KEY)
+            return as_response(WRONG_KEY)
         named = session_id
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         task = request.headers.get("x-task-id", "")
@@ -266,7 +265,7 @@ class PolicyServer:
 
     async def _open(self, request: Request) -> Response:
         if self._caller(request) != "":
-            return as_response(_WRONG_KEY)
+            return as_response(WRONG_KEY)
         body = await _body(request)
         if body is None or not isinstance(body.get("task_id", ""), str):
             return as_response(refusal('the body is an object: {"task_id": TEXT}, or {}'))
@@ -277,7 +276,7 @@ class PolicyServer:
     async def _feedback(self, request: Request) -> Response:
         named = self._caller(request)
         if named is None:
-            return as_response(_WRONG_KEY)
+            return as_response(WRONG_KEY)
         body = await _body(request)
         reward = None if body is None else body.get("reward")
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
@@ -342,9 +341,6 @@ async def _body(request: Request) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return body if isinstance(body, Mapping) else None
-
-
-_WRONG_KEY = refusal("wrong key", code="invalid_api_key", status=401)
 
 
 # ---- the process

@@ -10,6 +10,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -236,11 +237,17 @@ class Checkpoints:
         manifest = read_manifest(self._storage, folder)
         return None if manifest is None else CheckpointFiles(self._storage, folder, manifest)
 
-    def add_files(self, step: int, files: Mapping[str, Data]) -> None:
-        """Add files to a checkpoint, unless it has them already; its manifest grows in one atomic step. On rank 0."""
+    def complete(self, step: int, files: Mapping[str, Data], *, interim: bool) -> None:
+        """Add files to a checkpoint, unless it has them already, and keep it for good unless it is interim; its
+        manifest changes in one atomic step. On rank 0.
+        """
         manifest = read_manifest(self._storage, checkpoint_folder(step))
-        if manifest is not None and not set(files) <= set(manifest.files):
-            extend_folder(self._storage, checkpoint_folder(step), manifest, files)
+        if manifest is None:
+            return
+        missing = {name: data for name, data in files.items() if name not in manifest.files}
+        extra = {key: value for key, value in manifest.extra.items() if interim or key != INTERIM}
+        if missing or extra != manifest.extra:
+            extend_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
 
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
         """(step, state, files) of the newest valid checkpoint, on all ranks what rank 0 found; None if there is none.

@@ -372,10 +372,10 @@ class Trainer:
         # Durable before the trainer says that it has ended, for then nobody waits for it any more.
         self._publishing.flush()
         self.checkpoints.flush()
-        if not unsaved and step and self.section.save_hf_checkpoint == "last":
-            exported = self._export()  # the step was saved before it was known to be the last
+        if not unsaved and step:  # the step was saved before it was known to be the last
+            exported = self._export() if self.section.save_hf_checkpoint == "last" else {}
             if self.ranks.is_rank0:
-                self.checkpoints.add_files(step, exported)
+                self.checkpoints.complete(step, exported, interim=stopped)
         if self.ranks.is_rank0:
             self.metrics.flush()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.openai_api import OpenAIAnswer, chunks_of, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, chunks_of, refusal
 from rftdask.rollouts.policy.responses_api import events_of
 
 if TYPE_CHECKING:
@@ -161,15 +161,14 @@ class _Endpoint:
 
     async def _models(self, request: Request) -> Response:
         if self._model(request) is None:
-            return as_response(refusal("wrong key", code="invalid_api_key", status=401))
-        listed = [{"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}]
-        return as_response(OpenAIAnswer(200, {"object": "list", "data": listed}))
+            return as_response(WRONG_KEY)
+        return as_response(MODELS)
 
     async def _answer(self, request: Request) -> Response:
         # Before the body is looked at: every user of this machine reaches the port.
         model = self._model(request)
         if model is None:
-            return as_response(refusal("wrong key", code="invalid_api_key", status=401))
+            return as_response(WRONG_KEY)
         return await answer_http(model, request)
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rftdask.config.plugins import did_you_mean
@@ -102,6 +103,14 @@ def refusal(
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return OpenAIAnswer(status, body, headers=headers or {})
+
+
+WRONG_KEY = refusal("wrong key", code="invalid_api_key", status=401)
+MODELS = OpenAIAnswer(
+    200,
+    {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rftdask"}]},
+)
+"""The answer to who asks which models there are."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +376,7 @@ def text_completion(
         logprobs = None
         if asked.logprobs and tokenizer is not None:
             texts = [tokenizer.decode([token], skip_special_tokens=False) for token in response.tokens]
-            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+            offsets = [0, *accumulate(map(len, texts[:-1]))] if texts else []
             logprobs = Logprobs(text_offset=offsets, token_logprobs=list(response.logprobs), tokens=texts)
         finish: Any = "length" if response.finish_reason == "length" else "stop"
         own: dict[str, Any] = {}

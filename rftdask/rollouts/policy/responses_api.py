@@ -25,8 +25,14 @@ _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
 }
 """Accepted with these values alone."""
 _WITHOUT_EFFECT = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "session_id")
-OWN_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-"""Parameter of chat completions -> its name here; `reasoning_effort` is `reasoning`."""
+OWN_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "verbosity": "text",
+    "reasoning_effort": "reasoning",
+}
+"""Parameter of chat completions -> its name here."""
 
 
 def as_chat(body: Any) -> dict[str, Any]:
@@ -51,13 +57,16 @@ def as_chat(body: Any) -> dict[str, Any]:
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if "tool_choice" in given:
         chat["tool_choice"] = given.pop("tool_choice")
-    text = given.pop("text", {})
-    form = text.get("format") if isinstance(text, Mapping) else text
-    if form is not None:
-        chat["response_format"] = form
-    reasoning = given.pop("reasoning", {})
-    if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
-        chat["reasoning_effort"] = reasoning["effort"]
+    for name, parts in (
+        ("text", {"format": "response_format", "verbosity": "verbosity"}),
+        ("reasoning", {"effort": "reasoning_effort"}),
+    ):
+        asked = given.pop(name, {})
+        # Thoughts are told whole, so nothing is summed up.
+        strange = asked.keys() - parts - {"summary", "generate_summary"} if isinstance(asked, Mapping) else {name}
+        if strange:
+            raise BadRequestError(f"{name}={asked!r:.100} is not supported: it may hold {', '.join(parts)}", name)
+        chat |= {parts[key]: value for key, value in asked.items() if key in parts and value is not None}
     for name, value in given.items():
         if value not in _NOTHING_ASKED.get(name, ()):
             kept = ": no conversation is kept here, so tell all of it in `input`" * (

@@ -158,9 +158,8 @@ def test_a_moved_run_is_converted_without_the_model_it_began_with(
     shutil.copytree(small, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     run, engine = make_run("model", tmp_path / "runs")
-    Checkpoints(open_storage(run), "main").add_files(
-        2, {f"{HF_FOLDER}/{name}": data for name, data in engine.export_files().items()}
-    )
+    exported = {f"{HF_FOLDER}/{name}": data for name, data in engine.export_files().items()}
+    Checkpoints(open_storage(run), "main").complete(2, exported, interim=False)
     convert(run, tmp_path / "before")
     shutil.move(run, tmp_path / "moved")
     (tmp_path / "elsewhere").mkdir()

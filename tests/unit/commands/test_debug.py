@@ -70,6 +70,8 @@ def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_pat
 def test_what_explores_nothing_and_what_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no taskset is called 'mine'; there are taskset_0, held_out"):
         Debugger(load_config(config, []), tmp_path / "debug", taskset="mine")
+    ended = call_cli("debug", str(config), "--folder", "s3://bucket/debug")
+    assert (ended.code, "give a folder of this machine" in ended.err) == (2, True)
     only_trains = load_config(config, ["mode=train"])
     with pytest.raises(UserError, match="mode train explores nothing"):
         Debugger(only_trains, tmp_path / "debug")

@@ -126,13 +126,13 @@ def test_a_checkpoint_that_goes_is_gone_before_its_files_are(storage: Storage) -
 def test_files_are_added_once_and_only_to_what_exists(storage: Storage) -> None:
     checkpoints = Checkpoints(storage, "main")
     save(storage, 2)
-    checkpoints.add_files(2, {"actor/huggingface/config.json": b"{}"})
+    checkpoints.complete(2, {"actor/huggingface/config.json": b"{}"}, interim=False)
     assert is_valid(storage, "global_step_2")
     before = storage.get(f"global_step_2/{NAME}")
-    checkpoints.add_files(2, {"actor/huggingface/config.json": b"other"})
+    checkpoints.complete(2, {"actor/huggingface/config.json": b"other"}, interim=False)
     assert storage.get("global_step_2/actor/huggingface/config.json") == b"{}"
     assert storage.get(f"global_step_2/{NAME}") == before
-    checkpoints.add_files(3, {"x": b""})
+    checkpoints.complete(3, {"x": b""}, interim=False)
     assert checkpoint_steps(storage) == [2]
 
 

@@ -297,6 +297,15 @@ def test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones(
     assert not storage.exists(f"global_step_4/{HF_FOLDER}/model.safetensors")
 
 
+def test_a_stop_that_turns_out_to_be_the_end_is_kept_for_good(storage: Storage) -> None:
+    asked: list[int] = []
+    make_trainer(storage, should_stop=lambda: len(asked) == 2 or asked.append(1) is not None, save_interval=0).run()
+    assert make_trainer(storage, save_interval=0, total_steps=2).run() == Ended(2, stopped=False)
+    assert is_valid(storage, "global_step_2")
+    make_trainer(storage, save_interval=0, save_minutes=1e-9).run()
+    assert checkpoint_steps(storage) == [2, 4, 5], "2 was the end of a run; 3 and 4 came by the clock"
+
+
 def test_no_checkpoint_comes_by_the_clock_where_none_is_asked_for(storage: Storage) -> None:
     make_trainer(storage, save_interval=0, save_minutes=0).run()
     assert checkpoint_steps(storage) == [NUM_STEPS]

@@ -294,6 +294,9 @@ def test_a_response_that_met_its_limit_says_so_and_what_cannot_be_done_is_refuse
         refused: list[tuple[dict[str, Any], str]] = [
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"text": {"format": {"type": "json_object"}}}, "text"),
+            ({"text": {"verbosity": "low"}}, "text"),
+            ({"text": {"tone": "kind"}}, "text"),
+            ({"reasoning": {"depth": 3}}, "reasoning"),
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
             ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"tools": [{"type": "function", "name": "add"}], "tool_choice": "required"}, "tool_choice"),
