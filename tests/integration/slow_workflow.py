@@ -27,6 +27,14 @@ async def tailed(task: Task, model: PolicyModel) -> float:
     return float(len(answer.tokens) % 3)
 
 
+async def examined(task: Task, model: PolicyModel) -> float:
+    """Two calls of the policy, a second apart."""
+    first = await model.generate(task.prompt)
+    await asyncio.sleep(1.0)
+    await model.generate(f"{task.prompt}{first.text}?")
+    return 0.0
+
+
 async def two_turns(task: Task, model: PolicyModel) -> float:
     """A call of the policy, as much time as `tailed` takes, and a call that goes on where the first ended."""
     first = await model.generate(task.prompt)

@@ -16,6 +16,7 @@ import pytest
 from run_cases import (
     BATCH_SIZE,
     ENGINE,
+    NUM_EVAL_TASKS,
     REPEAT_TIMES,
     RunProcess,
     assert_sound,
@@ -104,7 +105,12 @@ def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothi
 
 def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound(config: Path) -> None:
     folder = run_folder(config)
-    turns = ("synchronizer.load_in_flight=true", "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns")
+    turns = (
+        "synchronizer.load_in_flight=true",
+        "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns",
+        "buffer.explorer_input.default_eval_workflow_type=slow_workflow.examined",
+        "explorer.eval_interval=2",
+    )
     with start(config, *ASYNC, *turns) as run:
         wait_for_overlap(run, folder)
         run.kill()
@@ -116,6 +122,12 @@ def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound
     log = ParquetLog(open_storage(str(folder)))
     spans = {(row["min_policy_version"], row["max_policy_version"]) for name in log.shards() for row in rows(log, name)}
     assert any(oldest < newest for oldest, newest in spans), spans
+    # What is evaluated is one version, whatever is loaded for the units beside it.
+    exams = ParquetLog(open_storage(str(folder)), "eval/held_out")
+    versions = [
+        (row["min_policy_version"], row["max_policy_version"]) for n in exams.shards() for row in rows(exams, n)
+    ]
+    assert len(versions) >= 3 * NUM_EVAL_TASKS and all(oldest == newest for oldest, newest in versions), versions
     trained = read_metrics(open_storage(str(folder)), "trainer")
     assert trained["staleness_max"].max() <= 6
 

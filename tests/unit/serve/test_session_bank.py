@@ -136,6 +136,8 @@ def test_a_session_has_one_reward() -> None:
         assert found is not None and (found["task"], found["reward"]) == ("a", 3 / 7)
         bank.put(session(4, "a")) if bank.num_waiting == 1 else None
         bank.commit_groups()
+    with pytest.raises(ValueError, match="s3 has its reward already"):
+        bank.put(session(3, "a"))
 
 
 @pytest.mark.parametrize("left", range(25))
